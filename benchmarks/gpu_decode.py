@@ -45,7 +45,7 @@ from weft.bench.host import describe_host
 from weft.bench.step_bytes import decode_step_bytes
 from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
-from weft.engine.device import dtype_of
+from weft.engine.device import dtype_of, kv_dtype_of
 from weft.engine.engine import Engine
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
@@ -134,6 +134,7 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
         plan="naive" if carrier == "naive" else "cheapest",
         moe_exchange=case["moe_exchange"],
         split_vocabulary=case["split_vocabulary"],
+        kv_dtype=case["kv_dtype"],
         cuda_graphs=case["graphs"],
         overlap=not args.no_overlap,
         max_running=limit,
@@ -147,7 +148,7 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
     model, bandwidth = config.read_model(), args.bandwidth
 
     def floor_ms(batch: int) -> float:
-        size = decode_step_bytes(model, config.mesh, dtype_of(config), batch, args.context)
+        size = decode_step_bytes(model, config.mesh, dtype_of(config), batch, args.context, kv_dtype_of(config))
         return size / bandwidth * 1e3
 
     with Engine(config) as engine:
@@ -221,6 +222,7 @@ def main() -> None:
     parser.add_argument("--carriers", nargs="+", default=["auto"], choices=TRANSPORTS)
     parser.add_argument("--moe-exchange", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
     parser.add_argument("--split-vocabulary", nargs="+", default=["off"], choices=["off", "on"])
+    parser.add_argument("--kv-dtypes", nargs="+", default=["auto"], choices=["auto", "fp8_e4m3"], help="of the cache")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--prefill", type=int, default=0, help="prompts of the context's length to read; 0: none")
@@ -236,11 +238,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     drawn: dict[tuple[Any, ...], dict[str, Outputs]] = {}
     # Carriers in turn, so that one that hangs in every layout costs the others nothing.
-    cases = itertools.product(args.presets, args.carriers, args.layouts, args.moe_exchange, args.split_vocabulary)
-    for preset, carrier, shape, experts, split in cases:
+    choices = args.moe_exchange, args.split_vocabulary, args.kv_dtypes
+    cases = itertools.product(args.presets, args.carriers, args.layouts, *choices)
+    for preset, carrier, shape, experts, split, kv in cases:
         case = {"preset": preset, "layout": shape, "carrier": carrier, "moe_exchange": experts}
-        case["split_vocabulary"] = split
-        many = {experts: len(args.moe_exchange) > 1, split: len(args.split_vocabulary) > 1}
+        case |= {"split_vocabulary": split, "kv_dtype": kv}
+        many = {each: len(given) > 1 for each, given in zip((experts, split, kv), choices, strict=True)}
         name = " ".join([carrier, *(what for what in many if many[what])])
         case |= {"graphs": not (args.eager or args.device == "cpu"), "context": args.context}
         try:

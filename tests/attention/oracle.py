@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.attention.backend import Backend
 from weft.attention.forward_batch import Batch, PageTables
 from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.kernels.float8 import FLOAT8, take, to_vectors
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent, PagedKV, Window
 
@@ -28,7 +29,7 @@ class Case:
     v: Tensor
     scale: float
     keys: list[Tensor]
-    """Of each sequence, `[context + rows, kv_heads, dim]`."""
+    """Of each sequence, `[context + rows, kv_heads, dim]`, as the cache has them: of FP8, what it stands for."""
     values: list[Tensor]
 
 
@@ -39,8 +40,9 @@ def make_case(
     page: int = 4,
     heads: int = 4,
     spec: PagedKV | Window | Latent = PagedKV(2, 8),  # noqa: B008
+    dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """A case of sequences of (rows, context), in layer 1 of 2, with scores far from even."""
+    """A case of sequences of (rows, context), in layer 1 of 2, with scores far from even. dtype: of the cache."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -48,25 +50,38 @@ def make_case(
 
     needed = [-(-(rows + context) // page) for rows, context in spans]
     free = draw.sample(range(sum(needed) + 3), sum(needed))
-    cache = KVCache(spec, 2, len(free) + 3, page, torch.float32)
+    cache, latent = KVCache(spec, 2, len(free) + 3, page, dtype), isinstance(spec, Latent)
     kv_heads, dim = cache.keys.shape[2:]
-    cache.keys.fill_(NAN)
-    cache.values.fill_(NAN)
+    forget(cache)
     seqs, keys, values = [], [], []
     for (rows, context), count in zip(spans, needed, strict=True):
         pages = [free.pop() for _ in range(count)]
         keys.append(3 * normal(context + rows, kv_heads, dim))
-        latent = isinstance(spec, Latent)
         values.append(keys[-1][..., : spec.value_width] if latent else normal(context + rows, kv_heads, dim))
-        for at in range(0 if cache.window is None else max(0, context - cache.window + 1), context):
-            slot = pages[at // page] * page + at % page
-            cache.keys[1, slot], cache.values[1, slot] = keys[-1][at], values[-1][at]
+        at = torch.arange(0 if cache.window is None else max(0, context - cache.window + 1), context)
+        slots = torch.tensor(pages)[at // page] * page + at % page
+        cache.write(1, slots, keys[-1][at], None if latent else values[-1][at])
         seqs.append(SeqRows(rows, context, [pages], True))
     total = sum(rows for rows, _ in spans)
     batch = build_batch(list(range(total)), seqs, page)
     new = [slice(context, None) for _, context in spans]
     k, v = (torch.cat([x[at] for x, at in zip(all_, new, strict=True)]) for all_ in (keys, values))
+    if dtype == FLOAT8:
+        keys, values = ([as_held(x) for x in all_] for all_ in (keys, values))
+        values = [x[..., : spec.value_width] for x in keys] if latent else values
     return Case(batch, cache, normal(total, heads, dim), k, v, 0.7, keys, values)
+
+
+def as_held(x: Tensor) -> Tensor:
+    """What vectors in FP8 stand for."""
+    values, exponents = to_vectors(x)
+    return torch.ldexp(values.float(), exponents[..., None])
+
+
+def forget(cache: KVCache) -> None:
+    """NaN in every slot."""
+    cache.keys.fill_(NAN)
+    cache.values.fill_(NAN)
 
 
 def padded(case: Case, capacity: int) -> Case:
@@ -125,7 +140,7 @@ def roomy(case: Case, rows: int, sequences: int) -> Case:
 
 def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance: float = 1e-5) -> None:
     """Runs the step on a backend of the case's cache; AssertionError where a row or the cache is not as defined."""
-    before, tables = case.cache.keys.clone(), case.batch.tables[0]
+    before, tables = [x.clone() for x in case.cache.tensors], case.batch.tables[0]
     assert isinstance(tables, PageTables)
     v = None if isinstance(case.cache.spec, Latent) else case.v
     plan = backend.plan(case.batch, tables)
@@ -136,11 +151,23 @@ def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance:
     assert lse is not None and none is None and torch.equal(alone[:row], out[:row])
     check_rows(case, spans, out, lse, tolerance=tolerance)
     new = tables.slots[tables.slots >= 0]
-    assert torch.equal(case.cache.keys[1, new], case.k[:row]) and torch.equal(case.cache.values[1, new], case.v[:row])
-    old = torch.ones(case.cache.num_pages * case.cache.page_size, dtype=torch.bool, device=case.q.device)
-    old[new] = False
-    untouched, was = (x[1, : len(old)][old] for x in (case.cache.keys, before))
-    assert torch.equal(untouched.nan_to_num(9e9), was.nan_to_num(9e9)), "a slot that no row owns was written"
+    check_stored(case.cache, case, spans, new, torch.ones(row, dtype=torch.bool, device=new.device), before)
+
+
+def check_stored(
+    cache: KVCache, case: Case, spans: list[tuple[int, int]], new: Tensor, mine: Tensor, before: list[Tensor]
+) -> None:
+    """AssertionError unless the case's new rows, where they are mine, lie in these slots of layer 1, and all else is as
+    before.
+    """
+    for stored, all_ in zip(cache.of_layer(1), (case.keys, case.values), strict=True):
+        wanted = torch.cat([x[context:] for x, (_, context) in zip(all_, spans, strict=True)])
+        assert torch.equal(take(stored, new.long(), wanted.dtype), wanted[mine])
+    old = torch.ones(cache.num_pages * cache.page_size, dtype=torch.bool, device=new.device)
+    old[new.long()] = False
+    for kept, was in zip(cache.tensors, before, strict=True):
+        now, then = (x[1, : len(old)][old].nan_to_num(9e9) for x in (kept.float(), was.float()))
+        assert torch.equal(now, then), "a slot that no row owns was written"
 
 
 def check_rows(

@@ -12,6 +12,7 @@ from weft.attention import sdpa
 from weft.attention.backend import Absorbed
 from weft.attention.sdpa import SDPA
 from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.kernels.float8 import FLOAT8
 from weft.kv.cache import KVCache, StateCache
 from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 
@@ -27,27 +28,36 @@ STEPS = {
 SPECS = [PagedKV(1, 8), PagedKV(2, 8), PagedKV(4, 8), Window(1, 2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)]
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
+"""Of the cache."""
+
+
+@DTYPES
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("step", STEPS)
-def test_rows_see_what_they_should(step: str, spec: PagedKV | Window | Latent) -> None:
+def test_rows_see_what_they_should(step: str, spec: PagedKV | Window | Latent, dtype: torch.dtype) -> None:
     for seed in range(3):
-        case = make_case(STEPS[step], seed=seed, spec=spec)
+        case = make_case(STEPS[step], seed=seed, spec=spec, dtype=dtype)
         check(SDPA(case.cache), case, STEPS[step])
 
 
+@DTYPES
 @pytest.mark.parametrize("capacity", [4, 5, 8])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_padding_rows_write_nothing_and_see_nothing(capacity: int, spec: PagedKV | Window | Latent) -> None:
-    case = padded(make_case(STEPS["decode"], seed=capacity, spec=spec), capacity)
+def test_padding_rows_write_nothing_and_see_nothing(
+    capacity: int, spec: PagedKV | Window | Latent, dtype: torch.dtype
+) -> None:
+    case = padded(make_case(STEPS["decode"], seed=capacity, spec=spec, dtype=dtype), capacity)
     check(SDPA(case.cache), case, STEPS["decode"])
 
 
+@DTYPES
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_prompts_in_tensors_of_larger_capacity(spec: PagedKV | Window | Latent) -> None:
+def test_prompts_in_tensors_of_larger_capacity(spec: PagedKV | Window | Latent, dtype: torch.dtype) -> None:
     for seed, spans in enumerate(([(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)])):
         rows = sum(n for n, _ in spans)
         for more in (0, 3):
-            case = roomy(make_case(spans, seed=seed, spec=spec), rows + 2 * more, len(spans) + more)
+            case = roomy(make_case(spans, seed=seed, spec=spec, dtype=dtype), rows + 2 * more, len(spans) + more)
             check(SDPA(case.cache), case, spans)
 
 

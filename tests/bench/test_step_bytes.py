@@ -8,6 +8,7 @@ import torch
 from support import small_config
 
 from weft.bench.step_bytes import decode_step_bytes
+from weft.kernels.float8 import FLOAT8
 from weft.models.load import build_model
 from weft.models.model_config import ModelConfig
 from weft.models.registry import read_config
@@ -31,6 +32,8 @@ def test_each_weight_is_read_once_and_each_cached_token() -> None:
     token = 2 * config.num_kv_heads * config.head_dim * config.num_layers * 2
     assert decode_step_bytes(config, ONE, BF16, 1, 0) == read
     assert decode_step_bytes(config, ONE, BF16, 5, 7) == read + 5 * 7 * token
+    vectors = 2 * config.num_kv_heads * config.num_layers
+    assert decode_step_bytes(config, ONE, BF16, 5, 7, FLOAT8) == read + 5 * 7 * vectors * (config.head_dim + 1)
     groups = Mesh(2, 1, 2, 1)
     read = weights(config, groups) - weights(config, groups, "embed")
     assert decode_step_bytes(config, groups, BF16, 5, 7) == read + 3 * 7 * token, "sequences of one group"

@@ -10,7 +10,7 @@ import torch
 from support import run_world
 from torch import Tensor
 
-from attention.oracle import NAN, Case, check_rows
+from attention.oracle import Case, check_rows, check_stored, forget
 from weft.attention.context_parallel import ContextParallel
 from weft.attention.forward_batch import PageTables
 from weft.attention.sdpa import SDPA
@@ -55,7 +55,7 @@ def run_interleaved(
         group = context_group(interleave, settler)
         assert group is not None
         cache = local_cache(case, interleave, transport.rank)
-        before = cache.keys.clone()
+        before = [x.clone() for x in cache.tensors]
         backend, own = ContextParallel(make(cache), group), slice(transport.rank * each, (transport.rank + 1) * each)
         plan = backend.plan(case.batch, tables)
         v = None if isinstance(case.cache.spec, Latent) else case.v
@@ -67,12 +67,7 @@ def run_interleaved(
         rows = check_rows(case, spans, out, lse, own, tolerance)
         slots = interleave.slots(tables.slots, transport.rank)
         mine, new = slots[:rows] >= 0, slots[slots >= 0].long()
-        assert torch.equal(cache.keys[1, new], case.k[:rows][mine])
-        assert torch.equal(cache.values[1, new], case.v[:rows][mine])
-        old = torch.ones(cache.num_pages * cache.page_size, dtype=torch.bool, device=slots.device)
-        old[new] = False
-        untouched, was = (x[1, : len(old)][old].nan_to_num(9e9) for x in (cache.keys, before))
-        assert torch.equal(untouched, was), "a slot of another rank's token was written"
+        check_stored(cache, case, spans, new, mine, before)
         return out, lse
 
     return run_world(interleave.ranks, rank_main)
@@ -82,10 +77,9 @@ def local_cache(case: Case, interleave: Interleave, place: int) -> KVCache:
     """What the rank at `place` holds of the case's cache before the step; NaN where that is no token."""
     whole = case.cache
     cache = KVCache(whole.spec, 2, whole.num_pages, interleave.page_size, whole.keys.dtype, whole.keys.device)
-    cache.keys.fill_(NAN)
-    cache.values.fill_(NAN)
+    forget(cache)
     slots = interleave.slots(torch.arange(whole.num_pages * interleave.span, device=whole.keys.device), place)
     mine = slots >= 0
-    for here, there in ((cache.keys, whole.keys), (cache.values, whole.values)):
+    for here, there in zip(cache.tensors, whole.tensors, strict=True):
         here[:, slots[mine]] = there[:, : len(slots)][:, mine]
     return cache

@@ -92,7 +92,7 @@ def with_library(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(backend_registry, "find_spec", lambda name: found if name == "vllm" else None)
 
 
-FA3_NEEDS = Needs("cuda", (9, 0), "bfloat16", lambda: [PagedKV(2, 128), Latent(576, 512)], 16, 1, "auto", True)
+FA3_NEEDS = Needs("cuda", (9, 0), "bfloat16", "auto", lambda: [PagedKV(2, 128), Latent(576, 512)], 16, 1, "auto", True)
 
 
 @pytest.mark.parametrize("option", ["fa3", "fa3+triton"])
@@ -144,6 +144,10 @@ def test_what_a_backend_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     config = EngineConfig(**shape, attention_backend="toy", plugins=(TOY,))
     with pytest.raises(LayoutError, match=r"^attention_backend toy has no latent caches: take another$"):
         check_attention(config, config.read_model())
+    with pytest.raises(LayoutError, match=r"^attention_backend toy has no caches in FP8: --kv-dtype auto, or another"):
+        attention_backend(
+            EngineConfig(attention_backend="toy", plugins=(TOY,), device="cpu", kv_dtype="fp8_e4m3"), list
+        )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(LayoutError, match=r"^attention_backend torch reads .* on the host, .*: add --no-cuda-graphs$"):
         attention_backend(EngineConfig(attention_backend="torch"))
@@ -158,7 +162,9 @@ def test_the_defaults_look_at_no_cache() -> None:
 
     for device in ("cpu", "cuda"):
         gpus = device == "cuda"
-        default_backend(device).check(Needs(device, (9, 0) if gpus else None, "bfloat16", caches, 16, 1, "auto", gpus))
+        default_backend(device).check(
+            Needs(device, (9, 0) if gpus else None, "bfloat16", "auto", caches, 16, 1, "auto", gpus)
+        )
 
 
 @pytest.mark.parametrize("entry", BACKENDS, ids=lambda entry: entry.option)

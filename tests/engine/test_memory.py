@@ -30,12 +30,14 @@ from weft.engine.worker.memory import (
 )
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.worker import failure
+from weft.kernels.float8 import FLOAT8
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.models.load import build_model, dummy_model
 from weft.place.recipes import Prompt
 from weft.place.settlements import Settlements
 from weft.place.spec import LayoutError, Mesh
 
+BF16 = torch.bfloat16
 SPECS: dict[str, Spec] = {
     "a": PagedKV(2, 8),
     "b": PagedKV(2, 8),
@@ -55,15 +57,14 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
     return EngineConfig(tmp_path, plugins=plugins, load_format="dummy", **sizes)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FLOAT8], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"attn_tp": 2, "moe_tp": 2, "dcp": 2}])
-def test_bytes_are_those_of_the_tensors(changes: dict[str, int]) -> None:
+def test_bytes_are_those_of_the_tensors(changes: dict[str, int], dtype: torch.dtype) -> None:
     config = EngineConfig(page_size=4, kv_tokens=80, max_running=3, max_batch_tokens=16, **changes)
     groups = groups_of(SPECS, config)
-    caches = [
-        Caches({name: SPECS[name]}, groups, config.page_size, torch.bfloat16).bytes for name in SPECS if name != "c"
-    ]
-    caches.append(Caches({"c": SPECS["c"]}, groups, config.interleave.span, torch.bfloat16).bytes)
-    assert cache_bytes(SPECS, groups, config, 2) == sum(caches)
+    caches = [Caches({name: SPECS[name]}, groups, config.page_size, dtype).bytes for name in SPECS if name != "c"]
+    caches.append(Caches({"c": SPECS["c"]}, groups, config.interleave.span, dtype).bytes)
+    assert cache_bytes(SPECS, groups, config, dtype) == sum(caches)
 
 
 def test_the_cache_takes_what_is_left_and_no_more() -> None:
@@ -71,26 +72,28 @@ def test_the_cache_takes_what_is_left_and_no_more() -> None:
     have = Memory(total=10_000_000, free=7_000_000, steps=600_000, graphs=400_000)
     capacity = 7_000_000 - 600_000 - 400_000 - 2_000_000
     assert have.capacity(0.8) == pytest.approx(capacity, abs=1)
-    found = sized(config, SPECS, have, 2, lambda mine: mine)
-    taken = [cache_bytes(SPECS, groups_of(SPECS, found, found.num_pages + more), found, 2) for more in (0, 1)]
+    found = sized(config, SPECS, have, BF16, lambda mine: mine)
+    taken = [cache_bytes(SPECS, groups_of(SPECS, found, found.num_pages + more), found, BF16) for more in (0, 1)]
     assert taken[0] <= capacity < taken[1] and found.kv_tokens == 4 * found.num_pages
-    assert sized(config, SPECS, have, 2, lambda mine: mine - 7).num_pages == found.num_pages - 7
-    assert (
-        sized(replace(config, gpu_memory_fraction=0.9), SPECS, have, 2, lambda mine: mine).num_pages > found.num_pages
-    )
+    kept = {"a": PagedKV(2, 128)}
+    counts = [sized(config, kept, have, dtype, lambda mine: mine).cached_tokens for dtype in (FLOAT8, BF16)]
+    assert 1.95 < counts[0] / counts[1] <= 2, "a cache in FP8 holds twice as many tokens"
+    assert sized(config, SPECS, have, BF16, lambda mine: mine - 7).num_pages == found.num_pages - 7
+    larger = sized(replace(config, gpu_memory_fraction=0.9), SPECS, have, BF16, lambda mine: mine)
+    assert larger.num_pages > found.num_pages
 
 
 def test_what_is_missing_is_said() -> None:
     have = Memory(total=10 * GIB, free=2 * GIB, steps=GIB // 2, graphs=GIB // 2)
     with pytest.raises(LayoutError, match=r"8.0 GiB of weights .* steps take 1.0 GiB.* GiB are missing; raise --gpu"):
-        sized(EngineConfig(), SPECS, have, 2, lambda mine: mine)
+        sized(EngineConfig(), SPECS, have, BF16, lambda mine: mine)
     enough = replace(have, steps=0, graphs=0)
-    assert sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, 2, lambda mine: mine).num_pages > 100
+    assert sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, BF16, lambda mine: mine).num_pages > 100
     longest = EngineConfig(gpu_memory_fraction=1.0, max_model_len=100_000_000)
     with pytest.raises(LayoutError, match="a sequence of 100000000 tokens"):
-        sized(longest, SPECS, enough, 2, lambda mine: mine)
+        sized(longest, SPECS, enough, BF16, lambda mine: mine)
     with pytest.raises(LayoutError, match=r"GiB are missing|another rank"):  # another rank has no room for a page
-        sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, 2, lambda mine: 0)
+        sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, BF16, lambda mine: 0)
 
 
 def test_the_minimum_over_ranks_counts() -> None:
@@ -212,10 +215,10 @@ def test_weights_that_do_not_fit(made: EngineConfig) -> None:
 
 def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
     config = EngineConfig(page_size=4, kv_tokens=8_000_000)
-    need = cache_bytes(SPECS, groups_of(SPECS, config), config, 2)
-    check_cache(SPECS, config, 2, need)
+    need = cache_bytes(SPECS, groups_of(SPECS, config), config, BF16)
+    check_cache(SPECS, config, BF16, need)
     with pytest.raises(LayoutError, match=r"a cache of 8000000 tokens takes .* GiB are missing; lower --kv-tokens"):
-        check_cache(SPECS, config, 2, need - GIB)
+        check_cache(SPECS, config, BF16, need - GIB)
 
 
 def test_memory_that_runs_out_later_is_said_in_one_line() -> None:

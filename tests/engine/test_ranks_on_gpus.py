@@ -24,6 +24,7 @@ from weft.engine.device import check_float8, check_gpu, device_of, enabled_trans
 from weft.engine.hosts import digests
 from weft.engine.planning import plan_model
 from weft.engine.worker.open_transports import cost_model, open_transports, untuned
+from weft.kernels.float8 import FLOAT8
 from weft.place.cost import INFINIBAND, host_table, read_table
 from weft.place.spec import LayoutError
 
@@ -133,10 +134,14 @@ def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_gpu(torch.device("cuda", 0))
     in_float8 = SimpleNamespace(float8=True, storage=SimpleNamespace(float8_block=(128, 128)))
     with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) has no products in FP8, which take sm_89: --float8 off$"):
-        check_float8(in_float8, torch.device("cuda", 1))
+        check_float8(in_float8, torch.bfloat16, torch.device("cuda", 1))
+    plain = SimpleNamespace(float8=True, storage=SimpleNamespace(float8_block=None))
+    with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) converts no FP8, which takes sm_89: --kv-dtype auto$"):
+        check_float8(plain, FLOAT8, torch.device("cuda", 1))
+    check_float8(plain, torch.bfloat16, torch.device("cuda", 1))
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
         check_gpu(device)
-    check_float8(in_float8, torch.device("cpu"))
+    check_float8(in_float8, FLOAT8, torch.device("cpu"))
 
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

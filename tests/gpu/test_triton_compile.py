@@ -25,7 +25,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from weft.kernels.float8 import FLOAT8, Fp8Weight, unfilled  # noqa: E402
+from weft.kernels.float8 import FLOAT8, Fp8Vectors, Fp8Weight, Stored, unfilled  # noqa: E402
 from weft.kernels.split_k import SplitKPartials  # noqa: E402
 from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
@@ -200,26 +200,32 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 INT, FLOAT, LONG = torch.int32, torch.float32, torch.int64
 
 
-def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int) -> None:
-    keys, values = empty(100_000, kv_heads, dim), empty(100_000, kv_heads, dim)
+def cache(slots: int, heads: int, dim: int, in_float8: bool = False) -> Stored:
+    if not in_float8:
+        return empty(slots, heads, dim)
+    return Fp8Vectors(empty(slots, heads, dim, dtype=FLOAT8), empty(slots, heads, dtype=torch.int8))
+
+
+def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int, in_float8: bool = False) -> None:
+    keys, values = (cache(100_000, kv_heads, dim, in_float8) for _ in range(2))
     page_table, lengths, lse = empty(rows, pages, dtype=INT), empty(rows, dtype=INT), empty(rows, heads, dtype=FLOAT)
     decode_attention.decode_attention(empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, lse=lse)
 
 
-def attend_to_latents(heads: int) -> None:
+def attend_to_latents(heads: int, in_float8: bool = False) -> None:
     page_table, lengths = empty(16, 2048, dtype=INT), empty(16, dtype=INT)
-    latents = empty(100_000, 1, 576)
+    latents = cache(100_000, 1, 576, in_float8)
     decode_attention.latent_decode_attention(empty(16, heads, 576), latents, 512, page_table, lengths, 16, 0.1)
 
 
-def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int) -> None:
+def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int, in_float8: bool = False) -> None:
     # Side by side: tensors of no memory of their own would all begin at 0, as latent keys and values do.
-    keys, values = empty(2, 100_000, kv_heads, dim)
-    values, out, limits = (
-        values if dim == value_dim else keys[..., :value_dim],
-        empty(2048, heads, value_dim),
-        empty(2048, dtype=INT),
-    )
+    keys, values = empty(2, 100_000, kv_heads, dim, dtype=FLOAT8 if in_float8 else torch.bfloat16)
+    values = values if dim == value_dim else keys[..., :value_dim]
+    if in_float8:
+        exponents = empty(100_000, kv_heads, dtype=torch.int8)
+        keys, values = Fp8Vectors(keys, exponents), Fp8Vectors(values, exponents)
+    out, limits = empty(2048, heads, value_dim), empty(2048, dtype=INT)
     page_table, starts = empty(16, 2048, dtype=INT), empty(17, dtype=INT)
     prefill_attention.prefill_attention(
         empty(2048, heads, dim), keys, values, page_table, starts, limits, 16, 0.1, out, window=None
@@ -320,11 +326,12 @@ def multiply(rows: int, outputs: int, width: int) -> None:
         dense.linear(x, weight, tile, None, empty(outputs))
 
 
-def norm_and_rotate(rows: int) -> None:
-    cache, angle, slots, weight = empty(1000, 2, 128), empty(rows, 64), empty(rows, dtype=INT), empty(128)
+def norm_and_rotate(rows: int, in_float8: bool = False) -> None:
+    kept, angle = cache(1000, 2, 128, in_float8), empty(rows, 64)
+    slots, weight = empty(rows, dtype=INT), empty(128)
     qkv = parts_of(rows, 20 * 128, 2048)
     norm_rope_cache.norm_rope_cache(
-        qkv, 16, angle, angle, slots, cache, cache, q_weight=weight, k_weight=weight, eps=1e-6
+        qkv, 16, angle, angle, slots, kept, kept, q_weight=weight, k_weight=weight, eps=1e-6
     )
 
 
@@ -335,10 +342,11 @@ def norm_over_ranks(rows: int, ranks: int) -> None:
     split_norm.norm_by_squares(qkv, squares, empty(sum(sizes)), sizes, (6144, 1024), 1e-6)
 
 
-def norm_latents(rows: int, heads: int) -> None:
+def norm_latents(rows: int, heads: int, in_float8: bool = False) -> None:
+    latents = cache(1000, 1, 576, in_float8)
     angle, slots, weight = empty(rows, 64), empty(rows, dtype=LONG), empty(512)
     norm_rope_cache.latent_rope_cache(
-        empty(rows, heads, 192), empty(rows, 576), angle, angle, slots, empty(1000, 1, 576), weight, 1e-6,
+        empty(rows, heads, 192), empty(rows, 576), angle, angle, slots, latents, weight, 1e-6,
         interleaved=True,
     )  # fmt: skip
 
@@ -410,6 +418,13 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "attention, wide heads": (lambda: attend(16, 16, 2, 256, 2048), ("HMMA", "LDGSTS")),
     "latent attention": (lambda: attend_to_latents(128), ("HGMMA", "LDGSTS")),
     "latent attention, few heads": (lambda: attend_to_latents(16), ("HMMA",)),
+    "attention, FP8 cache": (lambda: attend(64, 16, 2, 128, 2048, True), ("HMMA", "LDGSTS")),
+    "attention, wide heads, FP8 cache": (lambda: attend(16, 16, 1, 256, 2048, True), ("HMMA", "LDGSTS")),
+    "latent attention, FP8 cache": (lambda: attend_to_latents(128, True), ("HMMA", "LDGSTS")),
+    "prompts, FP8 cache": (lambda: attend_prompts(16, 2, 128, 128, True), ("HGMMA", "LDGSTS")),
+    "prompts, latents, FP8 cache": (lambda: attend_prompts(128, 1, 576, 512, True), ()),
+    "norm, rotary, FP8 cache": (lambda: norm_and_rotate(64, True), ()),
+    "latents, rotary, FP8 cache": (lambda: norm_latents(64, 128, True), ()),
     "prompts": (lambda: attend_prompts(16, 2, 128, 128), ("HGMMA", "LDGSTS")),
     "prompts, wide heads": (lambda: attend_prompts(16, 2, 256, 256), ("HGMMA", "LDGSTS")),
     "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
@@ -466,8 +481,10 @@ def taken_apart() -> set[tuple[str, bool]]:
     return set()
 
 
-AT_NIGHT = {"experts in float32, 4096 rows"}
-"""What takes longest to compile, of a dtype that is not served with so many rows."""
+AT_NIGHT = {"experts in float32, 4096 rows"} | {
+    name for name in CASES if "FP8 cache" in name and name not in ("attention, FP8 cache", "norm, rotary, FP8 cache")
+}
+"""What takes longest to compile, of a dtype that is not served with so many rows; most forms of caches in FP8."""
 
 
 @pytest.mark.parametrize(

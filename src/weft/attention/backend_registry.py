@@ -44,14 +44,15 @@ class Needs:
     """What the ranks of an engine need of an attention backend.
 
     device: cpu or cuda. capability: of the GPU; None: on CPUs, and where no GPU has been asked yet. dtype: of
-    activations and caches, as torch names it. caches: gives those that layers declare; it builds the model's shape.
-    page_size: tokens of a page. dcp: ranks that share a sequence's tokens. dcp_prefill: as the option. graphs: whether
-    steps are captured in CUDA graphs.
+    activations, as torch names it. kv_dtype: of caches, as the option. caches: gives those that layers declare; it
+    builds the model's shape. page_size: tokens of a page. dcp: ranks that share a sequence's tokens. dcp_prefill: as
+    the option. graphs: whether steps are captured in CUDA graphs.
     """
 
     device: Literal["cpu", "cuda"]
     capability: tuple[int, int] | None
     dtype: str
+    kv_dtype: str
     caches: Callable[[], Sequence[Spec]]
     page_size: int
     dcp: int
@@ -65,18 +66,21 @@ class BackendEntry:
 
     option: its name on command lines and in reports. device: of its ranks. make: makes it for a cache; it imports what
     the backend takes. lacks: what it cannot do of these needs, and what to do instead, in words that follow its name;
-    None where it does all.
+    None where it does all. float8: whether it attends over caches in FP8 (`weft.kernels.float8.Fp8Vectors`).
     """
 
     option: str
     device: Literal["cpu", "cuda", "any"]
     make: Callable[[KVCache], SDPA]
     lacks: Callable[[Needs], str | None] = lambda needs: None
+    float8: bool = False
 
     def refusal(self, needs: Needs) -> str | None:
         """What the backend lacks, in words that follow its name; None where it lacks nothing."""
         if self.device not in (needs.device, "any"):
             return f"is of {'GPUs' if self.device == 'cuda' else 'CPUs'}; leave it out"
+        if needs.kv_dtype != AUTO and not self.float8:
+            return "has no caches in FP8: --kv-dtype auto, or another backend"
         return self.lacks(needs)
 
     def check(self, needs: Needs) -> None:
@@ -152,8 +156,8 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
     return _merge_lacks(needs)
 
 
-TORCH = BackendEntry("torch", "any", _maker("weft.attention.sdpa", "SDPA"), _torch_lacks)
-TRITON = BackendEntry("triton", "cuda", _maker("weft.attention.paged_triton", "PagedTriton"))
+TORCH = BackendEntry("torch", "any", _maker("weft.attention.sdpa", "SDPA"), _torch_lacks, float8=True)
+TRITON = BackendEntry("triton", "cuda", _maker("weft.attention.paged_triton", "PagedTriton"), float8=True)
 FA3 = BackendEntry("fa3", "cuda", _maker("weft.attention.fa3", "FlashAttention3"), _fa3_lacks)
 MIXED = BackendEntry("fa3+triton", "cuda", _maker("weft.attention.fa3", "TheQuickerOfEach"), _fa3_lacks)
 """Each kind of rows by what is quicker: prompts over keys and values, and decode rows over latents, by FlashAttention

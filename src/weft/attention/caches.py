@@ -42,9 +42,9 @@ class Caches:
     """The caches of a model on a rank.
 
     layers: as `cached_layers` gives them. groups: the caches of each rule; batches have their tables in the same order.
-    page_size: tokens of a sequence that an entry of its page tables stands for. backend: makes the attention over a
-    paged cache. group: the dcp group, where the tokens of whole sequences are sharded over ranks; each rank has all
-    tokens of windows and all states.
+    page_size: tokens of a sequence that an entry of its page tables stands for. dtype: as of `KVCache`. backend: makes
+    the attention over a paged cache. group: the dcp group, where the tokens of whole sequences are sharded over ranks;
+    each rank has all tokens of windows and all states.
     """
 
     def __init__(
@@ -79,10 +79,8 @@ class Caches:
     @property
     def bytes(self) -> int:
         """Bytes of the caches on this rank."""
-        tensors = [t for _, b in self.paged for t in (b.cache.keys, b.cache.values)]
-        tensors += [t for _, s in self.states for t in s.states]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        return sum(storages.values())
+        tensors = [t for _, b in self.paged for t in b.cache.tensors] + [t for _, s in self.states for t in s.states]
+        return sum(t.nbytes for t in tensors)
 
     def plan(self, batch: Batch) -> StepCaches:
         """The caches for the layers' calls of a step."""

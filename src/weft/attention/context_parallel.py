@@ -18,10 +18,11 @@ from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA, Plan, Prompt
 from weft.dcp.group import ContextGroup
+from weft.kernels.float8 import FLOAT8, Fp8Vectors, Stored
 from weft.kernels.split_k import SplitKPartials
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent
-from weft.place.recipes import Merge
+from weft.kv.cache import KVCache, token_bytes
+from weft.kv.cache_spec import Latent, PagedKV, Window
+from weft.place.recipes import UNIT_BYTES, Merge
 from weft.place.recipes import Prompt as PromptValue
 
 
@@ -142,10 +143,11 @@ class ContextParallel:
         """How the step's prompts attend, and the data for it. All ranks of the group choose the same."""
         if plan.form:
             return plan.form[0]
-        group, local, (keys, values) = self._group, self.local, (self.cache.keys, self.cache.values)
+        group, local = self._group, self.local
         heads = q.shape[1] * (1 if gathered else group.interleave.ranks)
-        dim = values.shape[-1] if absorbed is None else absorbed.values.shape[1]
-        token = keys[0, 0].nbytes + (0 if isinstance(self.cache.spec, Latent) else values[0, 0].nbytes)
+        dim = self.cache.values.shape[-1] if absorbed is None else absorbed.values.shape[1]
+        assert not isinstance(self.cache.spec, Window), "its tokens are not sharded"
+        token = gathered_bytes(self.cache.spec, self.cache.keys.dtype)
         lengths = [prompt.context + prompt.rows for prompt in plan.prompts]
         merge = Merge(heads, dim, q.element_size())
         what = PromptValue(sum(map(group.interleave.max_length, lengths)), token, 0 if gathered else q[0].nbytes, merge)
@@ -162,11 +164,25 @@ class ContextParallel:
             plan.form.append(Gathered(torch.cat(slots), sizes, prompts))
         return plan.form[0]
 
-    def _tokens(self, form: Gathered, layer: int) -> tuple[Tensor, Tensor]:
+    def _tokens(self, form: Gathered, layer: int) -> tuple[Stored, Stored]:
         """The keys and values of prompts' tokens on all ranks."""
-        keys, values = self.cache.of_layer(layer)
-        (_, heads, dim), latent = keys.shape, isinstance(self.cache.spec, Latent)
-        here = [kind.index_select(0, form.slots).flatten(1) for kind in ((keys,) if latent else (keys, values))]
-        rows = self._group.tokens(here[0] if latent else torch.cat(here, dim=1), form.sizes)
-        keys = rows[:, : heads * dim].unflatten(1, (heads, dim))
-        return keys, keys[..., : values.shape[-1]] if latent else rows[:, heads * dim :].unflatten(1, (heads, dim))
+        cache, (heads, dim) = self.cache, self.cache.keys.shape[2:]
+        here = [kept[layer].index_select(0, form.slots).flatten(1) for kept in cache.tensors]
+        widths = [x.shape[1] for x in here]
+        if cache.exponents is not None:
+            here = [x.view(torch.uint8) for x in here]
+            here.append(here[0].new_empty(len(form.slots), -sum(widths) % UNIT_BYTES))
+        rows = self._group.tokens(here[0] if len(here) == 1 else torch.cat(here, dim=1), form.sizes)
+        parts = rows[:, : sum(widths)].split(widths, dim=1)
+        latent = isinstance(cache.spec, Latent)
+        vectors = [x.view(cache.keys.dtype).unflatten(1, (heads, dim)) for x in parts[: 2 - latent]]
+        keys, values = vectors[0], vectors[-1][..., : cache.values.shape[-1]]
+        if cache.exponents is None:
+            return keys, values
+        return Fp8Vectors(keys, parts[2 - latent].view(torch.int8)), Fp8Vectors(values, parts[-1].view(torch.int8))
+
+
+def gathered_bytes(spec: PagedKV | Latent, dtype: torch.dtype) -> int:
+    """Bytes of a cached token as ranks gather it. In FP8 exponents follow the values, to whole units of 16 bytes."""
+    size = token_bytes(spec, dtype)
+    return size if dtype != FLOAT8 else -(-size // UNIT_BYTES) * UNIT_BYTES

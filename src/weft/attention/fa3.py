@@ -17,6 +17,7 @@ from weft.attention.backend_registry import fa3_library
 from weft.attention.forward_batch import Batch
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import Prompt
+from weft.kernels.float8 import Stored, plain
 from weft.kernels.triton.launch import cdiv, scaled
 from weft.kv.cache_spec import Latent
 
@@ -175,7 +176,7 @@ class FlashAttention3(PagedTriton):
         return out, (found if sums is None else sums) if lse else None
 
     def prompts(
-        self, plan: Any, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
+        self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
         if not len(q):
             return
@@ -203,9 +204,9 @@ class FlashAttention3(PagedTriton):
         window = self.cache.window
         return dict(is_causal=True, window_size_left=-1 if window is None else window - 1, window_size_right=0)
 
-    def _tensors(self, q: Tensor, keys: Tensor, values: Tensor, page_size: int) -> dict[str, Tensor]:
+    def _tensors(self, q: Tensor, keys: Stored, values: Stored, page_size: int) -> dict[str, Tensor]:
         """q, keys and values as the library takes them: latent attention has a second product of queries and values."""
-        k, v = (x.unflatten(0, (-1, page_size)) for x in (keys, values))
+        k, v = (plain(x).unflatten(0, (-1, page_size)) for x in (keys, values))
         if not isinstance(self.cache.spec, Latent):
             return dict(q=q, k=k, v=v)
         width = values.shape[-1]

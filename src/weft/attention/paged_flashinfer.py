@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.attention.forward_batch import Batch
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import Prompt
+from weft.kernels.float8 import Stored, plain
 from weft.kernels.triton.decode_attention import LN2
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
@@ -124,7 +125,7 @@ class FlashInfer(PagedTriton):
         return out, found if sums is None or found is None else sums.copy_(found)
 
     def prompts(
-        self, plan: Any, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
+        self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
         if plan is None:
             return
@@ -160,10 +161,10 @@ class FlashInfer(PagedTriton):
         return pages if self.cache.window is None else pages.clamp(min=0)
 
     def _attend(
-        self, plan: Sequences, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, lse: bool
+        self, plan: Sequences, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, lse: bool
     ) -> Tensor | None:
         """Fills out, and gives the natural log-sum-exps where requested."""
-        k, v = (x.unflatten(0, (-1, plan.page_size)) for x in (keys, values))
+        k, v = (plain(x).unflatten(0, (-1, plan.page_size)) for x in (keys, values))
         wrapper = self._planned(plan, q, keys.shape[1], scale)
         if isinstance(self.cache.spec, Latent):
             width = values.shape[-1]

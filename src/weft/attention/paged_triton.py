@@ -13,6 +13,7 @@ from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.expansion import MAX_ELEMENTS, Expansion, plan_expansion
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA, Plan, Prompt, Split
+from weft.kernels.float8 import Stored
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
 from weft.kernels.triton.latent_prompts import expand_latents, project_heads
@@ -74,7 +75,8 @@ class PagedTriton(SDPA):
         assert batch.starts is not None
         limits, spec, expansion = here(batch.positions + 1).int(), self.cache.spec, None
         if gathered is None:
-            if isinstance(spec, Latent) and spec.expanded is not None and here is _all and len(pages):
+            expands = isinstance(spec, Latent) and spec.expanded is not None and self.cache.exponents is None
+            if isinstance(spec, Latent) and expands and here is _all and len(pages):
                 longest = pages.shape[1] * self.cache.page_size
                 expansion = plan_expansion(spec, batch.starts, batch.lengths, len(limits), longest)
             return Prompts(pages.contiguous(), batch.starts, limits, self.cache.page_size, expansion)
@@ -112,7 +114,7 @@ class PagedTriton(SDPA):
         """See `Backend.store_latent`."""
         q, rotary, norm = q.unflatten(-1, (-1, parts.dim)), parts.rotary, parts.norm
         table = rotary.cos[:, 0], rotary.sin[:, 0]
-        cache, keys = self.cache.keys[layer], absorbed.keys
+        cache, keys = self.cache.of_layer(layer)[0], absorbed.keys
         store = partial(latent_rope_cache, q, kv, *table, plan.stored, cache, norm.weight, norm.eps)
         if keys is None:
             store(interleaved=rotary.interleaved)
@@ -198,7 +200,7 @@ class PagedTriton(SDPA):
         return decode_attention(q, keys, values, *where, window=cache.window, **more), sums
 
     def prompts(
-        self, plan: Any, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
+        self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
         pages, starts, limits, page_size, expansion = plan
         where, bases = (pages, starts, limits, page_size, scale, out), None if expansion is None else expansion.bases

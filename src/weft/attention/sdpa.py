@@ -1,4 +1,4 @@
-"""Attention over pages by torch's scaled_dot_product_attention; any device, any dtype."""
+"""Attention over pages by torch's scaled_dot_product_attention; any device, any dtype, caches in FP8 too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.expansion import MAX_ELEMENTS, pays
 from weft.attention.forward_batch import Batch, PageTables
+from weft.kernels.float8 import Stored, take
 from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
@@ -202,13 +203,13 @@ class SDPA:
         return out, sums
 
     def _expanded(
-        self, q: Tensor, latents: Tensor, slots: Tensor, mask: Tensor, scale: float, absorbed: Absorbed
+        self, q: Tensor, latents: Stored, slots: Tensor, mask: Tensor, scale: float, absorbed: Absorbed
     ) -> Tensor:
         """Attention of a prompt, q `[rows, heads, n + rotary]`, with keys and values of heads: `[rows, heads, value
         dim]`."""
         assert absorbed.up is not None
         width, n = self.cache.values.shape[-1], absorbed.up.shape[1] - absorbed.values.shape[1]
-        latent, rotated = _rows(latents, slots).tensor_split([width], dim=-1)
+        latent, rotated = take(latents, slots, q.dtype).tensor_split([width], dim=-1)
         out = q.new_empty(*q.shape[:2], absorbed.values.shape[1])
         heads = max(1, MAX_ELEMENTS // (len(slots) * absorbed.up.shape[1]))
         for i in range(0, q.shape[1], heads):
@@ -229,13 +230,14 @@ class SDPA:
         if not len(q):
             return self.unfilled(q, True)
         slots, mask, alive = plan
-        seen, mask = _rows(self.cache.keys[layer], slots), mask[:, None, None]
-        one = _attend(q[:, None], seen, _rows(self.cache.values[layer], slots), mask, scale)[:, 0]
+        keys, values = self.cache.of_layer(layer)
+        seen, mask = take(keys, slots, q.dtype), mask[:, None, None]
+        one = _attend(q[:, None], seen, take(values, slots, q.dtype), mask, scale)[:, 0]
         total = _lse(q[:, None], seen, mask, scale)[:, 0] if lse else None
         return one.where(alive, 0.0), total
 
     def prompts(
-        self, plan: Any, q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, sums: Tensor | None
+        self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
         """Attention of sequences of several rows, q `[T, heads, D]`, over keys and values `[slots, …]`. Fills their
         rows of out, and of the log-sum-exps where requested.
@@ -245,8 +247,8 @@ class SDPA:
                 assert sums is not None
                 sums[at] = float("-inf")
                 continue
-            seen = _rows(keys, slots[None])
-            out[at] = _attend(q[None, at], seen, _rows(values, slots[None]), mask, scale)[0]
+            seen = take(keys, slots[None], q.dtype)
+            out[at] = _attend(q[None, at], seen, take(values, slots[None], q.dtype), mask, scale)[0]
             if sums is not None:
                 sums[at] = _lse(q[None, at], seen, mask, scale)[0]
 
@@ -255,11 +257,6 @@ def _sees(position: Tensor, row: Tensor, window: int | None) -> Tensor:
     """Whether a row at a position sees the token at another."""
     seen = position <= row
     return seen if window is None else seen & (position > row - window)
-
-
-def _rows(cache: Tensor, slots: Tensor) -> Tensor:
-    """cache[slots]; index_select copies whole rows where indexing goes element by element on CPUs."""
-    return cache.index_select(0, slots.flatten()).unflatten(0, slots.shape)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

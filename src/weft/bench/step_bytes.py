@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from weft.attention.caches import cached_layers
-from weft.kv.cache_spec import Latent, Recurrent, Window
+from weft.kv.cache import token_bytes
+from weft.kv.cache_spec import Recurrent, Window
 from weft.models.layers import Embedding, Head, Layer
 from weft.models.load import build_model
 from weft.models.model_config import ModelConfig
@@ -13,10 +14,19 @@ from weft.models.moe import Experts, SparseMoE
 from weft.place.spec import Mesh
 
 
-def decode_step_bytes(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, sequences: int, context: int) -> int:
+def decode_step_bytes(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    sequences: int,
+    context: int,
+    kv_dtype: torch.dtype | None = None,
+) -> int:
     """Bytes that rank 0 reads for a token of each of `sequences` sequences, spread over the DP groups, behind `context`
     tokens each: every weight once, of the experts those that are expected to be chosen where all are equally likely,
     the cached tokens, and recurrent states, which are also written. Activations are left out.
+
+    dtype: of weights. kv_dtype: of keys and values, as of `KVCache`; None: the same.
     """
     model = build_model(config, mesh, 0, dtype, torch.device("meta"))
     total, mine = 0.0, -(-sequences // mesh.attn_dp)
@@ -33,7 +43,5 @@ def decode_step_bytes(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, seque
             total += mine * 2 * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
             continue
         tokens = min(context, spec.size) if isinstance(spec, Window) else context / mesh.dcp
-        total += (
-            mine * tokens * dtype.itemsize * (spec.width if isinstance(spec, Latent) else 2 * spec.heads * spec.dim)
-        )
+        total += mine * tokens * token_bytes(spec, kv_dtype or dtype)
     return round(total)

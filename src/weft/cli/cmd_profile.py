@@ -47,7 +47,7 @@ class Command:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.host import describe_host
         from weft.bench.step_bytes import decode_step_bytes
-        from weft.engine.device import dtype_of
+        from weft.engine.device import dtype_of, kv_dtype_of
         from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, output_length, run
         from weft.profiler.chart import draw
 
@@ -98,7 +98,7 @@ class Command:
             "context": self.context,
             "steps": self.steps,
             "bytes_a_step": decode_step_bytes(
-                config.read_model(), config.mesh, dtype_of(config), self.batch, self.context
+                config.read_model(), config.mesh, dtype_of(config), self.batch, self.context, kv_dtype_of(config)
             ),
         } | found.report
         (self.output / "profile.json").write_text(json.dumps(report, indent=1) + "\n")

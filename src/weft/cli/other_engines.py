@@ -17,6 +17,7 @@ NAMES = {
     "--max-waiting": "max-queued-requests",
     "--max-batch-tokens": "max-num-batched-tokens chunked-prefill-size max-prefill-tokens",
     "--kv-tokens": "max-total-tokens num-gpu-blocks-override",
+    "--kv-dtype": "kv-cache-dtype",
     "--gpu-memory-fraction": "gpu-memory-utilization mem-fraction-static",
     "--float8, of weights that the checkpoint has in FP8": "quantization",
     "--no-cuda-graphs": "enforce-eager disable-cuda-graph",

@@ -8,7 +8,7 @@ import torch
 
 from weft.attention.caches import cached_layers
 from weft.engine.config import EngineConfig
-from weft.engine.device import device_of, dtype_of, on_gpus
+from weft.engine.device import device_of, dtype_of, kv_dtype_of, on_gpus
 from weft.engine.worker.memory import cache_bytes, groups_of, parameter_bytes
 from weft.models.load import build_model
 from weft.models.model_config import ModelConfig
@@ -51,6 +51,6 @@ def chosen_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> E
             continue
         found = replace(config, max_running=sequences)
         groups = groups_of(specs, found, -(-tokens // config.interleave.span))
-        if cache_bytes(specs, groups, found, dtype.itemsize) <= CACHE_SHARE * left:
+        if cache_bytes(specs, groups, found, kv_dtype_of(config)) <= CACHE_SHARE * left:
             return found
     return config

@@ -11,6 +11,7 @@ from weft.attention.backend_registry import ANY_BACKEND, BackendEntry, Needs, au
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, check_serves, transports
 from weft.engine.config import EngineConfig
 from weft.kernels.build import OLDEST_GPU
+from weft.kernels.float8 import FLOAT8
 from weft.kv.cache_spec import Spec
 from weft.models.model_config import ModelConfig
 from weft.place.spec import LayoutError
@@ -53,6 +54,11 @@ def dtype_of(config: EngineConfig) -> torch.dtype:
     return DTYPES[config.dtype]
 
 
+def kv_dtype_of(config: EngineConfig) -> torch.dtype:
+    """Of the cache's keys and values."""
+    return dtype_of(config) if config.kv_dtype == "auto" else FLOAT8
+
+
 def check_gpu(device: torch.device) -> None:
     """Raises LayoutError where a GPU is older than what Weft's kernels are compiled for."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_GPU:
@@ -67,12 +73,15 @@ def _name(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
 
-def check_float8(model: ModelConfig, device: torch.device) -> None:
-    """Raises LayoutError where a GPU has no products in FP8, and the model has them."""
-    if not (model.float8 and model.storage.float8_block and device.type == "cuda"):
+def check_float8(model: ModelConfig, kv_dtype: torch.dtype, device: torch.device) -> None:
+    """Raises LayoutError where a GPU has no products in FP8 and the model has them, or a cache is to be in FP8."""
+    products = model.float8 and model.storage.float8_block
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
         return
-    if torch.cuda.get_device_capability(device) < (8, 9):
+    if products:
         raise LayoutError(f"{_name(device)} has no products in FP8, which take sm_89: --float8 off")
+    if kv_dtype == FLOAT8:
+        raise LayoutError(f"{_name(device)} converts no FP8, which takes sm_89: --kv-dtype auto")
 
 
 def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
@@ -106,6 +115,7 @@ def attention_backend(
         device="cuda" if gpus else "cpu",
         capability=torch.cuda.get_device_capability(device) if asked else None,
         dtype=str(dtype_of(config)).removeprefix("torch."),
+        kv_dtype=config.kv_dtype,
         caches=caches,
         page_size=config.page_size,
         dcp=config.dcp,

@@ -128,6 +128,9 @@ class CacheOptions(EngineOptions):
     """Tokens in a page."""
     kv_tokens: int | None = None
     """Tokens in the cache; left out, 65536 on CPUs, and on GPUs as many as fit."""
+    kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Of the cache's keys, values and latent vectors; auto: that of activations; fp8_e4m3: eight bits each and a power
+    of two for each vector, so that it holds twice as many tokens (on GPUs from sm_89 on)."""
     gpu_memory_fraction: float = 0.9
     """Share of a GPU's memory that may be used in all, where kv_tokens is left out."""
     prefix_cache: bool = True

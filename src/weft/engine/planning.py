@@ -9,9 +9,11 @@ from dataclasses import replace
 import torch
 
 from weft.attention.caches import Caches, cached_layers
+from weft.attention.context_parallel import gathered_bytes
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.engine.worker.build_batch import build_batch
+from weft.kv.cache import token_bytes
 from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.models.layers import Workspace, torch_empty
 from weft.models.load import build_model
@@ -105,17 +107,18 @@ def plan_model(
 
 
 def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: Chain) -> ShardedContext | None:
-    """What attention does where tokens are sharded over dcp, in a chain that was traced; None where they are not."""
+    """What attention does where tokens are sharded over dcp, in a chain that was traced; None where they are not.
+
+    dtype: of keys and values, as of `KVCache`.
+    """
     if mesh.dcp == 1:
         return None
-    caches = cached_layers(build_model(config, mesh, 0, dtype, torch.device("meta"))).values()
-    kept = sum(2 * spec.heads * spec.dim for spec in caches if isinstance(spec, PagedKV))
-    latent = sum(spec.width for spec in caches if isinstance(spec, Latent))
-    size = dtype.itemsize
-    tokens = Counter(2 * spec.heads * spec.dim * size for spec in caches if isinstance(spec, PagedKV))
-    tokens += Counter(spec.width * size for spec in caches if isinstance(spec, Latent))
+    caches = cached_layers(build_model(config, mesh, 0, config.dtype, torch.device("meta"))).values()
+    kept = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
+    latent = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, Latent))
+    tokens = Counter(gathered_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV | Latent))
     settled = [settlement.value for settlement in chain.settlements if settlement.group == "dcp"]
-    return ShardedContext(mesh.dcp, settled, tokens, kept * size, latent * size)
+    return ShardedContext(mesh.dcp, settled, tokens, kept, latent)
 
 
 def split_steps(

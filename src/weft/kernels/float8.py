@@ -3,6 +3,10 @@
 A value is a float8_e4m3fn (at most 448) times a float32 scale. A weight has one scale for each block of rows and
 columns. A row of activations has one for each group of columns, computed at each step (DeepSeek-V3, arXiv 2412.19437,
 section 3.3.2).
+
+A cached vector has one power of two, an int8 exponent. A power of two leaves the bits of a value's mantissa as they
+are: the vector is exact in bfloat16 and float16, and the order in which its scale is multiplied in changes nothing. As
+each vector has its own, none needs calibration, and it travels with its token.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from torch import Tensor
 FLOAT8 = torch.float8_e4m3fn
 LARGEST, MIN_MAGNITUDE = 448.0, 1e-10
 """The greatest value of float8_e4m3fn, and the smallest magnitude that a group's largest counts as, for zeros."""
+MAX_EXPONENT = 32
+"""Of a vector's power of two, in either direction."""
 
 
 class Fp8Rows(NamedTuple):
@@ -55,6 +61,56 @@ class Fp8Weight(NamedTuple):
             )
         if not (values.is_contiguous() and scales.is_contiguous()):
             raise ValueError("weights and their scales must be contiguous")
+
+
+class Fp8Vectors(NamedTuple):
+    """Vectors in FP8: values times 2 to the power of their exponents.
+
+    values: float8 `[…, dim]`. exponents: int8 `[…]`.
+    """
+
+    values: Tensor
+    exponents: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values."""
+        return self.values.shape
+
+
+Stored = Tensor | Fp8Vectors
+"""What a cache holds of tokens, `[slots, heads, dim]`: as they were computed, or in FP8."""
+
+
+def plain(stored: Stored) -> Tensor:
+    """For what reads no FP8. Raises TypeError for that."""
+    if not isinstance(stored, Tensor):
+        raise TypeError("the cache is in FP8, which this attention backend does not read")
+    return stored
+
+
+def to_vectors(x: Tensor) -> Fp8Vectors:
+    """x `[…, dim]` with the smallest powers of two, to ± MAX_EXPONENT, by which no magnitude is above 448.
+
+    What is larger still becomes the largest magnitude, also infinity; NaN stays NaN, and counts for no exponent.
+    """
+    wide = x.float()
+    largest = wide.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1)
+    # 448 is 1.75 · 2⁸: a mantissa above 1.75 takes the next power.
+    exponents = ((largest.view(torch.int32) + 0x1FFFFF >> 23) - (127 + 8)).clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    scaled = wide * torch.ldexp(torch.ones_like(largest), -exponents)[..., None]
+    return Fp8Vectors(scaled.clamp(-LARGEST, LARGEST).to(FLOAT8), exponents.to(torch.int8))
+
+
+def take(stored: Stored, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """stored[slots] in a dtype: slots `[…]` of stored `[slots, heads, dim]`."""
+    # index_select copies whole rows where indexing goes element by element on CPUs; torch has none of FP8 there.
+    flat = slots.flatten()
+    if isinstance(stored, Tensor):
+        return stored.index_select(0, flat).unflatten(0, slots.shape)
+    values = stored.values.view(torch.uint8).index_select(0, flat).view(FLOAT8).to(dtype)
+    exponents = stored.exponents.index_select(0, flat)
+    return torch.ldexp(values, exponents[..., None]).to(dtype).unflatten(0, slots.shape)
 
 
 def quantise(x: Tensor, group_size: int) -> Fp8Rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from weft.attention.expansion import ALIGNMENT, pays
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
 from weft.dcp.interleave import Interleave
+from weft.kernels.float8 import FLOAT8
 from weft.kv.cache_spec import Latent, PagedKV, Window
 from weft.models.layers import Builder, HeadNorm
 from weft.models.rotary import RotaryTable
@@ -43,35 +45,45 @@ def on(device: torch.device, case: Case) -> Case:
     case.cache.keys = case.cache.keys.to(device)
     latent = isinstance(case.cache.spec, Latent)
     case.cache.values = case.cache.keys[..., : case.cache.spec.value_width] if latent else case.cache.values.to(device)
+    if case.cache.exponents is not None:
+        case.cache.exponents = case.cache.exponents.to(device)
     return case
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
+"""Of the cache."""
+
+
+@DTYPES
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
-def test_decode(spec: PagedKV | Window | Latent, device: torch.device) -> None:
-    case = on(device, make_case(DECODE, seed=1, spec=spec))
+def test_decode(spec: PagedKV | Window | Latent, dtype: torch.dtype, device: torch.device) -> None:
+    case = on(device, make_case(DECODE, seed=1, spec=spec, dtype=dtype))
     check(PagedTriton(case.cache), case, DECODE)
 
 
+@DTYPES
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
-def test_padding_rows(spec: PagedKV | Window | Latent, device: torch.device) -> None:
-    case = on(device, padded(make_case(DECODE, seed=2, spec=spec), 6))
+def test_padding_rows(spec: PagedKV | Window | Latent, dtype: torch.dtype, device: torch.device) -> None:
+    case = on(device, padded(make_case(DECODE, seed=2, spec=spec, dtype=dtype), 6))
     check(PagedTriton(case.cache), case, DECODE)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
 def test_steps_with_prompts(spec: PagedKV | Window | Latent, device: torch.device) -> None:
-    for seed, spans in enumerate(([(1, 12), (6, 2), (1, 0), (9, 0)], [(1, 12), (1, 0), (6, 2)], [(5, 3)])):
-        case = on(device, make_case(spans, seed=seed, spec=spec))
+    steps: list[list[tuple[int, int]]] = [[(1, 12), (6, 2), (1, 0), (9, 0)], [(1, 12), (1, 0), (6, 2)], [(5, 3)]]
+    for dtype, (seed, spans) in itertools.product((torch.float32, FLOAT8), enumerate(steps)):
+        case = on(device, make_case(spans, seed=seed, spec=spec, dtype=dtype))
         check(PagedTriton(case.cache), case, spans)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
 def test_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: torch.device) -> None:
     """Answers, chunks of a row and of several, padding behind; one kind missing, or all; no room to spare."""
+    dtypes = torch.float32, FLOAT8
     ragged: list[list[tuple[int, int]]] = [[(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)]]
     for seed, (spans, capacity) in enumerate(zip(ragged, ((25, 6), (7, 2), (4, 4)), strict=True)):
         for rows, sequences in (capacity, (sum(n for n, _ in spans), len(spans))):
-            case = on(device, roomy(make_case(spans, seed=seed, spec=spec), rows, sequences))
+            case = on(device, roomy(make_case(spans, seed=seed, spec=spec, dtype=dtypes[seed % 2]), rows, sequences))
             check(PagedTriton(case.cache), case, spans)
 
 
@@ -93,19 +105,20 @@ class OneAtATime(PagedTriton):
             super().prompts(*arguments)
 
 
+@DTYPES
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)
-def test_sharded_tokens(spec: PagedKV | Latent, device: torch.device) -> None:
+def test_sharded_tokens(spec: PagedKV | Latent, dtype: torch.dtype, device: torch.device) -> None:
     """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts beside."""
     interleave = Interleave(2, 2, 4)
-    case = on(device, padded(make_case(DECODE, seed=4, page=interleave.span, spec=spec), 6))
+    case = on(device, padded(make_case(DECODE, seed=4, page=interleave.span, spec=spec, dtype=dtype), 6))
     run_interleaved(OneAtATime, case, DECODE, interleave)
     spans = [(1, 12), (6, 2), (1, 0)]
     for prefill in ("gather", "merge"):
-        case = on(device, make_case(spans, seed=3, page=interleave.span, spec=spec))
+        case = on(device, make_case(spans, seed=3, page=interleave.span, spec=spec, dtype=dtype))
         run_interleaved(OneAtATime, case, spans, interleave, prefill=prefill)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("interleaved, dtype", [(False, torch.float32), (True, torch.float32), (True, FLOAT8)])
 @pytest.mark.parametrize(
     "spans, more",
     [
@@ -124,6 +137,7 @@ def test_latent_projections(
     spans: list[tuple[int, int]],
     more: int,
     interleaved: bool,
+    dtype: torch.dtype,
     expanded: bool,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -131,7 +145,7 @@ def test_latent_projections(
     """Norm, rotary, the cache's write and attention, from the projections: as torch's backend has them, which never
     expands. expanded: prompts may be, two heads at a time."""
     rotary_dim, latent, heads, nope, value = 4, 24, 4, 6, 5
-    made = make_case(spans, seed=3, spec=Latent(latent + rotary_dim, latent))
+    made = make_case(spans, seed=3, spec=Latent(latent + rotary_dim, latent), dtype=dtype)
     monkeypatch.setattr(paged_triton, "MAX_ELEMENTS", 2 * len(spans) * ALIGNMENT * (nope + value))
     live = len(made.batch.tokens)
     rows = live + 2 * more
@@ -159,6 +173,8 @@ def test_latent_projections(
         plan = backend.plan(case.batch, case.batch.tables[0])
         query, left = backend.store_latent(plan, 1, q.clone(), kv, parts, absorbed)
         outs.append(backend.attend(plan, 1, query, 0.3, False, left, False)[0][:live])
-    assert torch.allclose(*outs, rtol=1e-4, atol=1e-5)
+    # A value that lies between two of FP8 may be rounded to either.
+    assert torch.allclose(*outs, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.05)
     pages = made.cache.num_pages * made.cache.page_size  # behind them torch's backend puts what is stored nowhere
-    assert torch.allclose(*(case.cache.keys[:, :pages] for case in cases), rtol=1e-5, atol=1e-6, equal_nan=True)
+    near = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=1 / 16, atol=0)
+    assert torch.allclose(*(case.cache.keys[:, :pages].float() for case in cases), equal_nan=True, **near)

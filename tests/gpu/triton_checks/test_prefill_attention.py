@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpu import definitions
 from gpu.triton_checks.test_decode_attention import PAGE, TOLERANCE, close, paged
+from weft.kernels.float8 import Stored
 from weft.kernels.triton.prefill_attention import PrefillTile, prefill_attention
 
 SPANS = ((5, 40), (1, 9), (33, 0), (0, 3), (2, 17), (1, 0), (70, 21))
@@ -30,7 +31,7 @@ class Step:
 
 
 def attend(
-    step: Step, q: Tensor, keys: Tensor, values: Tensor, window: int | None = None, tile: PrefillTile | None = None
+    step: Step, q: Tensor, keys: Stored, values: Stored, window: int | None = None, tile: PrefillTile | None = None
 ) -> tuple[Tensor, Tensor]:
     """(output, lse), −7 where nothing was written."""
     out = torch.full((*q.shape[:2], values.shape[2]), -7.0, dtype=q.dtype, device=q.device)

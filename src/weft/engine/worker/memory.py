@@ -21,6 +21,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.graph_inputs import captures_prompts, decode_capacities
 from weft.engine.worker.model_runner import ModelRunner
+from weft.kv.cache import token_bytes
 from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
 from weft.models.load import build_model
 from weft.models.model_config import LanguageModel, ModelConfig
@@ -55,8 +56,10 @@ class Memory:
         return self.free - self.steps - self.graphs - int((1 - fraction) * self.total)
 
 
-def cache_bytes(specs: Mapping[str, Spec], groups: Sequence[CacheGroup], config: EngineConfig, element: int) -> int:
-    """What the caches of these groups take on a rank. element: bytes of the activations' dtype."""
+def cache_bytes(
+    specs: Mapping[str, Spec], groups: Sequence[CacheGroup], config: EngineConfig, dtype: torch.dtype
+) -> int:
+    """What the caches of these groups take on a rank. dtype: of keys and values, as of `KVCache`."""
     size, total = {group.rule: group.size for group in groups}, 0
     for spec in specs.values():
         have = size[rule(spec)]
@@ -64,7 +67,7 @@ def cache_bytes(specs: Mapping[str, Spec], groups: Sequence[CacheGroup], config:
             total += (have + 2) * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
         else:
             slots = (have + 1) * (config.interleave.span if isinstance(spec, Window) else config.page_size)
-            total += slots * element * (spec.width if isinstance(spec, Latent) else 2 * spec.heads * spec.dim)
+            total += slots * token_bytes(spec, dtype)
     return total
 
 
@@ -100,9 +103,9 @@ def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: to
         )
 
 
-def check_cache(specs: Mapping[str, Spec], config: EngineConfig, element: int, free: int) -> None:
-    """The same for a cache of a given size. element: as for `cache_bytes`."""
-    if (need := cache_bytes(specs, groups_of(specs, config), config, element)) > free:
+def check_cache(specs: Mapping[str, Spec], config: EngineConfig, dtype: torch.dtype, free: int) -> None:
+    """The same for a cache of a given size. dtype: as for `cache_bytes`."""
+    if (need := cache_bytes(specs, groups_of(specs, config), config, dtype)) > free:
         raise LayoutError(
             f"a cache of {config.cached_tokens} tokens takes {need / GIB:.1f} GiB, and beside the weights a GPU has "
             f"{free / GIB:.1f} GiB free: {(need - free) / GIB:.1f} GiB are missing; lower --kv-tokens, or leave it out "
@@ -187,16 +190,16 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
 
 
 def sized(
-    config: EngineConfig, specs: Mapping[str, Spec], memory: Memory, element: int, agree: Callable[[int], int]
+    config: EngineConfig, specs: Mapping[str, Spec], memory: Memory, dtype: torch.dtype, agree: Callable[[int], int]
 ) -> EngineConfig:
-    """The configuration with the largest cache that fits on every rank. agree: gives the minimum over ranks of their
-    numbers.
+    """The configuration with the largest cache that fits on every rank. dtype: as for `cache_bytes`. agree: gives the
+    minimum over ranks of their numbers.
 
     Raises LayoutError, on every rank, where not one sequence of max_model_len tokens fits, or not one page.
     """
 
     def bytes_of(pages: int) -> int:
-        return cache_bytes(specs, groups_of(specs, config, pages), config, element)
+        return cache_bytes(specs, groups_of(specs, config, pages), config, dtype)
 
     capacity = memory.capacity(config.gpu_memory_fraction)
     # Windows and states do not grow with the pages: where there are no others, as many as may be fit.

@@ -52,6 +52,7 @@ class ModelRunner:
         dcp_prefill: the recipe by which prompts attend.
         plan: cheapest or naive.
         attention: the attention backend; None: the default one of the device.
+        kv_dtype: of keys and values, as of `KVCache`; None: that of the weights.
 
     Attributes:
         stats: what the steps exchanged.
@@ -73,6 +74,7 @@ class ModelRunner:
         dcp_prefill: str = "auto",
         plan: Choice = "cheapest",
         attention: BackendEntry | None = None,
+        kv_dtype: torch.dtype | None = None,
     ):
         config, weight = model.config, model.embed.weight
         self.model, self.mesh, self.rank = model, mesh, rank
@@ -89,8 +91,8 @@ class ModelRunner:
         group = context_group(sharding, self.settler)
         self.rules, self._page_size = [group.rule for group in groups], sharding.span
         layers, device = cached_layers(model), weight.device
-        self.attention = attention or default_backend(device.type)
-        self.caches = Caches(layers, groups, sharding.span, weight.dtype, device, self.attention.make, group)
+        self.attention, self._kv_dtype = attention or default_backend(device.type), kv_dtype or weight.dtype
+        self.caches = Caches(layers, groups, sharding.span, self._kv_dtype, device, self.attention.make, group)
         self._graphs: StepGraphs | None = None
         self.stats = RunStats(self.planner, self.settler, weight.device)
         self._checksums: dict[tuple[Counts, bool], int] = {}
@@ -205,4 +207,4 @@ class ModelRunner:
 
     @cached_property
     def _context(self) -> ShardedContext | None:
-        return sharded_context(self.model.config, self.mesh, self.model.embed.weight.dtype, self.planner.chain)
+        return sharded_context(self.model.config, self.mesh, self._kv_dtype, self.planner.chain)

@@ -12,7 +12,7 @@ import torch
 from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
 from weft.engine.config import EngineConfig
-from weft.engine.device import attention_backend, check_float8, device_of, dtype_of, on_device
+from weft.engine.device import attention_backend, check_float8, device_of, dtype_of, kv_dtype_of, on_device
 from weft.engine.messages import (
     AskPlan,
     AskReport,
@@ -63,12 +63,12 @@ class Worker:
                 send(Progress(self.rank, done, total))
 
         model_config, dtype, empty = config.read_model(), dtype_of(config), transports[0].empty
-        device = device_of(config, self.rank)
+        device, kv_dtype = device_of(config, self.rank), kv_dtype_of(config)
         attention = attention_backend(config, device=device)
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
-            check_float8(model_config, device)
+            check_float8(model_config, kv_dtype, device)
             check_weights(model_config, config, self.rank, dtype, torch.cuda.mem_get_info()[0])
         if config.load_format == "dummy":
             model = dummy_model(model_config, self.mesh, self.rank, dtype, device, progress, empty)
@@ -90,6 +90,7 @@ class Worker:
                 dcp_prefill=config.dcp_prefill,
                 plan=config.plan,
                 attention=attention,
+                kv_dtype=kv_dtype,
             )
 
         if self.on_gpu and config.kv_tokens is None:
@@ -98,10 +99,10 @@ class Worker:
                 measure(make, specs, config, model_config),
                 min_over_ranks(transports, self.mesh, device),
             )
-            config = self.config = sized(config, specs, memory, dtype.itemsize, agree)
+            config = self.config = sized(config, specs, memory, kv_dtype, agree)
         elif self.on_gpu:
             torch.cuda.empty_cache()  # memory that loading used
-            check_cache(specs, config, dtype.itemsize, torch.cuda.mem_get_info()[0])
+            check_cache(specs, config, kv_dtype, torch.cuda.mem_get_info()[0])
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
         self.profiler = RankProfiler(self.runner)

@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.float8 import Stored
 from weft.kernels.triton import overlap
+from weft.kernels.triton.float8_cache import (
+    fit_queries,
+    load_exponents,
+    parts_of,
+    product_dtype,
+    scale_scores,
+    unscaled,
+)
 from weft.kernels.triton.launch import cdiv, gpu, kernel, next_power_of_2, scaled
 from weft.kernels.triton.merge_splits import _merge_splits
 from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits
@@ -55,17 +64,17 @@ def _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP: tl.con
 
 @kernel(do_not_specialize=["max_splits", "pages_row"])
 def _attend_splits(
-    q, keys, values, pages, items, count, part, part_lse, max_splits, scale_log2, q_row, q_head, k_slot, k_head, v_slot,
-    v_head, pages_row,
+    q, keys, values, k_exponents, v_exponents, pages, items, count, part, part_lse,
+    max_splits, scale_log2, q_row, q_head, k_slot, k_head, v_slot, v_head, e_slot, pages_row,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr,
-    CONSECUTIVE: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    CONSECUTIVE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
+    DTYPE: tl.constexpr = product_dtype(q.dtype.element_ty, FLOAT8)
     overlap.begin()
-    d = tl.arange(0, BLOCK_D)
-    r = tl.arange(0, BLOCK_REST)
+    d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_REST)
     work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
     back = programs - 1 - 2 * program
     rounds = work // programs
@@ -85,11 +94,12 @@ def _attend_splits(
         real = (in_group < GROUP)[:, None] & (d < D)[None, :]
         q_at = q + row.to(tl.int64) * q_row + head[:, None] * q_head
         main = tl.load(q_at + d[None, :], mask=real, other=0.0)
+        rest = main
         if REST > 0:
             rest = tl.load(q_at + D + r[None, :], mask=(in_group < GROUP)[:, None] & (r < REST)[None, :], other=0.0)
+        main, rest, score_scale = fit_queries(main, rest, scale_log2, REST, DTYPE, FLOAT8)
         row_pages = pages + row.to(tl.int64) * pages_row
-        k_at = keys + kv_head * k_head
-        v_at = values + kv_head * v_head
+        k_at, v_at = keys + kv_head * k_head, values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
         # Weights are summed up over tokens only where a split ends, if registers allow.
         weight = tl.zeros([BLOCK_H, BLOCK_N if CONSECUTIVE else 1], tl.float32)
@@ -98,27 +108,28 @@ def _attend_splits(
         slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
         for first in range(start, end, BLOCK_N):
             seen = first + tl.arange(0, BLOCK_N) < end
+            of_keys, of_values = load_exponents(k_exponents, v_exponents, slot * e_slot + kv_head, seen, FLOAT8)
             v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-            if LATENT:
+            v = v.to(DTYPE)
+            if LATENT and not FLOAT8:  # loads of FP8 that two products convert would not be pipelined
                 k = tl.trans(v)
             else:
                 k_to = k_at + slot[None, :] * k_slot + d[:, None]
-                k = tl.load(k_to, mask=seen[None, :] & (d < D)[:, None], other=0.0)
+                k = tl.load(k_to, mask=seen[None, :] & (d < D)[:, None], other=0.0).to(DTYPE)
             score = tl.dot(main, k, input_precision="ieee")
             if REST > 0:
-                k_rest = tl.load(
-                    k_at + slot[None, :] * k_slot + D + r[:, None],
-                    mask=seen[None, :] & (r < REST)[:, None],
-                    other=0.0,
-                )
-                score = tl.dot(rest, k_rest, score, input_precision="ieee")
-            score = tl.where(seen[None, :], score * scale_log2, float("-inf"))
+                k_to = k_at + slot[None, :] * k_slot + D + r[:, None]
+                k_rest = tl.load(k_to, mask=seen[None, :] & (r < REST)[:, None], other=0.0)
+                score = tl.dot(rest, k_rest.to(DTYPE), score, input_precision="ieee")
+            score = scale_scores(score, score_scale, of_keys, of_values, FLOAT8)
+            score = tl.where(seen[None, :], score, float("-inf"))
             slot = _slots(row_pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, PAGE)
             new_top = tl.maximum(top, tl.max(score, 1))
             keep = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
-            weight = weight * keep[:, None] + (p if CONSECUTIVE else tl.sum(p, 1, keep_dims=True))
-            acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+            share = unscaled(p, of_values, FLOAT8)
+            weight = weight * keep[:, None] + (share if CONSECUTIVE else tl.sum(share, 1, keep_dims=True))
+            acc = tl.dot(p.to(DTYPE), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
             if CONSECUTIVE:
                 ended = first + BLOCK_N >= split_end
@@ -134,11 +145,17 @@ def _attend_splits(
             _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP, D)
 
 
-def tile_of(head_dim: int, group: int, element_size: int = 2) -> DecodeTile:
-    """The first kernel's tile: by the model's shape and the GPU, so that a row has the same bits at every capacity."""
+def tile_of(head_dim: int, group: int, element_size: int = 2, float8: bool = False) -> DecodeTile:
+    """The first kernel's tile: by the model's shape and the GPU, so that a row has the same bits at every capacity.
+
+    float8: of a cache in FP8. Conversions take registers: wide heads have enough with more warps only, of which a
+    multiprocessor holds one program.
+    """
     heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
         return DecodeTile(heads, 32, 4, 3, scaled(132 * 4), True)
+    if float8:
+        return DecodeTile(min(heads, 32 if head_dim <= 256 else 16), 32, 8, 3, scaled(132), False)
     if head_dim <= 256:
         return DecodeTile(min(heads, 32), 32, 4, 3, scaled(132 * 3), False)
     if group > 32 and element_size == 2 and gpu().shared_bytes >= 200 << 10:
@@ -171,8 +188,8 @@ def splits_of(
 
 def decode_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     pages: Tensor,
     lengths: Tensor,
     page_size: int,
@@ -187,7 +204,7 @@ def decode_attention(
     """softmax(scale · q Kᵀ) V of each row over its own tokens: `[rows, heads, head_dim]` in q's dtype.
 
     q: `[rows, heads, head_dim]`; heads is a multiple of kv_heads.
-    keys, values: `[slots, kv_heads, head_dim]`. Token t of a row lies at slot
+    keys, values: `[slots, kv_heads, head_dim]`, of q's dtype or in FP8. Token t of a row lies at slot
         `pages[row, t // page_size] · page_size + t % page_size`.
     pages: int32 `[rows, max_pages]`. lengths: int32 `[rows]`, the row's own token included.
     window: a row sees its last `window` tokens; the page table's entries of earlier ones are not read.
@@ -195,8 +212,8 @@ def decode_attention(
     splits: of these lengths and this window by `splits_of`, where several layers share them.
     tile: for tests and measurements; None: `tile_of`.
 
-    Last dimensions are contiguous. A row of length 0 gets output 0 and lse −inf, and neither its page table nor its
-    Raises ValueError where shapes or dtypes do not match.
+    Last dimensions are contiguous. A row of length 0 gets output 0 and lse −inf, whatever its page table and its
+    query are. Raises ValueError where shapes or dtypes do not match.
     """
     if values.shape != keys.shape:
         raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")
@@ -205,7 +222,7 @@ def decode_attention(
 
 def latent_decode_attention(
     q: Tensor,
-    latents: Tensor,
+    latents: Stored,
     value_dim: int,
     pages: Tensor,
     lengths: Tensor,
@@ -231,8 +248,8 @@ def latent_decode_attention(
 
 def _launch(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     rest: int,
     pages: Tensor,
     lengths: Tensor,
@@ -244,11 +261,12 @@ def _launch(
     splits: Splits | None,
     tile: DecodeTile | None,
 ) -> Tensor:
-    rows, heads, dim = q.shape
+    (rows, heads, dim), latent, cache = q.shape, keys is values, parts_of(keys, values)
+    keys, values = cache.keys, cache.values
     kv_heads, d = keys.shape[1], dim - rest
     if keys.shape[2] != dim or heads % kv_heads or lengths.shape[0] != rows:
         raise ValueError(f"q is {list(q.shape)}, keys {list(keys.shape)}, lengths {list(lengths.shape)}")
-    if not q.dtype == keys.dtype == values.dtype:
+    if not cache.in_float8 and not q.dtype == keys.dtype == values.dtype:
         raise ValueError(f"q is {q.dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
     if not all(t.stride(-1) == 1 for t in (q, keys, values, pages)):
         raise ValueError("the last dimensions of q, keys, values and pages must be contiguous")
@@ -256,7 +274,7 @@ def _launch(
     if not rows:
         return out
     group = heads // kv_heads
-    tile = tile_of(d, group, q.element_size()) if tile is None else tile
+    tile = tile_of(d, group, q.element_size(), cache.in_float8) if tile is None else tile
     blocks = kv_heads * cdiv(group, tile.heads)
     if splits is None:
         splits = splits_of(lengths, pages.shape[1] * page_size, window, d, blocks, tile)
@@ -270,38 +288,13 @@ def _launch(
     part = q.new_empty(rows, heads, max_splits, d, dtype=torch.float32)
     part_lse = q.new_empty(rows, heads, max_splits, dtype=torch.float32)
     _attend_splits[(min(tile.programs, rows * blocks * max_splits),)](
-        q,
-        keys,
-        values,
-        pages,
-        splits.items,
-        splits.total,
-        part,
-        part_lse,
-        max_splits,
-        scale * LOG2E,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        pages.stride(0),
-        HEADS=heads,
-        GROUP=group,
-        D=d,
-        REST=rest,
-        LATENT=keys is values,
-        CONSECUTIVE=tile.consecutive,
-        PAGE=page_size,
-        BLOCK_H=tile.heads,
-        BLOCK_N=tile.tokens,
-        BLOCK_D=max(16, next_power_of_2(d)),
-        BLOCK_REST=max(16, next_power_of_2(rest)),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        **overlap.options(),
-    )
+        q, keys, values, cache.k_exponents, cache.v_exponents, pages, splits.items, splits.total, part, part_lse,
+        max_splits, scale * LOG2E, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), cache.row, pages.stride(0),
+        HEADS=heads, GROUP=group, D=d, REST=rest, LATENT=latent, CONSECUTIVE=tile.consecutive, FLOAT8=cache.in_float8,
+        PAGE=page_size, BLOCK_H=tile.heads, BLOCK_N=tile.tokens, BLOCK_D=max(16, next_power_of_2(d)),
+        BLOCK_REST=max(16, next_power_of_2(rest)), num_warps=tile.warps, num_stages=tile.stages, **overlap.options(),
+    )  # fmt: skip
     block_d = min(128, next_power_of_2(d))
     _merge_splits[(rows * heads, cdiv(d, block_d))](
         part, part_lse, lengths, out, part_lse if lse is None else lse, max_splits, out.stride(0), out.stride(1),

@@ -1,7 +1,8 @@
 """From the query-key-value product to attention: norms of queries and keys, rotary embedding, the write to the cache.
 
 A program has one head of one row, or of a few rows where there are many. In latent attention, a program has several
-heads of a row's query, or the latent vector. Arithmetic is in float32 and is rounded once, where a value is stored.
+heads of a row's query, or the latent vector. Arithmetic is in float32 and is rounded once, where a value is stored; in
+FP8 it is rounded to the activations' dtype first, so that a cache holds the same as if it were made of the other one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.float8 import Stored
 from weft.kernels.split_k import SplitKPartials, as_partials
 from weft.kernels.triton import overlap
 from weft.kernels.triton.dense import load_partials
+from weft.kernels.triton.float8_cache import exponent_of, magnitude, parts_of, to_float8
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
@@ -30,11 +33,11 @@ def _pair(i, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @kernel(do_not_specialize=["rows"])
 def _norm_rope_cache(
-    qkv, bias, q_weight, k_weight, cos, sin, slots, q_out, keys, values,
-    rows, part, qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, eps,
+    qkv, bias, q_weight, k_weight, cos, sin, slots, q_out, keys, values, k_exponents, v_exponents,
+    rows, part, qkv_row, angle_row, q_row, q_head, k_slot, k_head, v_slot, v_head, e_slot, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
     INTERLEAVED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
@@ -49,7 +52,13 @@ def _norm_rope_cache(
     if head >= HEADS + KV_HEADS:
         d = tl.arange(0, BLOCK_D)[None, :]
         v = load_partials(at + d, part, bias + d, real & (d < D), PARTS, BIAS, dtype).to(dtype)
-        tl.store(values + slot * v_slot + (head - HEADS - KV_HEADS) * v_head + d, v, mask=real & (d < D))
+        v_at = head - HEADS - KV_HEADS
+        if FLOAT8:
+            v = v.to(tl.float32)
+            exponent = exponent_of(tl.max(magnitude(v), 1, keep_dims=True))
+            v = to_float8(v, exponent)
+            tl.store(v_exponents + slot * e_slot + v_at, exponent.to(tl.int8), mask=real)
+        tl.store(values + slot * v_slot + v_at * v_head + d, v, mask=real & (d < D))
         return
     i = tl.arange(0, BLOCK_PAIRS)[None, :]
     paired = real & (i < ROTARY // 2)
@@ -74,13 +83,33 @@ def _norm_rope_cache(
         right *= factor * tl.load(weight + right_at, mask=inside, other=0.0).to(tl.float32)
         if ROTARY < D:
             rest *= factor * tl.load(weight + rest_at, mask=rest_at < D, other=0.0).to(tl.float32)
-    to = keys + slot * k_slot + (head - HEADS) * k_head
+    new_left, new_right = (left * c - right * s).to(dtype), (right * c + left * s).to(dtype)
+    if ROTARY < D:
+        rest = rest.to(dtype)
     if head < HEADS:
         to = q_out + row.to(tl.int64) * q_row + head * q_head
-    tl.store(to + left_at, (left * c - right * s).to(dtype), mask=paired)
-    tl.store(to + right_at, (right * c + left * s).to(dtype), mask=paired)
+        tl.store(to + left_at, new_left, mask=paired)
+        tl.store(to + right_at, new_right, mask=paired)
+        if ROTARY < D:
+            tl.store(to + rest_at, rest, mask=real & (rest_at < D))
+        return
+    head -= HEADS
+    to = keys + slot * k_slot + head * k_head
+    if FLOAT8:
+        new_left, new_right = new_left.to(tl.float32), new_right.to(tl.float32)
+        largest = tl.max(tl.maximum(magnitude(new_left), magnitude(new_right)), 1, keep_dims=True)
+        if ROTARY < D:
+            rest = rest.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(magnitude(rest), 1, keep_dims=True))
+        exponent = exponent_of(largest)
+        new_left, new_right = to_float8(new_left, exponent), to_float8(new_right, exponent)
+        if ROTARY < D:
+            rest = to_float8(rest, exponent)
+        tl.store(k_exponents + slot * e_slot + head, exponent.to(tl.int8), mask=real)
+    tl.store(to + left_at, new_left, mask=paired)
+    tl.store(to + right_at, new_right, mask=paired)
     if ROTARY < D:
-        tl.store(to + rest_at, rest.to(dtype), mask=real & (rest_at < D))
+        tl.store(to + rest_at, rest, mask=real & (rest_at < D))
 
 
 def norm_rope_cache(
@@ -89,8 +118,8 @@ def norm_rope_cache(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     *,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
@@ -105,13 +134,14 @@ def norm_rope_cache(
     cos, sin: `[T, rotary_dim / 2]`, for the first `rotary_dim` elements of a head: an angle rotates element i with
         element i + rotary_dim / 2, or, interleaved, element 2i with 2i + 1.
     slots: int32 or int64 `[T]`; −1 stores nothing.
-    keys, values: `[slots, kv_heads, D]`, of qkv's dtype.
+    keys, values: `[slots, kv_heads, D]`, of qkv's dtype or in FP8.
     q_weight, k_weight: `[D]`, both or neither: each head's query and key are first divided by √(mean of squares + eps)
         and multiplied by it.
 
     Raises ValueError where shapes or dtypes do not match.
     """
-    (parts, bias, dtype), (_, kv_heads, d) = as_partials(qkv), keys.shape
+    (parts, bias, dtype), (_, kv_heads, d), cache = as_partials(qkv), keys.shape, parts_of(keys, values)
+    keys, values = cache.keys, cache.values
     count, rows, features = parts.shape
     rotary_dim = 2 * cos.shape[-1]
     if features != (heads + 2 * kv_heads) * d or rotary_dim > d or values.shape != keys.shape:
@@ -120,7 +150,7 @@ def norm_rope_cache(
         raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of qkv")
     if (q_weight is None) != (k_weight is None):
         raise ValueError("queries and keys are both normalised, or neither is")
-    if not dtype == keys.dtype == values.dtype:
+    if not cache.in_float8 and not dtype == keys.dtype == values.dtype:
         raise ValueError(f"qkv is {dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
     if not all(t.stride(-1) == 1 for t in (parts, cos, keys, values)):
         raise ValueError("the last dimensions must be contiguous")
@@ -129,22 +159,24 @@ def norm_rope_cache(
         block_t = 1 if rows < 256 else 8
         _norm_rope_cache[(cdiv(rows, block_t), heads + 2 * kv_heads)](
             parts, parts if bias is None else bias, parts if q_weight is None else q_weight,
-            parts if k_weight is None else k_weight, cos, sin, slots, out, keys, values, rows, parts.stride(0),
-            parts.stride(1), cos.stride(0), out.stride(0), out.stride(1), keys.stride(0), keys.stride(1),
-            values.stride(0), values.stride(1), eps, HEADS=heads, KV_HEADS=kv_heads, D=d, ROTARY=rotary_dim,
+            parts if k_weight is None else k_weight, cos, sin, slots, out, keys, values, cache.k_exponents,
+            cache.v_exponents, rows, parts.stride(0), parts.stride(1), cos.stride(0), out.stride(0), out.stride(1),
+            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1), cache.row, eps,
+            HEADS=heads, KV_HEADS=kv_heads, D=d, ROTARY=rotary_dim,
             NORM=q_weight is not None, INTERLEAVED=interleaved, BLOCK_T=block_t,
             BLOCK_PAIRS=max(1, next_power_of_2(rotary_dim // 2)), BLOCK_REST=max(1, next_power_of_2(d - rotary_dim)),
-            BLOCK_D=next_power_of_2(d), PARTS=count, BIAS=bias is not None, num_warps=1 if block_t == 1 else 4,
-            **overlap.options(),
+            BLOCK_D=next_power_of_2(d), PARTS=count, BIAS=bias is not None, FLOAT8=cache.in_float8,
+            num_warps=1 if block_t == 1 else 4, **overlap.options(),
         )  # fmt: skip
     return out
 
 
 @kernel
 def _latent_rope_cache(
-    q, kv, weight, cos, sin, slots, latents, q_rotated, q_row, kv_row, angle_row, latent_slot, to_row, to_head, eps,
+    q, kv, weight, cos, sin, slots, latents, exponents, q_rotated,
+    q_row, kv_row, angle_row, latent_slot, e_slot, to_row, to_head, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, LATENT: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_L: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
@@ -153,7 +185,7 @@ def _latent_rope_cache(
     left_at, right_at = _pair(i, ROTARY, INTERLEAVED)
     c = tl.load(cos + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
     s = tl.load(sin + row * angle_row + left_at, mask=paired, other=0.0).to(tl.float32)
-    dtype = latents.dtype.element_ty
+    dtype: tl.constexpr = kv.dtype.element_ty
     block = tl.program_id(1)
     if block > 0:
         head = (block - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -173,11 +205,20 @@ def _latent_rope_cache(
     latent = tl.load(kv + row * kv_row + d, mask=d < LATENT, other=0.0).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
     latent *= tl.load(weight + d, mask=d < LATENT, other=0.0).to(tl.float32)
-    tl.store(to + d, latent.to(dtype), mask=d < LATENT)
+    latent = latent.to(dtype)
     left = tl.load(kv + row * kv_row + LATENT + left_at, mask=paired, other=0.0).to(tl.float32)
     right = tl.load(kv + row * kv_row + LATENT + right_at, mask=paired, other=0.0).to(tl.float32)
-    tl.store(to + LATENT + left_at, (left * c - right * s).to(dtype), mask=paired)
-    tl.store(to + LATENT + right_at, (right * c + left * s).to(dtype), mask=paired)
+    new_left, new_right = (left * c - right * s).to(dtype), (right * c + left * s).to(dtype)
+    if FLOAT8:
+        latent, new_left, new_right = latent.to(tl.float32), new_left.to(tl.float32), new_right.to(tl.float32)
+        rotated = tl.max(tl.maximum(magnitude(new_left), magnitude(new_right)), 0)
+        exponent = exponent_of(tl.maximum(tl.max(magnitude(latent), 0), rotated))
+        latent = to_float8(latent, exponent)
+        new_left, new_right = to_float8(new_left, exponent), to_float8(new_right, exponent)
+        tl.store(exponents + slot * e_slot, exponent.to(tl.int8))
+    tl.store(to + d, latent, mask=d < LATENT)
+    tl.store(to + LATENT + left_at, new_left, mask=paired)
+    tl.store(to + LATENT + right_at, new_right, mask=paired)
 
 
 def latent_rope_cache(
@@ -186,7 +227,7 @@ def latent_rope_cache(
     cos: Tensor,
     sin: Tensor,
     slots: Tensor,
-    latents: Tensor,
+    latents: Stored,
     weight: Tensor,
     eps: float,
     *,
@@ -205,15 +246,15 @@ def latent_rope_cache(
         interleaved, 2i of 2i and 2i + 1.
     slots: int32 or int64 `[T]`; −1 stores nothing.
 
-    All have one dtype but for the slots. Raises ValueError where shapes or dtypes do not match.
+    All have one dtype but for the slots, and for latents in FP8. Raises ValueError where shapes or dtypes do not match.
     """
-    rows, heads, dim = q.shape
-    width, (latent,), rotary_dim = kv.shape[1], weight.shape, cos.shape[1]
+    (rows, heads, dim), cache = q.shape, parts_of(latents, latents)
+    width, (latent,), rotary_dim, latents = kv.shape[1], weight.shape, cos.shape[1], cache.keys
     if kv.shape[0] != rows or latents.shape[1:] != (1, width) or latent + rotary_dim != width or rotary_dim > dim:
         raise ValueError(f"q is {list(q.shape)}, kv {list(kv.shape)}, latents {list(latents.shape)}, norm {latent}")
     if cos.shape[0] != rows or sin.shape != cos.shape or sin.stride() != cos.stride():
         raise ValueError(f"cos is {list(cos.shape)}, sin {list(sin.shape)}; they must be alike, a row for each of q")
-    if not q.dtype == kv.dtype == latents.dtype:
+    if not q.dtype == kv.dtype == (q.dtype if cache.in_float8 else latents.dtype):
         raise ValueError(f"q is {q.dtype}, kv {kv.dtype}, latents {latents.dtype}; they must be alike")
     to = q[..., dim - rotary_dim :] if q_rotated is None else q_rotated
     if to.shape != (rows, heads, rotary_dim) or to.dtype != q.dtype:
@@ -223,9 +264,9 @@ def latent_rope_cache(
     if rows:
         block_h = min(32, next_power_of_2(heads))
         _latent_rope_cache[(rows, 1 + cdiv(heads, block_h))](
-            q, kv, weight, cos, sin, slots, latents, to, q.stride(0), kv.stride(0), cos.stride(0), latents.stride(0),
-            to.stride(0), to.stride(1), eps,
+            q, kv, weight, cos, sin, slots, latents, cache.k_exponents, to, q.stride(0), kv.stride(0), cos.stride(0),
+            latents.stride(0), cache.row, to.stride(0), to.stride(1), eps,
             HEADS=heads, DIM=dim, ROTARY=rotary_dim, LATENT=latent, INTERLEAVED=interleaved, BLOCK_H=block_h,
             BLOCK_PAIRS=max(1, next_power_of_2(rotary_dim // 2)), BLOCK_L=next_power_of_2(latent),
-            num_warps=4, **overlap.options(),
+            FLOAT8=cache.in_float8, num_warps=4, **overlap.options(),
         )  # fmt: skip

@@ -15,7 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.float8 import Stored
 from weft.kernels.triton.decode_attention import LN2, LOG2E
+from weft.kernels.triton.float8_cache import (
+    fit_queries,
+    load_exponents,
+    parts_of,
+    product_dtype,
+    scale_scores,
+    unscaled,
+)
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
@@ -67,10 +76,10 @@ def _load(at, there, width: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.conste
 
 @triton.jit
 def _see(
-    first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at, scale_log2, k_slot,
-    rest_slot, v_slot, D: tl.constexpr, V: tl.constexpr, REST: tl.constexpr, LATENT: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, WHICH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_REST: tl.constexpr, MASKED: tl.constexpr,
+    first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at, k_exponents,
+    v_exponents, scale, k_slot, rest_slot, v_slot, e_slot, D: tl.constexpr, V: tl.constexpr, REST: tl.constexpr,
+    LATENT: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, WHICH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """(greatest scores, sums, output) after a block of tokens. MASKED: some rows may not see some of them."""
     token = first + tl.arange(0, BLOCK_N)
@@ -78,43 +87,49 @@ def _see(
     page = tl.load(row_pages + token // PAGE, mask=there, other=0) if MASKED else tl.load(row_pages + token // PAGE)
     slot = page.to(tl.int64) * PAGE + token % PAGE
     kept = base + token if WHICH == 1 else slot
-    v = _load(v_at + kept[:, None] * v_slot + tl.arange(0, BLOCK_V)[None, :], there, V, BLOCK_V, MASKED)
+    of_keys, of_values = load_exponents(k_exponents, v_exponents, slot * e_slot, there, FLOAT8)
+    dtype: tl.constexpr = main.dtype
+    v = _load(v_at + kept[:, None] * v_slot + tl.arange(0, BLOCK_V)[None, :], there, V, BLOCK_V, MASKED).to(dtype)
     k = v
     if not LATENT:
-        k = _load(k_at + kept[:, None] * k_slot + tl.arange(0, BLOCK_D)[None, :], there, D, BLOCK_D, MASKED)
+        k = _load(k_at + kept[:, None] * k_slot + tl.arange(0, BLOCK_D)[None, :], there, D, BLOCK_D, MASKED).to(dtype)
     score = tl.dot(main, tl.trans(k), input_precision="ieee")
     if REST > 0:
-        more = _load(rest_at + slot[:, None] * rest_slot, there, REST, BLOCK_REST, MASKED)
+        more = _load(rest_at + slot[:, None] * rest_slot, there, REST, BLOCK_REST, MASKED).to(dtype)
         score = tl.dot(rest, tl.trans(more), score, input_precision="ieee")
+    if FLOAT8:
+        score = scale_scores(score, scale, of_keys, of_values, FLOAT8)
+        scale = 1.0
     if MASKED:
         seen = token[None, :] < limit[:, None]
         if WINDOW > 0:
             seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
         score = tl.where(seen, score, float("-inf"))
-    new_top = tl.maximum(top, tl.max(score, 1) * scale_log2)
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
     finite = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top  # -inf minus -inf would be NaN
     keep = tl.exp2(top - finite)  # exactly 1 where a row sees nothing of these tokens
-    p = tl.exp2(score * scale_log2 - finite[:, None])
-    acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-    return new_top, total * keep + tl.sum(p, 1), acc
+    p = tl.exp2(score * scale - finite[:, None])
+    acc = tl.dot(p.to(dtype), v, acc * keep[:, None], input_precision="ieee")
+    return new_top, total * keep + tl.sum(unscaled(p, of_values, FLOAT8), 1), acc
 
 
 @kernel(do_not_specialize=["sequences", "pages_row"])
 def _attend(
-    q, q_rest, keys, k_rest, values, pages, starts, limits, bases, out, lse, sequences, scale_log2, q_row, q_head,
-    q_rest_row, q_rest_head, k_slot, k_head, rest_slot, rest_head, v_slot, v_head, pages_row, out_row, out_head,
+    q, q_rest, keys, k_rest, values, k_exponents, v_exponents, pages, starts, limits, bases, out, lse, sequences,
+    scale_log2, q_row, q_head, q_rest_row, q_rest_head, k_slot, k_head, rest_slot, rest_head, v_slot, v_head, e_slot,
+    pages_row, out_row, out_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, REST: tl.constexpr,
-    LATENT: tl.constexpr, LSE: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, WHICH: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, LN2: tl.constexpr,
+    LATENT: tl.constexpr, LSE: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    WHICH: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
+    DTYPE: tl.constexpr = product_dtype(q.dtype.element_ty, FLOAT8)
     item, sequence, block = _block_of(starts, bases, sequences, tl.program_id(1), WHICH, BLOCK_B, BLOCK_T)
     if item < 0:
         return
-    start = tl.load(starts + sequence)
-    last = tl.load(starts + sequence + 1) - 1
+    start, last = tl.load(starts + sequence), tl.load(starts + sequence + 1) - 1
     m = tl.arange(0, BLOCK_M)
     row = start + block * BLOCK_T + m // BLOCK_G
     in_group = (tl.program_id(0) % HEAD_BLOCKS) * BLOCK_G + m % BLOCK_G
@@ -127,20 +142,19 @@ def _attend(
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(lowest - WINDOW, 0)
-    d = tl.arange(0, BLOCK_D)
-    r = tl.arange(0, BLOCK_REST)
+    d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_REST)
     q_at = q + row.to(tl.int64)[:, None] * q_row + head[:, None] * q_head
     main = tl.load(q_at + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
     rest = main
     if REST > 0:
         q_at = q_rest + row.to(tl.int64)[:, None] * q_rest_row + head[:, None] * q_rest_head
         rest = tl.load(q_at + r[None, :], mask=real[:, None] & (r < REST)[None, :], other=0.0)
+    main, rest, scale = fit_queries(main, rest, scale_log2, REST, DTYPE, FLOAT8)
     base = 0
     if WHICH == 1:
         base = tl.load(bases + sequence).to(tl.int64)
     row_pages = pages + sequence.to(tl.int64) * pages_row
-    k_at = keys + kv_head * k_head
-    v_at = values + kv_head * v_head
+    k_at, v_at = keys + kv_head * k_head, values + kv_head * v_head
     rest_at = k_rest + kv_head * rest_head + r[None, :]
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -152,15 +166,15 @@ def _attend(
         whole = lowest // BLOCK_N * BLOCK_N
         for first in range(0, whole, BLOCK_N):
             top, total, acc = _see(
-                first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at, scale_log2,
-                k_slot, rest_slot, v_slot, D, V, REST, LATENT, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V,
-                BLOCK_REST, False,
+                first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at,
+                k_exponents + kv_head, v_exponents + kv_head, scale, k_slot, rest_slot, v_slot, e_slot, D, V, REST,
+                LATENT, FLOAT8, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_REST, False,
             )  # fmt: skip
     for first in range(tl.maximum(whole, begin // BLOCK_N * BLOCK_N), end, BLOCK_N):
         top, total, acc = _see(
-            first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at, scale_log2,
-            k_slot, rest_slot, v_slot, D, V, REST, LATENT, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_REST,
-            True,
+            first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at,
+            k_exponents + kv_head, v_exponents + kv_head, scale, k_slot, rest_slot, v_slot, e_slot, D, V, REST, LATENT,
+            FLOAT8, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_REST, True,
         )  # fmt: skip
     saw = total > 0
     acc = tl.where(saw[:, None], acc / tl.where(saw, total, 1.0)[:, None], 0.0)
@@ -171,21 +185,21 @@ def _attend(
         tl.store(lse + row.to(tl.int64) * HEADS + head, found, mask=real)
 
 
-def tile_of(head_dim: int, element_size: int) -> PrefillTile:
-    """A tile by the model's shape alone, so that a row has the same bits in every step."""
+def tile_of(head_dim: int, element_size: int, float8: bool = False) -> PrefillTile:
+    """A tile by the model's shape alone, so that a row has the same bits in every step. float8: of a cache in FP8."""
     if element_size > 2:
         return PrefillTile(32, 16, 4, 1)
     if head_dim <= 128:
         return PrefillTile(128, 128, 8, 2)
     if head_dim <= 256:
         return PrefillTile(64, 64, 8, 2)
-    return PrefillTile(64, 16, 8, 2)
+    return PrefillTile(32, 16, 8, 2) if float8 else PrefillTile(64, 16, 8, 2)  # more spill registers
 
 
 def prefill_attention(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     pages: Tensor,
     starts: Tensor,
     limits: Tensor,
@@ -202,8 +216,8 @@ def prefill_attention(
 
     q: `[T, heads, head_dim]`, the rows of a sequence one after the other.
     keys: `[slots, kv_heads, head_dim]`. values: `[slots, kv_heads, value_dim]`; they may be the first elements of keys
-        (multi-head latent attention), else both have one head dimension. Token t of a sequence lies at slot
-        `pages[sequence, t // page_size] · page_size + t % page_size`.
+        (multi-head latent attention), else both have one head dimension. They are of q's dtype or in FP8. Token t of a
+        sequence lies at slot `pages[sequence, t // page_size] · page_size + t % page_size`.
     pages: int32 `[B, max_pages]`. starts: int32 `[B + 1]`: sequence i has rows starts[i] … starts[i + 1] − 1.
     limits: int32 `[T]`: a row sees the first `limit` tokens of its sequence. Limits do not fall from row to row of it.
     window: a row sees only the last `window` of these tokens.
@@ -213,18 +227,20 @@ def prefill_attention(
     Last dimensions are contiguous. A row of limit 0 gets output 0 and lse −inf. Raises ValueError where shapes or
     dtypes do not match.
     """
-    rows, heads, dim = q.shape
+    (rows, heads, dim), cache = q.shape, parts_of(keys, values)
+    keys, values = cache.keys, cache.values
     kv_heads, d = values.shape[1:]
     latent = d < dim or values.data_ptr() == keys.data_ptr()
     if keys.shape[2] != dim or heads % kv_heads or limits.shape[0] != rows or out.shape != (rows, heads, d):
         raise ValueError(f"q is {list(q.shape)}, keys {list(keys.shape)}, out {list(out.shape)}, limits {len(limits)}")
-    if not q.dtype == keys.dtype == values.dtype:
+    if not cache.in_float8 and not q.dtype == keys.dtype == values.dtype:
         raise ValueError(f"q is {q.dtype}, keys {keys.dtype}, values {values.dtype}; they must be alike")
-    tile = tile_of(d, q.element_size()) if tile is None else tile
+    tile = tile_of(d, q.element_size(), cache.in_float8) if tile is None else tile
+    exponents = (cache.k_exponents, cache.v_exponents) if cache.in_float8 else None
     queries, where = (q[..., :d], q[..., d:]), (pages, starts, limits)
     which, places = (Which.ALL, starts) if bases is None else (Which.OTHERS, bases)
     both = keys[..., :d], keys[..., d:]
-    _launch(queries, *both, values, where, places, page_size, scale, out, which, tile, latent, window, lse)
+    _launch(queries, *both, values, where, places, page_size, scale, out, which, tile, latent, window, lse, exponents)
 
 
 def expanded_prefill_attention(
@@ -279,8 +295,11 @@ def _launch(
     latent: bool = False,
     window: int | None = None,
     lse: Tensor | None = None,
+    exponents: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """queries, keys: their first elements, and the rest. where: pages, starts and limits."""
+    """queries, keys: their first elements, and the rest. where: pages, starts and limits. exponents: of keys and values
+    in FP8."""
+    of_keys, of_values = exponents or (keys, values)
     (q, q_rest), (pages, starts, limits) = queries, where
     if not all(t.stride(-1) == 1 for t in (q, keys, values, q_rest, k_rest, pages, out)):
         raise ValueError("the last dimensions of queries, keys, values, pages and out must be contiguous")
@@ -292,13 +311,14 @@ def _launch(
     block_g = min(tile.queries, next_power_of_2(group))
     blocks = cdiv(rows, tile.queries // block_g) + sequences
     _attend[(kv_heads * cdiv(group, block_g), blocks)](
-        q, q_rest, keys, k_rest, values, pages, starts, limits, bases, out, limits if lse is None else lse, sequences,
-        scale * LOG2E, q.stride(0), q.stride(1), q_rest.stride(0), q_rest.stride(1), keys.stride(0), keys.stride(1),
-        k_rest.stride(0), k_rest.stride(1) if k_rest.shape[1] > 1 else 0, values.stride(0), values.stride(1),
+        q, q_rest, keys, k_rest, values, of_keys, of_values, pages, starts, limits, bases, out,
+        limits if lse is None else lse, sequences, scale * LOG2E, q.stride(0), q.stride(1), q_rest.stride(0),
+        q_rest.stride(1), keys.stride(0), keys.stride(1), k_rest.stride(0),
+        k_rest.stride(1) if k_rest.shape[1] > 1 else 0, values.stride(0), values.stride(1), of_keys.stride(0),
         pages.stride(0), out.stride(0), out.stride(1),
-        HEADS=heads, GROUP=group, D=dim, V=d, REST=rest, LATENT=latent, LSE=lse is not None, PAGE=page_size,
-        WINDOW=window or 0, WHICH=int(which), BLOCK_B=max(16, next_power_of_2(sequences)), BLOCK_G=block_g,
-        BLOCK_M=tile.queries, BLOCK_N=tile.tokens, BLOCK_D=max(16, next_power_of_2(dim)),
-        BLOCK_V=max(16, next_power_of_2(d)), BLOCK_REST=max(16, next_power_of_2(rest)), LN2=LN2,
-        num_warps=tile.warps, num_stages=tile.stages,
+        HEADS=heads, GROUP=group, D=dim, V=d, REST=rest, LATENT=latent, LSE=lse is not None,
+        FLOAT8=exponents is not None, PAGE=page_size, WINDOW=window or 0, WHICH=int(which),
+        BLOCK_B=max(16, next_power_of_2(sequences)), BLOCK_G=block_g, BLOCK_M=tile.queries, BLOCK_N=tile.tokens,
+        BLOCK_D=max(16, next_power_of_2(dim)), BLOCK_V=max(16, next_power_of_2(d)),
+        BLOCK_REST=max(16, next_power_of_2(rest)), LN2=LN2, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

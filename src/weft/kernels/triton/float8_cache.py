@@ -1,0 +1,125 @@
+"""Vectors of a cache in FP8 (`weft.kernels.float8.Fp8Vectors`), inside the kernels that write and read them.
+
+Attention multiplies in float16, where activations have 16 bits: an e4m3 is exact in it and takes one instruction for
+two, while one more rounding and four more instructions make a bfloat16 of them. Queries fit float16 by a power of two
+of each head. The exponents of keys scale scores. Those of values are added to the scores' logarithm, so that weights
+are at most 1 as they are without.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.float8 import FLOAT8, MAX_EXPONENT, Fp8Vectors, Stored
+
+MAX = tl.constexpr(MAX_EXPONENT)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """float32 2 ** exponent, of an integer from −126 to 127."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, 0 for NaN."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def exponent_of(largest):
+    """The exponent of vectors with this largest magnitude, as `weft.kernels.float8.to_vectors`."""
+    exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - (127 + 8)
+    return tl.minimum(tl.maximum(exponent, -MAX), MAX)
+
+
+@triton.jit
+def to_float8(x, exponent):
+    """x · 2 ** −exponent as e4m3: what is too large becomes the largest magnitude, NaN stays NaN."""
+    x = x * power_of_two(-exponent)
+    return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
+
+
+@triton.jit
+def _exponent_of_queries(q):
+    """Of queries `[M, D]`, `[M, 1]`: divided by its power of two, the largest magnitude is from 2¹⁴ on, below 2¹⁵."""
+    largest = tl.max(magnitude(q.to(tl.float32)), 1, keep_dims=True)
+    return tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - (127 + 14), -100)
+
+
+@triton.jit
+def fit_queries(main, rest, scale, REST: tl.constexpr, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
+    """(main, rest, scale) of queries `[M, D]` in two parts, with which `DTYPE` multiplies; scale: of their scores."""
+    if FLOAT8:
+        exponent = _exponent_of_queries(main)
+        if REST > 0:
+            exponent = tl.maximum(exponent, _exponent_of_queries(rest))
+            rest = (rest.to(tl.float32) * power_of_two(-exponent)).to(DTYPE)
+        main = (main.to(tl.float32) * power_of_two(-exponent)).to(DTYPE)
+        scale *= power_of_two(exponent)
+    return main, rest, scale
+
+
+@triton.jit
+def load_exponents(k_exponents, v_exponents, at, seen, FLOAT8: tl.constexpr):
+    """The exponents of tokens' keys and values, `[1, N]` each; 0 in other dtypes."""
+    if FLOAT8:
+        of_keys = tl.load(k_exponents + at, mask=seen, other=0)[None, :]
+        of_values = tl.load(v_exponents + at, mask=seen, other=0)[None, :]
+    else:
+        of_keys = 0
+        of_values = 0
+    return of_keys, of_values
+
+
+@triton.jit
+def scale_scores(score, scale, of_keys, of_values, FLOAT8: tl.constexpr):
+    """Scores to base 2, to which in FP8 the exponents of values are added: `unscaled` takes them off the weights."""
+    score *= scale
+    if FLOAT8:
+        score = score * power_of_two(of_keys) + of_values.to(tl.float32)
+    return score
+
+
+@triton.jit
+def unscaled(p, of_values, FLOAT8: tl.constexpr):
+    """Weights of the softmax, from those with which values are multiplied."""
+    if FLOAT8:
+        p *= power_of_two(-of_values.to(tl.int32))
+    return p
+
+
+@triton.constexpr_function
+def product_dtype(dtype, in_float8):
+    """In what attention multiplies queries of a dtype with a cache that may be in FP8."""
+    return tl.float16 if in_float8 and dtype.primitive_bitwidth == 16 else dtype
+
+
+class Parts(NamedTuple):
+    """Keys and values as a kernel takes them; their exponents, which have rows of `row` elements, in FP8."""
+
+    keys: Tensor
+    values: Tensor
+    k_exponents: Tensor
+    v_exponents: Tensor
+    row: int
+    in_float8: bool
+
+
+def parts_of(keys: Stored, values: Stored) -> Parts:
+    """keys, values: `[slots, heads, …]`, both in FP8 or neither. Raises ValueError."""
+    if isinstance(keys, Fp8Vectors) and isinstance(values, Fp8Vectors):
+        of_keys, of_values = keys.exponents, values.exponents
+        if keys.values.dtype != FLOAT8 or values.values.dtype != FLOAT8 or of_keys.stride() != of_values.stride():
+            raise ValueError(f"keys are {keys.values.dtype}, values {values.values.dtype}; in FP8 both are e4m3 alike")
+        if of_keys.stride(-1) != 1 or of_keys.shape != keys.shape[:2] or of_values.shape != values.shape[:2]:
+            raise ValueError(f"exponents are {list(of_keys.shape)}, {list(of_values.shape)}; keys {list(keys.shape)}")
+        return Parts(keys.values, values.values, of_keys, of_values, of_keys.stride(0), True)
+    if isinstance(keys, Fp8Vectors) or isinstance(values, Fp8Vectors):
+        raise ValueError("keys and values are both in FP8, or neither are")
+    return Parts(keys, values, keys, values, 0, False)

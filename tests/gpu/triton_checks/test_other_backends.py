@@ -36,6 +36,13 @@ Spec = PagedKV | Window | Latent
 TOLERANCE = 1e-2
 """Of a row's norm: outputs are rounded to bfloat16, and so are the weights of values."""
 SPECS = [PagedKV(2, 128), PagedKV(1, 64), Window(40, 2, 128), Latent(576, 512)]
+
+
+def kind(spec: Spec) -> str:
+    """A word for `pytest -k`."""
+    return f"{type(spec).__name__.lower()}{spec.value_width if isinstance(spec, Latent) else spec.dim}"
+
+
 DECODE = [(1, 7), (1, 0), (1, 150), (1, 63), (1, 16)]
 STEPS = [[(1, 90), (1, 0), (36, 20), (9, 0)], [(1, 12), (6, 2), (1, 40)], [(70, 3)]]
 
@@ -91,7 +98,7 @@ def case_of(spans: list[tuple[int, int]], spec: Spec, seed: int, page: int = 16,
     return replace(case, keys=keys, values=values, scale=0.1, **rows)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=kind)
 @pytest.mark.parametrize("spans", [DECODE, [(1, 129)]], ids=["ragged", "batch 1"])
 def test_decode(entry: BackendEntry, spans: list[tuple[int, int]], spec: Spec, device: torch.device) -> None:
     case = on(device, case_of(spans, spec, seed=1))
@@ -104,21 +111,21 @@ def test_many_heads_share_a_vector(entry: BackendEntry, device: torch.device) ->
     check(entry.make(case.cache), case, [(1, 70), (1, 300)], TOLERANCE)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=kind)
 def test_padding_rows(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
     """Rows that see nothing have output 0 and log-sum-exp −inf, also among long ones."""
     case = on(device, padded(case_of(DECODE, spec, seed=2), 9))
     check(entry.make(case.cache), case, DECODE, TOLERANCE)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=kind)
 def test_steps_with_prompts(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
     for seed, spans in enumerate(STEPS):
         case = on(device, case_of(spans, spec, seed=seed))
         check(entry.make(case.cache), case, spans, TOLERANCE)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=kind)
 def test_steps_with_prompts_in_graphs(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
     if entry is FLASHINFER:
         pytest.skip("is refused with CUDA graphs")
@@ -128,7 +135,7 @@ def test_steps_with_prompts_in_graphs(entry: BackendEntry, spec: Spec, device: t
         check(entry.make(case.cache), case, spans, TOLERANCE)
 
 
-@pytest.mark.parametrize("spec", [PagedKV(1, 128), Latent(576, 512)], ids=str)
+@pytest.mark.parametrize("spec", [PagedKV(1, 128), Latent(576, 512)], ids=kind)
 def test_tokens_over_dcp(entry: BackendEntry, spec: PagedKV | Latent, device: torch.device) -> None:
     """Ranks that hold nothing of a row; prompts gather their tokens, as pages of one token."""
     interleave = Interleave(2, 16, 16)
@@ -141,7 +148,7 @@ def test_tokens_over_dcp(entry: BackendEntry, spec: PagedKV | Latent, device: to
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes a GPU")
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=kind)
 def test_one_graph_serves_all_lengths(entry: BackendEntry, spec: Spec, device: torch.device) -> None:
     """A captured decode step of two layers reads lengths when it is replayed, and gives the bits of an eager step."""
     if entry in (FLASHINFER, TORCH):
@@ -228,7 +235,7 @@ def test_stand_ins_have_the_signatures_of_the_package(name: str) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the stand-ins")
-@pytest.mark.parametrize("spec", [PagedKV(2, 64), Latent(320, 256)], ids=str)
+@pytest.mark.parametrize("spec", [PagedKV(2, 64), Latent(320, 256)], ids=kind)
 def test_each_kind_of_rows_by_what_is_quicker(
     spec: PagedKV | Latent, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:

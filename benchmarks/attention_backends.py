@@ -308,7 +308,15 @@ class Bench:
         gpu = self.device.type == "cuda"
         capability = torch.cuda.get_device_capability(self.device) if gpu else None
         return Needs(
-            "cuda" if gpu else "cpu", capability, "bfloat16", lambda: [shape.spec], PAGE, 1, "auto", graphs=False
+            "cuda" if gpu else "cpu",
+            capability,
+            "bfloat16",
+            "auto",
+            lambda: [shape.spec],
+            PAGE,
+            1,
+            "auto",
+            graphs=False,
         )
 
     def _ratios(self) -> None:

@@ -19,7 +19,7 @@ from weft.comm.transport import Transport
 from weft.comm.transport_registry import GLOO, TransportEntry, transports
 from weft.place.spec import Mesh
 
-SIZES = [1 << p for p in range(12, 23, 2)]
+SIZES = [1 << p for p in range(12, 22, 3)]
 """Bytes; beyond them, times over a network grow as they do."""
 
 

@@ -117,6 +117,7 @@ def test_two_hosts_of_the_rig(tmp_path: Path) -> None:
         with joined_hosts(2) as both:
             for command in (
                 ("tune", "--ranks", "2", "--out", str(table)),
+                ("bench", "latency", "--tp", "4", "--input", "8", "--output", "3", "--rounds", "1"),
                 ("bench", "collectives", "--cost", str(table), "--sizes", "8K", "1M", "--json", str(figures)),
             ):
                 started = [

@@ -127,11 +127,15 @@ def plans_of(case: Case, mesh: Mesh, table: str) -> dict[str, Plan]:
 
 def described(config: EngineConfig, cases: Sequence[tuple[str, int]], rounds: int = ROUNDS) -> dict[str, Any]:
     """What node 0 says to all ranks: see `measure`. Raises LayoutError."""
+    return cost_described(config) | {"cases": cases, "rounds": rounds}
+
+
+def cost_described(config: EngineConfig) -> dict[str, Any]:
+    """cost, table and tuning, as `measure` takes them. Raises LayoutError."""
     path, model = table_file(config), cost_model(config)
     table = path.read_text() if path is not None and model.name == str(path) else None
     tuning = ShmTuning() if path is None else read_tuning(path, "shm_tuning", ShmTuning)
-    said = {"cost": "cpu" if config.cost == "auto" else config.cost, "table": table, "tuning": asdict(tuning)}
-    return said | {"cases": cases, "rounds": rounds}
+    return {"cost": "cpu" if config.cost == "auto" else config.cost, "table": table, "tuning": asdict(tuning)}
 
 
 def line(flat: Timing, planned: Timing) -> str:

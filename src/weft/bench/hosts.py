@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.bench import collectives_hosts, tune_hosts
+from weft.bench import collectives_hosts, latency, tune_hosts
 from weft.bench.ranks import Here, Report, run_ranks
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses
@@ -18,7 +18,11 @@ from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
 from weft.engine.hosts.host_messages import Start
 
-WORKS: dict[str, Callable[..., None]] = {"tune": tune_hosts.price, "collectives": collectives_hosts.measure}
+WORKS: dict[str, Callable[..., None]] = {
+    "tune": tune_hosts.price,
+    "collectives": collectives_hosts.measure,
+    "latency": latency.measure_over_hosts,
+}
 """What node 0 may ask for: each is called by every rank with what it needs of its host, and with what node 0 says."""
 
 
@@ -36,7 +40,7 @@ def over_hosts(
     addresses.check_interface(interface)
     node = config.node_rank or 0
     said = _tell(config, {"work": work, **describe()}) if node == 0 else _hear(config, work, say)
-    here = Here(config.mesh, interface, (config.master_addr, config.store_port), config.plugins)
+    here = Here(config.mesh, interface, (config.master_addr, config.store_port), config.plugins, config.model)
     yield from run_ranks([r for r in range(config.mesh.world) if config.mesh.host_of(r) == node], _rank, here, said)
 
 

@@ -11,23 +11,30 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2MoeConfig
 
-from weft.bench.ranks import Report, all_cores
+from weft.bench.ranks import Here, Report, all_cores
+from weft.bench.tune import Opening
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
+from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import build_model, load_model
 from weft.models.registry import load_config, read_config
-from weft.place.cost import costs
+from weft.place.cost import ETHERNET, Costs, costs, over_network
+from weft.place.exchange import all_gatherv
 from weft.place.spec import Mesh
 
 PAGE = 16
+OVER_HOSTS = ("gloo", "shm+gloo")
+LARGEST = 64 << 20
+"""Bytes of a step's largest tensor, over hosts."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 RANDOM = Qwen2MoeConfig(
@@ -86,21 +93,62 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
     if "gloo" in request.transports:
         with all_cores():
             opened["gloo"] = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
-    dtype, cpu = DTYPES[request.dtype], torch.device("cpu")
+    # The shm runner prices by the host's table; gloo's is the same plan that it would get alone.
+    sets = {name: [opened[name]] for name in request.transports}
+    _measure(rank, report, request, sets, shm, patient, shm, costs(request.cost))
+    for transport in (*opened.values(), patient):
+        transport.close()
+
+
+def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
+    """The same of ranks on several hosts: by gloo alone, and by plans of shm inside hosts and gloo across.
+
+    said: the fields of a Request but for model and mesh; random: whether the model is RANDOM, or the host's; table: the
+    text of a cost table, in place of cost.
+    """
+    random, table, tuning = said["random"], said["table"], ShmTuning(**said["tuning"])
+    fields = {name: said[name] for name in ("dtype", "prompt", "output", "rounds", "cost")}
+    if table is not None:
+        (path := directory / "cost.json").write_text(table)
+        fields["cost"] = str(path)
+    model = None if random else here.model
+    request = Request(**fields, model=model, mesh=here.mesh, transports=OVER_HOSTS, tuning=tuning)
+    opening = Opening(
+        here.mesh, rank, directory, torch.device("cpu"), LARGEST, {"shm_tuning": tuning}, store=here.store
+    )
+    with all_cores():
+        shm, gloo = SHM.open(opening), GLOO.open(opening)
+    sets = dict(zip(OVER_HOSTS, ([gloo], [shm, gloo]), strict=True))
+    _measure(rank, report, request, sets, shm, gloo, gloo, over_network(costs(request.cost), ETHERNET))
+    for transport in (gloo, shm):
+        transport.close()
+
+
+def _measure(
+    rank: int,
+    report: Report,
+    request: Request,
+    sets: dict[str, list[Transport]],
+    home: Transport,
+    meeting: Transport,
+    gathering: Transport,
+    model_costs: Costs,
+) -> None:
+    """sets: the transports of each runner. home: where activations lie. meeting, gathering: of all ranks."""
+    mesh, dtype, cpu = request.mesh, DTYPES[request.dtype], torch.device("cpu")
     if request.model is None:
-        model = build_model(read_config(RANDOM.to_dict()), mesh, rank, dtype, cpu, shm.empty)
+        model = build_model(read_config(RANDOM.to_dict()), mesh, rank, dtype, cpu, home.empty)
         torch.manual_seed(0)
         for name, weight in model.named_parameters():
             weight.data.fill_(1.0) if "norm" in name else weight.data.normal_(0, 0.05)
     else:
-        model = load_model(request.model, load_config(request.model), mesh, rank, dtype, cpu, workspace=shm.empty)
+        model = load_model(request.model, load_config(request.model), mesh, rank, dtype, cpu, workspace=home.empty)
     total = request.prompt + request.output
     pages = -(-total // PAGE)
     group = tuple(range(mesh.world))
-    # The shm runner prices by the host's table; gloo's is the same plan that it would get alone.
     runners = {
-        name: ModelRunner(model, mesh, rank, [opened[name]], [CacheGroup(Rule(), pages)], PAGE, costs(request.cost))
-        for name in request.transports
+        name: ModelRunner(model, mesh, rank, transports, [CacheGroup(Rule(), pages)], PAGE, model_costs)
+        for name, transports in sets.items()
     }
     prompt = torch.randint(1, model.config.vocab_size, (request.prompt,)).tolist()
     for number in range(1 + request.rounds):
@@ -109,16 +157,15 @@ def measure(rank: int, directory: Path, report: Report, request: Request) -> Non
             tokens, at = prompt, 0
             for _ in range(1 + request.output - 1):
                 batch = build_batch(tokens, [SeqRows(len(tokens), at, [list(range(pages))], True)], PAGE)
-                with all_cores() if name == "gloo" else nullcontext():
-                    patient.barrier(group)
+                with nullcontext() if name == "shm" else all_cores():
+                    meeting.barrier(group)
                     began = time.perf_counter()
                     logits = runner.forward(batch, (len(tokens),))
                     steps.append((time.perf_counter() - began) * 1e3)
                 at += len(tokens)
                 tokens = [int(logits[-1].argmax())]
             latencies = torch.tensor([[steps[0], statistics.median(steps[1:])]]).double()
-            slowest = shm.all_gatherv(latencies, group, (1,) * mesh.world).amax(0).tolist()
+            ones = (1,) * mesh.world
+            slowest = gathering.exchange(latencies, all_gatherv(mesh.world), group, ones).amax(0).tolist()
             if rank == 0 and number:
                 report(Latency(name, *slowest))
-    for transport in (*opened.values(), patient):
-        transport.close()

@@ -24,13 +24,14 @@ Report = Callable[[Any], None]
 @dataclass(frozen=True)
 class Here:
     """What a rank of several hosts needs of its own. interface: on the way to node 0. store: host and port at which
-    rank 0 serves torch.distributed's.
+    rank 0 serves torch.distributed's. model: its directory on this host.
     """
 
     mesh: Mesh
     interface: str
     store: tuple[str, int]
     plugins: tuple[str, ...]
+    model: Path
 
 
 @contextmanager

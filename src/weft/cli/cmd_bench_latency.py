@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from weft.bench.host import describe_host
-from weft.bench.latency import Latency, Request, measure, parameters
+from weft.bench.latency import OVER_HOSTS, Latency, Request, measure, parameters
 from weft.bench.ranks import run_ranks
-from weft.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.cli.command import UNNAMED, UserError, check_writable, model_dir, stop_on_sigterm
 from weft.cli.progress import progress_bar
+from weft.cli.several_hosts import config_over_hosts
 from weft.comm.shm import ShmTuning
+from weft.engine.engine_options import ClusterOptions
 from weft.place.cost import host_table, read_tuning
 from weft.place.spec import Mesh
 
@@ -30,12 +35,13 @@ class Command:
     Examples:
       weft bench latency                                    tensor parallel over 2 ranks, 1024 tokens in, 8 out
       weft bench latency --model DIR --tp 4 --input 256 --rounds 9 --json latency.json
+      weft bench latency --tp 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
     """
 
     model: Path | None = None
     """A Hugging Face model directory."""
     tp: int = 2
-    """Ranks: tensor parallel attention and experts."""
+    """Ranks: tensor parallel attention and experts; of all hosts together."""
     input: int = 1024
     """Tokens of the prompt."""
     output: int = 8
@@ -44,9 +50,12 @@ class Command:
     rounds: int = 7
     """Rounds that count; one more goes before them."""
     transports: tuple[Literal["gloo", "shm"], ...] = ("gloo", "shm")
-    """The first is what the others are compared with."""
+    """The first is what the others are compared with. With --nnodes: gloo alone, then shm inside hosts, gloo across."""
     json: Path | None = None
     """Write the figures, and what they were measured on, to this file."""
+    nnodes: int | None = None
+    """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
+    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
 
     def run(self) -> int:
         """Prints medians and ratios. Raises UserError, LayoutError."""
@@ -56,23 +65,26 @@ class Command:
             raise UserError("--transports takes gloo, shm or both")
         if self.json is not None:
             check_writable(self.json, "--json")
-        tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
-        mesh = Mesh(1, self.tp, 1, self.tp)
+        try:
+            model = model_dir(self.model, None)
+            hosts = config_over_hosts(self.nnodes, self.cluster, attn_dp=1, attn_tp=self.tp, model=model)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         stop_on_sigterm()
-        request = Request(
-            self.model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu"
-        )
+        names = self.transports if hosts is None else OVER_HOSTS
         found: list[Latency] = []
         with progress_bar() as bar:
-            task = bar.add_task("rounds", total=self.rounds * len(self.transports))
-            for latency in run_ranks(self.tp, measure, request):
+            task = bar.add_task("rounds", total=self.rounds * len(names))
+            for latency in self._on_one_host() if hosts is None else self._over_hosts(hosts):
                 found.append(latency)
                 bar.advance(task)
-        result = summary(found, self.transports)
-        print(f"{'':7}{'first token':>14}{'saved':>8}{'next token':>14}{'saved':>8}")
+        if hosts is not None and hosts.node_rank:
+            return 0
+        result = summary(found, names)
+        print(f"{'':9}{'first token':>14}{'saved':>8}{'next token':>14}{'saved':>8}")
         for name, row in result.items():
             cells = [f"{row[f'{which}_ms']:,.1f} ms".rjust(14) + f"{row[f'{which}_saved']:8.0%}" for which in TOKENS]
-            print(f"{name:7}{''.join(cells)}")
+            print(f"{name:9}{''.join(cells)}")
         if self.json is not None:
             head: dict[str, object] = {
                 "what": "weft bench latency",
@@ -84,6 +96,23 @@ class Command:
             rounds = [vars(x) for x in found]
             self.json.write_text(json.dumps(head | {"medians": result, "rounds": rounds}, indent=1) + "\n")
         return 0
+
+    def _on_one_host(self) -> Iterator[Latency]:
+        tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
+        mesh = Mesh(1, self.tp, 1, self.tp)
+        request = Request(
+            self.model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu"
+        )
+        yield from run_ranks(self.tp, measure, request)
+
+    def _over_hosts(self, config: Any) -> Iterator[Latency]:
+        from weft.bench.collectives_hosts import cost_described
+        from weft.bench.hosts import over_hosts
+
+        said = {"dtype": self.dtype, "prompt": self.input, "output": self.output, "rounds": self.rounds}
+        said |= {"random": self.model is None}
+        say = partial(print, file=sys.stderr, flush=True)
+        return over_hosts(config, "latency", lambda: said | cost_described(config), say)
 
 
 def summary(found: list[Latency], transports: tuple[str, ...]) -> dict[str, dict[str, float]]:

@@ -58,9 +58,9 @@ def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[s
 
 
 def config_over_hosts(nnodes: int | None, cluster: ClusterOptions, **options: Any) -> Any:
-    """The EngineConfig of a command that measures or examines several hosts, with a DP group on each; None on one host.
+    """The EngineConfig of a command that measures or examines several hosts; None on one host.
 
-    options: of the engine, in place of its defaults. Raises ValueError, also where these are wrong.
+    options: of the engine; without attn_dp, as many DP groups as hosts. Raises ValueError, also where these are wrong.
     """
     cluster.check()
     found = with_launcher({"nnodes": nnodes} | vars(cluster), os.environ)
@@ -68,7 +68,7 @@ def config_over_hosts(nnodes: int | None, cluster: ClusterOptions, **options: An
         return None
     from weft.engine.config import EngineConfig
 
-    return EngineConfig(attn_dp=found["nnodes"], device="cpu", **options, **found)
+    return EngineConfig(**{"attn_dp": found["nnodes"], "device": "cpu"} | options | found)
 
 
 def launcher(environ: Mapping[str, str]) -> Launcher | None:

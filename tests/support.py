@@ -124,7 +124,9 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
         published = dict(attn_type_list=[1, 1, 1], qk_norm_type="per_layer", rotary_dim=4, scoring_func="sigmoid")
         published |= dict.fromkeys(("use_mtp", "use_qk_norm", "use_routing_bias"), True)
         published |= dict(shared_intermediate_size=0, num_mtp_modules=3, mtp_transformer_layers=1, bos_token_id=0)
-        return MiniMaxM2Config(**shape | routed | published | dict(head_dim=8, rope_theta=1e4) | changes)
+        # The factor follows from rotary_dim, but older transformers (5.17) rotate all of a head without it.
+        rope = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))
+        return MiniMaxM2Config(**shape | routed | published | rope | dict(head_dim=8) | changes)
     if family == "qwen2_moe":
         shape["hidden_size"] = 8 * parts
         return Qwen2MoeConfig(**shape | moe | {"shared_expert_intermediate_size": 8 * parts} | changes)

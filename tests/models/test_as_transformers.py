@@ -173,3 +173,12 @@ def test_a_config_of_step_as_transformers_writes_it() -> None:
 def test_of_a_config_that_transformers_wrote_nothing_is_skipped(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_config(written(stepfun.small_config()) | changes)
+
+
+def test_minimax_rotates_rotary_dim_elements_where_no_factor_says_so() -> None:
+    """As published: transformers up to 5.17 fills in none, and rotates all."""
+    values = values_of("minimax_m2") | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
+    assert read_config(values).rope.dim == values["rotary_dim"] == 4
+    values["rope_parameters"] |= dict(partial_rotary_factor=0.25)
+    with pytest.raises(ModelError, match="differ for heads of 8 elements"):
+        read_config(values)

@@ -48,9 +48,9 @@ def read(fields: Fields) -> MiniMaxConfig:
         fields.only(name, True)
     dim = fields.size("head_dim")
     parameters = dict(fields.need("rope_parameters"))
-    part = parameters.pop("partial_rotary_factor", 1.0)  # transformers fills it in from rotary_dim
-    rotated = int(dim * part)
-    if fields.get("rotary_dim", rotated) != rotated:
+    part = parameters.pop("partial_rotary_factor", None)  # newer transformers fill it in from rotary_dim
+    rotated = fields.get("rotary_dim", dim if part is None else int(dim * part))
+    if part is not None and rotated != int(dim * part):
         raise ModelError(f"rotary_dim and partial_rotary_factor={part} differ for heads of {dim} elements")
     common = common_fields(fields, dim, rope=rope_of(parameters, rotated, fields.size("max_position_embeddings")))
     experts = fields.size("num_local_experts")

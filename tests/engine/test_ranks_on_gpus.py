@@ -63,7 +63,8 @@ def test_a_host_is_measured_where_no_table_says_what_is_asked() -> None:
 
 def test_gpus_of_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Peer inside a host, NCCL across, by the usual network of GPUs; with one on each host, NCCL alone."""
-    over = EngineConfig(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, nnodes=2, dtype="float32")
+    limits = dict(max_running=64, max_batch_tokens=2048)  # which else follow from a GPU
+    over = EngineConfig(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, nnodes=2, dtype="float32", **limits)
     monkeypatch.setattr(startup, "find_spec", lambda name: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert enabled_transports(over) == (PEER, NCCL)

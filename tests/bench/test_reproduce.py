@@ -6,13 +6,22 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from e2e.here import weft_here
+from weft.assets import preset_dir
+from weft.attention import backend_registry
+from weft.attention.backend_registry import BACKENDS, Needs, backends
+from weft.bench import reproduce
 from weft.bench.reproduce import Measured, better, config_of, measure
-from weft.bench.seeds import SEEDS, Load, Row, Seed, Setup
+from weft.bench.seeds import DEEPSEEK_V2_CACHE, SEEDS, Load, Profile, Row, Seed, Setup
 from weft.cli import cmd_reproduce
+from weft.engine.config import EngineConfig
+from weft.engine.startup import declared_caches
+from weft.kv.cache_spec import Latent
 
 SETUPS = {f"{name} small": seed.small for name, seed in SEEDS.items()}
 SETUPS |= {f"{name} {n}": seed.large(n) for name, seed in SEEDS.items() for n in (2, 4, 8) if n >= seed.min_ranks}
@@ -33,8 +42,62 @@ def test_every_setup_can_be(setup: Setup, tmp_path: Path) -> None:
     assert len(worlds) == 1, "all variants take as many ranks"
 
 
+def test_dcp_runs_with_every_backend_that_lacks_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU with all libraries, each with the options that it takes; without them, what is missing is named."""
+    monkeypatch.setattr(backend_registry, "fa3_library", lambda: ("somewhere", tmp_path))
+    monkeypatch.setattr(backend_registry, "find_spec", lambda name: object())
+    setup = SEEDS["dcp"].large(8)
+    exchanges = {(options["attention_backend"], options.get("dcp_exchange")) for options in setup.variants.values()}
+    recipes = (None, "ag_rs", "a2a", "fused")
+    assert exchanges == {(entry.option, recipe) for entry in BACKENDS for recipe in recipes}
+    for options in setup.variants.values():
+        config = config_of(setup, options, tmp_path / "model", None, "auto")
+        assert config.kv_dtype == "auto" and config.mesh.world == 8
+        needs = Needs(
+            "cuda",
+            (9, 0),
+            "bfloat16",
+            config.kv_dtype,
+            lambda: [Latent(576, 512)],
+            config.page_size,
+            config.dcp,
+            config.dcp_prefill,
+            config.cuda_graphs,
+        )
+        assert backends()[config.attention_backend].refusal(needs) is None
+    assert "attention backend flashinfer with dcp_prefill gather, cuda_graphs False" in setup.differs
+    quoted = {row.after: row.quoted for row in setup.rows if (row.metric, row.load) == ("tokens/s", 5)}
+    assert quoted["flashinfer: dcp, a2a"] == (1400, 3126) and quoted["fa3: dcp, ag_rs"] == (1382, 2930)
+    assert quoted["fa3: dcp, fused"] is None
+
+    monkeypatch.setattr(backend_registry, "fa3_library", lambda: None)
+    setup = SEEDS["dcp"].large(8)
+    assert not any(name.startswith("fa3") for name in setup.variants)
+    assert [line for line in setup.differs if line.startswith("without attention backend fa3: it comes with vLLM")]
+
+
+def test_the_model_of_dcp_has_the_cache_that_backends_are_asked_for() -> None:
+    config = EngineConfig(preset_dir("deepseek-v2"), load_format="dummy", num_layers=1, device="cpu")
+    [cache] = declared_caches(config, config.read_model())
+    assert isinstance(cache, Latent)
+    assert (cache.width, cache.value_width) == (DEEPSEEK_V2_CACHE.width, DEEPSEEK_V2_CACHE.value_width)
+
+
+def test_mixed_has_the_cache_of_the_pull_request() -> None:
+    assert {options["kv_dtype"] for options in SEEDS["mixed"].large(8).variants.values()} == {"fp8_e4m3"}
+
+
 def test_what_is_better() -> None:
     assert better("tokens/s", 100.0, 120.0) == 1.2 and better("next token, ms", 30.0, 20.0) == 1.5
+    assert better("MiB a step", 0.0, 1.0) is None and better("next token, ms", 1.0, 0.0) is None
+
+
+@pytest.mark.parametrize("kinds", [[], [{"kind": "collectives", "calls": 3.0, "us": 0.0}]])
+def test_a_profile_without_times_of_collectives_measures_nothing(
+    kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "run", lambda *_: SimpleNamespace(figures={"kinds": kinds}))
+    assert reproduce.run_profile(None, Profile(2, 1, 4)) == {}  # type: ignore[arg-type]
 
 
 TINY = Setup(
@@ -42,8 +105,13 @@ TINY = Setup(
     {},
     {name: dict(executor="thread", attn_dp=2, plan=plan) for name, plan in (("naive", "naive"), ("ours", "cheapest"))},
     [Load(3, 9, 3, 2), Load(2, 5, 1, 2)],
-    [Row("tokens/s", 0, "naive", "ours", (100.0, 120.0)), Row("MiB a step", 1, "naive", "ours")],
+    [
+        Row("tokens/s", 0, "naive", "ours", (100.0, 120.0)),
+        Row("MiB a step", 1, "naive", "ours"),
+        Row("collectives of a decode step, ms", 0, "naive", "ours"),
+    ],
     ["two threads in place of GPUs"],
+    Profile(2, 2, 4),
 )
 
 
@@ -55,7 +123,8 @@ def test_a_run(tmp_path: Path) -> None:
         assert [load["tokens/s"] > 0 for load in figures] == [True, True]
         assert figures[0]["next token, ms"] > 0 == figures[1]["next token, ms"]
         assert all(load["collectives a step"] >= 1 and load["MiB a step"] > 0 for load in figures)
-    assert measured.ratio(TINY.rows[1]) > 1, "a reduce-scatter brings less than an all-reduce"
+    assert (measured.ratio(TINY.rows[1]) or 0) > 1, "a reduce-scatter brings less than an all-reduce"
+    assert measured.ratio(TINY.rows[2]) is None, "ranks that are threads have no profile"
 
 
 def test_the_table_and_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +140,9 @@ def test_the_table_and_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "here: two threads in place of GPUs" in "\n".join(table) and "here: 5 layers" in "\n".join(table)
     [row] = [line for line in table if line.startswith("tokens/s")]
     assert row.split("ours")[1].split() == ["100", "→", "120", "(1.20)", "50.00", "75.00", "1.50"]
-    assert [each["times_better"] for each in json.loads(last)["rows"]] == [1.5, 1.0]
+    assert [each["times_better"] for each in json.loads(last)["rows"]] == [1.5, 1.0, None]
+    [row] = [line for line in table if line.startswith("collectives of a decode step")]
+    assert row.endswith("not measured  not measured  not measured")
 
 
 def check_all(names: list[str], directory: Path, *options: str) -> None:
@@ -91,7 +162,7 @@ def check_all(names: list[str], directory: Path, *options: str) -> None:
             before, after = (line["figures"][row[which]][row["load"]][row["metric"]] for which in ("before", "after"))
             assert before > 0 and after > 0 and row["times_better"] > 0, row
             assert of_table.startswith(f"{row['metric']}, ") and f"{wanted.before} → {wanted.after}" in of_table
-            times = better(wanted.metric, before, after)
+            times = better(wanted.metric, before, after) or 0.0
             assert of_table.split()[-3:] == [f"{before:,.2f}", f"{after:,.2f}", f"{times:.2f}"]
         assert line["figures"].keys() == line["variants"].keys() and line["rounds"] == 1
         assert all(f"  here: {each}" in out for each in line["differs"])

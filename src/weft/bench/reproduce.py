@@ -7,6 +7,7 @@ import json
 import queue
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,15 +17,19 @@ from typing import Any
 import torch
 
 from weft.assets import preset_dir
-from weft.bench.seeds import Load, Metric, Row, Setup
+from weft.bench.seeds import Load, Metric, Profile, Row, Setup
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.output.request_output import RequestOutput
+from weft.engine.profiling import NotWatched
 from weft.engine.request import SamplingParams
 from weft.engine.worker.memory import weight_bytes
+from weft.profiler.breakdown import SPARE_TOKENS, output_length, run
 
 WEIGHTS_SHARE = 0.6
 """Of a GPU's free memory, what weights may take; the rest is for caches and activations."""
+MIN_BATCH_TOKENS = 1024
+"""Of a step; on GPUs there are more."""
 WAIT_S = 600.0
 """Seconds without a token after which a load counts as hung."""
 Figures = dict[Metric, float]
@@ -32,21 +37,25 @@ Figures = dict[Metric, float]
 
 @dataclass(frozen=True)
 class Measured:
-    """figures: of each load of each variant, the medians over rounds."""
+    """figures: of each load of each variant, the medians over rounds, without those that were not measured."""
 
     figures: dict[str, list[Figures]]
 
-    def ratio(self, row: Row) -> float:
-        """How many times better the second variant is."""
-        return better(row.metric, self.value(row, row.before), self.value(row, row.after))
+    def ratio(self, row: Row) -> float | None:
+        """How many times better the second variant is; None where a figure was not measured."""
+        before, after = (self.value(row, variant) for variant in (row.before, row.after))
+        return None if before is None or after is None else better(row.metric, before, after)
 
-    def value(self, row: Row, variant: str) -> float:
-        """A variant's figure of a row."""
-        return self.figures[variant][row.load][row.metric]
+    def value(self, row: Row, variant: str) -> float | None:
+        """A variant's figure of a row; None where it was not measured."""
+        return self.figures[variant][row.load].get(row.metric)
 
 
-def better(metric: Metric, before: float, after: float) -> float:
-    """How many times better `after` is: more tokens or sequences, or less time, or fewer calls."""
+def better(metric: Metric, before: float, after: float) -> float | None:
+    """How many times better `after` is: more tokens or sequences, or less time, or fewer calls. None of zeros, which
+    have no ratio."""
+    if before <= 0 or after <= 0:
+        return None
     return after / before if metric in ("tokens/s", "sequences at once") else before / after
 
 
@@ -67,7 +76,10 @@ def measure(
         for name in sorted(configs, key=list(configs).index, reverse=bool(index % 2)):
             with Engine(configs[name]) as engine:
                 run_load(engine, replace(setup.loads[0], requests=engine.config.attn_dp))  # to warm up
-                found[name].append([run_load(engine, load) for load in setup.loads])
+                figures = [run_load(engine, load) for load in setup.loads]
+                if setup.profile is not None:
+                    figures[0] |= run_profile(engine, setup.profile)
+                found[name].append(figures)
             done()
     medians = {name: [_median(load) for load in zip(*rounds_of, strict=True)] for name, rounds_of in found.items()}
     return Measured(medians), num_layers
@@ -119,6 +131,29 @@ def run_load(engine: Engine, load: Load) -> Figures:
     }
 
 
+def run_profile(engine: Engine, profile: Profile) -> Figures:
+    """Time and count of a decode step's collectives; nothing where the profile has none of them."""
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        tokens = _profiled_tokens(profile)
+        try:
+            found = run(engine, profile.batch, profile.context, profile.steps, tokens, Path(folder))
+        except (NotWatched, ValueError):  # too few steps, or a trace without them
+            return {}
+    collectives = next((row for row in found.figures["kinds"] if row["kind"] == "collectives"), None)
+    if collectives is None or not collectives["us"]:
+        return {}
+    return {
+        "collectives of a decode step, ms": collectives["us"] / 1e3,
+        "collectives a decode step": collectives["calls"],
+    }
+
+
+def _profiled_tokens(profile: Profile) -> int:
+    """Of each output while steps are profiled."""
+    chunks = -(-profile.batch * profile.context // MIN_BATCH_TOKENS)
+    return output_length(profile.steps, chunks) + SPARE_TOKENS
+
+
 def _exchanged(engine: Engine) -> tuple[int, int]:
     """Collectives so far, and the bytes that the busiest ranks received."""
     ran, _ = engine.comm_report()
@@ -126,16 +161,21 @@ def _exchanged(engine: Engine) -> tuple[int, int]:
 
 
 def _median(rounds: tuple[Figures, ...]) -> Figures:
-    return {metric: statistics.median(figures[metric] for figures in rounds) for metric in rounds[0]}
+    measured = [metric for metric in rounds[0] if all(metric in figures for figures in rounds)]
+    return {metric: statistics.median(figures[metric] for figures in rounds) for metric in measured}
 
 
 def config_of(setup: Setup, options: Any, folder: Path, num_layers: int | None, device: str) -> EngineConfig:
     """A variant's. folder: for the files of a preset with other sizes. Raises as EngineConfig does."""
     concurrency = max(load.concurrency for load in setup.loads)
+    longest = max(load.input + load.output for load in setup.loads)
+    if (profile := setup.profile) is not None:
+        concurrency = max(concurrency, profile.batch)
+        longest = max(longest, profile.context + _profiled_tokens(profile))
     sizes: dict[str, Any] = dict(
         max_running=concurrency,
-        max_batch_tokens=max(8192 if device == "cuda" else 1024, concurrency),
-        max_model_len=max(load.input + load.output for load in setup.loads) + 8,
+        max_batch_tokens=max(8192 if device == "cuda" else MIN_BATCH_TOKENS, concurrency),
+        max_model_len=longest + 8,
         prefix_cache=False,
         device=device,
         num_layers=num_layers,

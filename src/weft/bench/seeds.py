@@ -7,15 +7,28 @@ as many ranks as there are. `weft.bench.reproduce` runs any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
+import torch
+
+from weft.attention.backend_registry import BACKENDS, BackendEntry, Needs
+from weft.kv.cache_spec import Latent
+
 Metric = Literal[
-    "tokens/s", "first token, ms", "next token, ms", "sequences at once", "collectives a step", "MiB a step"
+    "tokens/s",
+    "first token, ms",
+    "next token, ms",
+    "sequences at once",
+    "collectives a step",
+    "MiB a step",
+    "collectives of a decode step, ms",
+    "collectives a decode step",
 ]
 """sequences at once: the most that had their tokens in the cache. MiB: that the busiest rank receives
-(`weft.comm.stats.StepStat`)."""
+(`weft.comm.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks, without the waiting
+for the slowest rank."""
 Options = Mapping[str, Any]
 """Of `weft.engine.config.EngineConfig`."""
 
@@ -34,6 +47,15 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Profile:
+    """So many decode steps, each of `batch` sequences with prompts of `context` tokens, are profiled."""
+
+    steps: int
+    batch: int
+    context: int
+
+
+@dataclass(frozen=True)
 class Row:
     """A line of the table: a metric of a load, by two variants. quoted: the pull request's figures for the two."""
 
@@ -48,7 +70,8 @@ class Row:
 class Setup:
     """What is run here. model: a preset, with the fields of its config.json that are changed; None: the embedded model.
 
-    differs: what is not as in the pull request, a line each.
+    differs: what is not as in the pull request, a line each. profile: is run after the loads; its figures are among
+    those of the first load.
     """
 
     model: str | None
@@ -57,6 +80,7 @@ class Setup:
     loads: Sequence[Load]
     rows: Sequence[Row]
     differs: Sequence[str]
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -97,19 +121,23 @@ def _compared(metric: Metric, load: int, names: Sequence[str], quoted: tuple[flo
     return [Row(metric, load, name, last, quoted if name == others[0] else None) for name in others]
 
 
-def _reduce_scatterv(model: str | None, four: dict[str, Options], load: Load, differs: Sequence[str]) -> Setup:
+def _reduce_scatterv(
+    model: str | None, four: dict[str, Options], load: Load, profile: Profile, differs: Sequence[str]
+) -> Setup:
     rows = [
         *_compared("tokens/s", 0, list(four), (53_006, 57_115)),
+        *_compared("collectives of a decode step, ms", 0, list(four), (83.26, 71.93)),
+        Row("collectives a decode step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
         Row("collectives a step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
         Row("MiB a step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
     ]
-    return Setup(model, {}, four, [load], rows, differs)
+    return Setup(model, {}, four, [load], rows, differs, profile)
 
 
 def _large_reduce_scatterv(gpus: int) -> Setup:
     four = _four(PEER, NCCL, dict(attn_dp=gpus, ep=gpus))
     differs = [f"{gpus} GPUs in place of 4 of a GB200", "made-up weights; as many layers as fit"]
-    return _reduce_scatterv("qwen3.5-397b-a17b", four, Load(1024, 1000, 1, 512), differs)
+    return _reduce_scatterv("qwen3.5-397b-a17b", four, Load(1024, 1000, 1, 512), Profile(100, 64 * gpus, 64), differs)
 
 
 def _mixed(model: str | None, variants: dict[str, Options], load: Load, differs: Sequence[str]) -> Setup:
@@ -118,13 +146,14 @@ def _mixed(model: str | None, variants: dict[str, Options], load: Load, differs:
 
 
 def _large_mixed(gpus: int) -> Setup:
-    layout = dict(attn_dp=2, attn_tp=gpus // 2, ep=max(2, gpus // 2), moe_tp=gpus // max(2, gpus // 2))
+    ep = max(2, gpus // 2)
+    layout: Options = dict(attn_dp=2, attn_tp=gpus // 2, ep=ep, moe_tp=gpus // ep, kv_dtype="fp8_e4m3")
     variants: dict[str, Options] = {
         "planned, NCCL": {**NCCL, **layout},
         "naive plan": {**NAIVE, **layout},
         "planned": layout,
     }
-    differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit", "cache in bfloat16, not FP8"]
+    differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit"]
     return _mixed("qwen3.5-397b-a17b", variants, Load(32, 8192, 24, 16), differs)
 
 
@@ -156,35 +185,117 @@ def _cpu_shm(model: str | None, changed: Options, load: Load, differs: Sequence[
     return Setup(model, changed, variants, [load], rows, [*differs, DEEPSPEED])
 
 
-def _dcp(changed: Options, layout: Options, ranks: int, cache: Options, loads: list[Load], differs: list[str]) -> Setup:
-    variants: dict[str, Options] = {"attention tensor-parallel": {**layout, **cache}}
-    for recipe in ("ag_rs", "a2a", "fused"):
-        variants[f"dcp, {recipe}"] = {**layout, **cache, "dcp": ranks, "dcp_exchange": recipe}
-    quoted = {0: (103.0, 86.0), len(loads) - 1: (1400.0, 3126.0)}
-    first, *others = variants
-    rows = [
-        Row("tokens/s", at, first, name, quoted.get(at) if name == "dcp, a2a" else None)
-        for at in range(len(loads))
-        for name in others
-    ]
-    last, by = len(loads) - 1, "dcp, ag_rs"
-    rows += [Row("first token, ms", at, first, by, (239_577, 28_734) if at == last else None) for at in (0, last)]
-    rows += [Row("next token, ms", at, first, by) for at in (0, last)]
-    rows.append(Row("sequences at once", last, first, by))
+RECIPES = ("ag_rs", "a2a", "fused")
+QUOTED_TOKENS = {
+    "flashinfer": {
+        "": {1: 103.0, 8: 498.0, 32: 1060.0, 64: 1385.0, 128: 1374.0, 512: 1400.0},
+        "ag_rs": {1: 89.0, 8: 425.0, 32: 947.0, 64: 1336.0, 128: 1945.0, 512: 3107.0},
+        "a2a": {1: 86.0, 8: 413.0, 32: 929.0, 64: 1320.0, 128: 1919.0, 512: 3126.0},
+    },
+    "fa3": {
+        "": {1: 103.0, 8: 492.0, 32: 1058.0, 64: 1370.0, 128: 1358.0, 512: 1382.0},
+        "ag_rs": {1: 90.0, 8: 425.0, 32: 953.0, 64: 1358.0, 128: 1961.0, 512: 2930.0},
+        "a2a": {1: 87.0, 8: 413.0, 32: 936.0, 64: 1341.0, 128: 1933.0, 512: 2951.0},
+    },
+}
+"""Output tokens a second of seed 004, by attention backend, exchange ("": without dcp) and requests at once."""
+QUOTED_FIRST = {32: (413.0, 420.0), 64: (5744.0, 655.0), 128: (39_672.0, 1095.0), 512: (239_577.0, 28_734.0)}
+"""Its times to the first token, ms, without dcp and with ag_rs, by FlashInfer."""
+
+
+def _dcp(
+    changed: Options,
+    layout: Options,
+    ranks: int,
+    loads: Sequence[Load],
+    at_once: Sequence[int],
+    backends: Mapping[str, Options],
+    differs: Sequence[str],
+) -> Setup:
+    """at_once: of each load, the requests at once in the pull request. backends: attention backends with their options;
+    a backend without a published figure is beside FlashInfer's."""
+    variants: dict[str, Options] = {}
+    rows: list[Row] = []
+    for backend, options in backends.items():
+        first = f"{backend}: attention tensor-parallel"
+        names = {recipe: f"{backend}: dcp, {recipe}" for recipe in RECIPES}
+        variants[first] = {**layout, **options}
+        variants |= {
+            name: {**layout, **options, "dcp": ranks, "dcp_exchange": recipe} for recipe, name in names.items()
+        }
+        quoted = QUOTED_TOKENS.get(backend, QUOTED_TOKENS["flashinfer"])
+        rows += [
+            Row(
+                "tokens/s",
+                at,
+                first,
+                name,
+                (quoted[""][at_once[at]], quoted[recipe][at_once[at]]) if recipe in quoted else None,
+            )
+            for at in range(len(loads))
+            for recipe, name in names.items()
+        ]
+        by = names["ag_rs"]
+        rows += [Row("first token, ms", at, first, by, QUOTED_FIRST.get(at_once[at])) for at in range(len(loads))]
+        rows += [Row("next token, ms", at, first, by) for at in range(len(loads))]
+        rows.append(Row("sequences at once", len(loads) - 1, first, by))
     return Setup("deepseek-v2", changed, variants, loads, rows, differs)
 
 
+DEEPSEEK_V2_CACHE = Latent(576, 512)
+ATTEMPTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"dcp_prefill": "gather"},
+    {"cuda_graphs": False},
+    {"dcp_prefill": "gather", "cuda_graphs": False},
+)
+"""Options for attention backends; each backend takes the first that it lacks nothing for."""
+
+
+def _options_of(backend: BackendEntry, ranks: int) -> tuple[Options | None, str]:
+    """The options with which a backend runs DeepSeek-V2 with dcp over so many GPUs, and a line that says so; None for
+    a backend that lacks something with any, and what that is."""
+    capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    needs = Needs(
+        device="cuda",
+        capability=capability,
+        dtype="bfloat16",
+        kv_dtype="auto",
+        caches=lambda: [DEEPSEEK_V2_CACHE],
+        page_size=16,
+        dcp=ranks,
+        dcp_prefill="auto",
+        graphs=True,
+    )
+    refusal: str | None = None
+    for options in ATTEMPTS:
+        given = replace(
+            needs,
+            dcp_prefill=options.get("dcp_prefill", needs.dcp_prefill),
+            graphs=options.get("cuda_graphs", needs.graphs),
+        )
+        if (refusal := backend.refusal(given)) is None:
+            text = ", ".join(f"{name} {value}" for name, value in options.items())
+            return options, f"attention backend {backend.option}" + (f" with {text}" if text else "")
+    return None, f"without attention backend {backend.option}: it {refusal}"
+
+
 def _large_dcp(gpus: int) -> Setup:
-    loads = [Load(4 * n, 4000, 150, n) for n in (1, 8, 32, 64, 128)]
+    at_once = (1, 8, 32, 64, 128, 512)
+    loads = [Load(min(4 * n, 512), 4000, 150, n) for n in at_once]
+    layout = dict(attn_tp=gpus, ep=gpus, moe_tp=1, kv_tokens=48 * 4150, max_running=512)
+    found = {backend.option: _options_of(backend, gpus) for backend in BACKENDS}
+    backends = {
+        name: {**options, "attention_backend": name} for name, (options, _) in found.items() if options is not None
+    }
     differs = [
         f"{gpus} GPUs in place of 8",
         "made-up weights; as many layers as fit; 150 tokens out in place of 1,500",
         "the cache is made so small that it binds between 32 and 64 requests, as it did there",
-        "attention by Triton's kernels alone: FA3 and FlashInfer are not among Weft's backends",
+        "the pull request counts tokens out alone; ratios compare, the figures do not",
+        *[line for _, line in found.values()],
     ]
-    return _dcp(
-        {}, dict(attn_tp=gpus, ep=gpus, moe_tp=1), gpus, dict(kv_tokens=48 * 4150, max_running=128), loads, differs
-    )
+    return _dcp({}, layout, gpus, loads, at_once, backends, differs)
 
 
 TINY_DEEPSEEK = dict(
@@ -209,7 +320,11 @@ SEEDS = {
         "Qwen3.5-397B-A17B-FP8, 4 GPUs of a GB200, attention dp 4, experts ep 4, 1,000 tokens in, 1 out, 4,096 at once",
         2,
         _reduce_scatterv(
-            None, _four(SHM, GLOO, dict(attn_dp=2, ep=2)), Load(32, 400, 1, 16), [EMBEDDED, "400 tokens in, 16 at once"]
+            None,
+            _four(SHM, GLOO, dict(attn_dp=2, ep=2)),
+            Load(32, 400, 1, 16),
+            Profile(10, 16, 16),
+            [EMBEDDED, "400 tokens in, 16 at once; the profile is of 10 decode steps"],
         ),
         _large_reduce_scatterv,
     ),
@@ -257,10 +372,11 @@ SEEDS = {
         2,
         _dcp(
             TINY_DEEPSEEK,
-            dict(attn_tp=2, ep=2, moe_tp=1, **SHM),
+            dict(attn_tp=2, ep=2, moe_tp=1, kv_tokens=640, max_running=16, **SHM),
             2,
-            dict(kv_tokens=640, max_running=16),
             [Load(1, 64, 32, 1), Load(16, 64, 32, 16)],
+            (1, 512),
+            {"torch": {}},
             [LATENTS, "64 tokens in, 32 out, 1 and 16 at once; the cache holds 6 such requests without dcp"],
         ),
         _large_dcp,

@@ -94,7 +94,7 @@ def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Meas
         quoted = "" if row.quoted is None else quote(row.metric, *row.quoted)
         before, after = (measured.value(row, variant) for variant in (row.before, row.after))
         what = f"{row.metric}, {setup.loads[row.load].concurrency} at once: {row.before} → {row.after}"
-        cells.append((what, quoted, f"{before:,.2f}", f"{after:,.2f}", f"{measured.ratio(row):.2f}"))
+        cells.append((what, quoted, cell(before), cell(after), cell(measured.ratio(row))))
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines += [
         "  ".join([c[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(c[1:], widths[1:], strict=True))]) for c in cells
@@ -102,9 +102,14 @@ def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Meas
     return "\n".join(lines) + "\n"
 
 
+def cell(figure: float | None) -> str:
+    """A figure that may not have been measured."""
+    return "not measured" if figure is None else f"{figure:,.2f}"
+
+
 def quote(metric: Metric, before: float, after: float) -> str:
     """A pull request's figures."""
-    return f"{before:,g} → {after:,g} ({better(metric, before, after):.2f})"
+    return f"{before:,g} → {after:,g} ({cell(better(metric, before, after))})"
 
 
 def line(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Measured, rounds: int) -> dict[str, Any]:
@@ -126,7 +131,7 @@ def line(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Meas
                 "before": row.before,
                 "after": row.after,
                 "quoted": row.quoted,
-                "times_better": round(measured.ratio(row), 3),
+                "times_better": None if (ratio := measured.ratio(row)) is None else round(ratio, 3),
             }
             for row in setup.rows
         ],

@@ -32,6 +32,7 @@ def test_every_setup_can_be(setup: Setup, tmp_path: Path) -> None:
     for row in setup.rows:
         assert row.before != row.after and {row.before, row.after} <= setup.variants.keys()
         assert row.load < len(setup.loads)
+    assert setup.profile is None or setup.profile.batch == setup.loads[0].concurrency, "as rows of its figures say"
     worlds = set()
     for options in setup.variants.values():
         config = config_of(setup, options, tmp_path / "model", None, "auto")

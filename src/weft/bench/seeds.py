@@ -70,8 +70,8 @@ class Row:
 class Setup:
     """What is run here. model: a preset, with the fields of its config.json that are changed; None: the embedded model.
 
-    differs: what is not as in the pull request, a line each. profile: is run after the loads; its figures are among
-    those of the first load.
+    differs: what is not as in the pull request, a line each. profile: is run after the loads, with as many sequences as
+    the first load has at once; its figures are among those of that load.
     """
 
     model: str | None
@@ -137,7 +137,7 @@ def _reduce_scatterv(
 def _large_reduce_scatterv(gpus: int) -> Setup:
     four = _four(PEER, NCCL, dict(attn_dp=gpus, ep=gpus))
     differs = [f"{gpus} GPUs in place of 4 of a GB200", "made-up weights; as many layers as fit"]
-    return _reduce_scatterv("qwen3.5-397b-a17b", four, Load(1024, 1000, 1, 512), Profile(100, 64 * gpus, 64), differs)
+    return _reduce_scatterv("qwen3.5-397b-a17b", four, Load(1024, 1000, 1, 512), Profile(100, 512, 64), differs)
 
 
 def _mixed(model: str | None, variants: dict[str, Options], load: Load, differs: Sequence[str]) -> Setup:

@@ -3,7 +3,8 @@
     python benchmarks/gpu_prompts.py --out benchmarks/results/gpu_prompts.json
 
 - Gated delta rule: the chunked Triton kernels against plain torch, of Qwen3.5-35B-A3B's heads; and chunks' tiles.
-- Attention of queries in groups: tiles, of Qwen3-30B-A3B's heads.
+- Attention of queries in groups: over copies of the tokens in a row against over pages, of Qwen3-30B-A3B's heads; and
+  tiles.
 - Latent attention: prompts with expanded keys and values against absorbed projections, of DeepSeek-V2-Lite's heads; and
   tiles.
 
@@ -31,7 +32,7 @@ from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.forward_batch import Batch, PageTables
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.kernels import delta_rule
-from weft.kernels.triton import delta_chunks, latent_prompts, prefill_attention
+from weft.kernels.triton import copied_prompts, copy_pages, delta_chunks, latent_prompts, prefill_attention
 from weft.kernels.triton.delta_chunks import ChunkTile
 from weft.kernels.triton.prefill_attention import PrefillTile
 from weft.kv.cache import KVCache
@@ -146,36 +147,48 @@ def latent_batch(b: Bench, sequences: int, rows: int, context: int) -> tuple[Bat
     return build_batch([0] * sequences * rows, seqs, PAGE, device=b.device), sequences * pages
 
 
-def time_queries_in_groups(b: Bench, sequences: int, rows: int, context: int) -> None:
-    """A layer's attention of 32 query and 4 key-value heads of 128, over pages; and over tokens that lie in a row."""
+def time_queries_in_groups(b: Bench, sequences: int, rows: int, context: int, tiles: bool) -> None:
+    """A layer's attention of 32 query and 4 key-value heads of 128: over pages, and over copies of their tokens. us: of
+    the copy, of the attention over it, and of that over pages, which finds nothing to do.
+    """
     heads, kv_heads, dim = (4, 2, 16) if b.dry else (32, 4, 128)
     batch, pages = latent_batch(b, sequences, rows, context)
     table = batch.tables[0]
     assert isinstance(table, PageTables) and batch.starts is not None
-    tokens, total = -(-(rows + context) // PAGE) * PAGE, len(batch.tokens)
+    total, length = len(batch.tokens), rows + context
     keys, values = b.normal(pages * PAGE, kv_heads, dim), b.normal(pages * PAGE, kv_heads, dim)
     q, out, found = b.normal(total, heads, dim), b.normal(total, heads, dim), b.normal(total, heads, dim)
-    where = table.pages, batch.starts, (batch.positions + 1).int()
-    flops = sequences * sum(range(context + 1, context + rows + 1)) * heads * 4 * dim
-    slots = (table.pages.long()[:, :, None] * PAGE + torch.arange(PAGE, device=b.device)).flatten()
-    in_a_row = keys[slots], values[slots]
-    bases = torch.arange(0, sequences * tokens, tokens, dtype=torch.int32, device=b.device)
-    scale = dim**-0.5
-    for tile in GROUPED_TILES:
+    of_rows = batch.starts, (batch.positions + 1).int()
+    flops = sequences * sum(range(context + 1, length + 1)) * heads * 4 * dim
+    taken = -(-length // expansion.ALIGNMENT) * expansion.ALIGNMENT
+    bases = torch.arange(0, sequences * taken, taken, dtype=torch.int32, device=b.device)
+    live, scale = bases[-1:] + taken, dim**-0.5
+    copied = b.normal(2, sequences * taken, kv_heads, dim)
+    case = f"{sequences} x {rows} behind {context}"
 
-        def paged(tile: PrefillTile = tile) -> None:
-            prefill_attention.prefill_attention(q, keys, values, *where, PAGE, scale, out, tile=tile)
+    def over_pages(bases: Tensor | None = None, tile: PrefillTile | None = None) -> None:
+        where = table.pages, *of_rows, PAGE, scale
+        prefill_attention.prefill_attention(q, keys, values, *where, out, bases=bases, tile=tile)
 
-        def together(tile: PrefillTile = tile) -> None:
-            (k, v), which, queries = in_a_row, prefill_attention.Which.EXPANDED, (q, q[..., dim:])
-            prefill_attention._launch(queries, k, k[..., dim:], v, where, bases, PAGE, scale, found, which, tile)
+    def copy() -> None:
+        copy_pages.copy_pages(keys, values, table.pages, bases, batch.lengths, live, PAGE, copied)
 
-        us, other = b.graph_us(paged), b.graph_us(together)
-        case = f"{sequences} x {rows} behind {context} {tuple(tile)}"
-        speed = dict(tflops=flops / us / 1e6, in_a_row_us=other, in_a_row_tflops=flops / other / 1e6)
-        b.add(what="grouped", case=case, us=us, **speed, error=error(found, out.double()))
-    copy = b.graph_us(lambda: (keys.index_select(0, slots), values.index_select(0, slots)))
-    b.add(what="copy of pages", case=f"{sequences} x {rows} behind {context}", us=copy)
+    def over_copies(tile: PrefillTile | None = None) -> None:
+        copied_prompts.copied_prefill_attention(q, copied, *of_rows, bases, scale, found, tile=tile)
+
+    def all_of_it() -> None:
+        copy()
+        over_copies()
+        over_pages(bases)
+
+    us, old = b.graph_us(all_of_it), b.graph_us(over_pages)
+    parts = dict(copy_us=b.graph_us(copy), attend_us=b.graph_us(over_copies))
+    parts["pages_us"] = b.graph_us(lambda: over_pages(bases))
+    speed = dict(tflops=flops / us / 1e6, old_tflops=flops / old / 1e6, same_bits=torch.equal(out, found))
+    b.add(what="grouped", case=case, us=us, old_us=old, ratio=us / old, **parts, **speed)
+    for tile in GROUPED_TILES if tiles else ():
+        times = dict(us=b.graph_us(lambda t=tile: over_copies(t)), old_us=b.graph_us(lambda t=tile: over_pages(tile=t)))
+        b.add(what="grouped tile", case=f"{case} {tuple(tile)}", **times)
 
 
 def time_latent(b: Bench, sequences: int, rows: int, context: int, tiles: bool) -> None:
@@ -268,13 +281,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     b = Bench(args.dry_run)
-    if not b.dry:
+    if not (b.dry or args.grouped):
         time_delta(b, 1, 64, False)  # what is compiled and opened once
         b.rows.clear()
     for sequences, rows in () if args.grouped else [(2, 70)] if b.dry else DELTA_CASES:
         time_delta(b, sequences, rows, args.tiles and (b.dry or (sequences, rows) in ((1, 8192), (4, 2048), (1, 512))))
     for sequences, rows, context in [(2, 40, 8)] if b.dry else GROUPED_CASES:
-        time_queries_in_groups(b, sequences, rows, context)
+        time_queries_in_groups(b, sequences, rows, context, args.tiles)
     if args.grouped:
         return
     for sequences, rows, context in [(2, 40, 2)] if b.dry else LATENT_CASES:

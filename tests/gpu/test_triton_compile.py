@@ -29,6 +29,8 @@ from weft.kernels.float8 import FLOAT8, Fp8Vectors, Fp8Weight, Stored, unfilled 
 from weft.kernels.split_k import SplitKPartials  # noqa: E402
 from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
+    copied_prompts,
+    copy_pages,
     decode_attention,
     delta_chunks,
     dense,
@@ -69,6 +71,7 @@ PTX = {
     "HGMMA": r"\bwgmma\.mma_async\.\S+\.b?f16\.b?f16\b",
     "QGMMA": r"\bwgmma\.mma_async\.\S+\.e4m3\.e4m3\b",
     "LDGSTS": r"\bcp\.async\.c[ag]\.shared\.global\b",
+    "UTMALDG": r"\bcp\.async\.bulk\.tensor\.2d\.shared\S*\.global\b",
 }
 """What becomes an instruction, one of each: taking machine code apart takes long."""
 ASKS = r"\b((ld|st|atom|red)(\.\w+)*\.global\S*|cp\.async\S*|prefetch\S*)"
@@ -257,6 +260,16 @@ def expand_prompts(heads: int) -> None:
     latent_prompts.project_heads(out, up[:, 128:].transpose(1, 2), wanted, empty(rows, heads, 128))
 
 
+def attend_to_copies(heads: int, kv_heads: int, dim: int) -> None:
+    """Prompts of a step that are copied to a row, and those that are not."""
+    rows, page_table, starts, limits = 2048, empty(16, 2048, dtype=INT), empty(17, dtype=INT), empty(2048, dtype=INT)
+    (keys, values), bases, q = empty(2, 100_000, kv_heads, dim), empty(16, dtype=INT), empty(rows, heads, dim)
+    copied, out = empty(2, 65536, kv_heads, dim), empty(rows, heads, dim)
+    copy_pages.copy_pages(keys, values, page_table, bases, bases, empty(1, dtype=INT), 16, copied)
+    copied_prompts.copied_prefill_attention(q, copied, starts, limits, bases, 0.1, out)
+    prefill_attention.prefill_attention(q, keys, values, page_table, starts, limits, 16, 0.1, out, bases=bases)
+
+
 def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = None) -> torch.Tensor | SplitKPartials:
     """A product that comes in parts, where it does."""
     x, weight = empty(rows, width), empty(outputs, width)
@@ -426,6 +439,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "norm, rotary, FP8 cache": (lambda: norm_and_rotate(64, True), ()),
     "latents, rotary, FP8 cache": (lambda: norm_latents(64, 128, True), ()),
     "prompts": (lambda: attend_prompts(16, 2, 128, 128), ("HGMMA", "LDGSTS")),
+    "prompts, copied": (lambda: attend_to_copies(32, 4, 128), ("HGMMA", "UTMALDG")),
     "prompts, wide heads": (lambda: attend_prompts(16, 2, 256, 256), ("HGMMA", "LDGSTS")),
     "prompts, latents": (lambda: attend_prompts(128, 1, 576, 512), ("HGMMA",)),
     "prompts, expanded latents": (lambda: expand_prompts(16), ("HGMMA", "LDGSTS")),

@@ -19,6 +19,7 @@ from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import Prompt
 from weft.kernels.float8 import Stored, plain
 from weft.kernels.triton.launch import cdiv, scaled
+from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
 
 MAX_SPLITS = 128
@@ -101,6 +102,10 @@ class FlashAttention3(PagedTriton):
     PagedTriton: lengths stay on the device, and the number of splits follows from shapes. The length of a row's splits
     depends on its neighbours, and so may its last bits.
     """
+
+    def __init__(self, cache: KVCache):
+        super().__init__(cache)
+        self.copies = False
 
     def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
         return DecodeRows(self._readable(pages), lengths.contiguous(), {})

@@ -60,6 +60,7 @@ class FlashInfer(PagedTriton):
 
     def __init__(self, cache: KVCache):
         super().__init__(cache)
+        self.copies = False
         self._wrappers: dict[tuple[bool, int, float], Any] = {}
 
     def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:

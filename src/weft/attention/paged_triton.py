@@ -10,27 +10,31 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
-from weft.attention.expansion import MAX_ELEMENTS, Expansion, plan_expansion
+from weft.attention.expansion import MAX_ELEMENTS, Copies, Expansion, plan_copies, plan_expansion
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA, Plan, Prompt, Split
-from weft.kernels.float8 import Stored
+from weft.kernels.float8 import Stored, plain
 from weft.kernels.split_k import SplitKPartials
+from weft.kernels.triton.copied_prompts import copied_prefill_attention, copies_pages
+from weft.kernels.triton.copy_pages import copy_pages
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
 from weft.kernels.triton.latent_prompts import expand_latents, project_heads
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import expanded_prefill_attention, prefill_attention
-from weft.kv.cache_spec import Latent
+from weft.kv.cache import KVCache
+from weft.kv.cache_spec import Latent, PagedKV
 
 
 class Prompts(NamedTuple):
     """Sequences of several rows, as `prefill_attention` takes them. expansion: of those that attend to keys and values
-    expanded from latent vectors."""
+    expanded from latent vectors. copies: of those that attend to copies of their tokens."""
 
     pages: Tensor
     starts: Tensor
     limits: Tensor
     page_size: int
     expansion: Expansion | None = None
+    copies: Copies | None = None
 
 
 def _all(tokens: Any) -> Any:
@@ -41,6 +45,11 @@ class PagedTriton(SDPA):
     """A `weft.attention.backend.Backend` on a GPU. CUDA graphs may capture it with one row of each sequence, and with
     prompts, too, where tokens are not sharded.
     """
+
+    def __init__(self, cache: KVCache):
+        super().__init__(cache)
+        spec = cache.spec
+        self.copies = isinstance(spec, PagedKV) and copies_pages(spec.dim, cache.keys.element_size())
 
     def split(self, batch: Batch) -> Split:
         """Without page tables of their own for decode rows, where all rows are such."""
@@ -73,13 +82,15 @@ class PagedTriton(SDPA):
         gathered: Sequence[Tensor] | None = None,
     ) -> Prompts:
         assert batch.starts is not None
-        limits, spec, expansion = here(batch.positions + 1).int(), self.cache.spec, None
+        limits, spec, expansion, copies = here(batch.positions + 1).int(), self.cache.spec, None, None
         if gathered is None:
             expands = isinstance(spec, Latent) and spec.expanded is not None and self.cache.exponents is None
+            longest = pages.shape[1] * self.cache.page_size
             if isinstance(spec, Latent) and expands and here is _all and len(pages):
-                longest = pages.shape[1] * self.cache.page_size
                 expansion = plan_expansion(spec, batch.starts, batch.lengths, len(limits), longest)
-            return Prompts(pages.contiguous(), batch.starts, limits, self.cache.page_size, expansion)
+            if isinstance(spec, PagedKV) and self.copies and here is _all and len(pages):
+                copies = plan_copies(spec, batch.starts, batch.lengths, len(limits), longest)
+            return Prompts(pages.contiguous(), batch.starts, limits, self.cache.page_size, expansion, copies)
         return Prompts(self.gathered_pages(pages, prompts, gathered), batch.starts, limits, 1)
 
     def gathered_pages(self, pages: Tensor, prompts: Sequence[Prompt], gathered: Sequence[Tensor]) -> Tensor:
@@ -202,6 +213,11 @@ class PagedTriton(SDPA):
     def prompts(
         self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
-        pages, starts, limits, page_size, expansion = plan
-        where, bases = (pages, starts, limits, page_size, scale, out), None if expansion is None else expansion.bases
+        pages, starts, limits, page_size, expansion, copies = plan
+        bases = None if expansion is None else expansion.bases
+        if copies is not None:
+            bases, copied = copies.bases, q.new_empty(2, copies.places, *keys.shape[1:])
+            copy_pages(plain(keys), plain(values), pages, bases, copies.lengths, copies.live, page_size, copied)
+            copied_prefill_attention(q, copied, starts, limits, bases, scale, out, lse=sums)
+        where = (pages, starts, limits, page_size, scale, out)
         prefill_attention(q, keys, values, *where, window=self.cache.window, lse=sums, bases=bases)

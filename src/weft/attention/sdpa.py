@@ -63,7 +63,11 @@ class SDPA:
 
     Sequences of one row attend in one call, padded to the longest; the others one by one. Backends with other kernels
     override the plan and the attention of either.
+
+    copies: whether prompts attend to copies of their tokens, of MAX_ELEMENTS elements in a step at the most.
     """
+
+    copies = False
 
     def __init__(self, cache: KVCache):
         self.cache = cache

@@ -16,6 +16,7 @@ import torch
 
 from weft.attention.expansion import MAX_ELEMENTS
 from weft.attention.forward_batch import Batch
+from weft.attention.sdpa import SDPA
 from weft.comm.transport import Transport, serves_all
 from weft.engine.config import EngineConfig
 from weft.engine.worker.build_batch import SeqRows, build_batch
@@ -178,9 +179,10 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     prompts = captures_prompts(specs.values(), config.mesh)
     sampled = sum(decode_capacities(config.batch_sequences)) + config.batch_sequences * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
-    # Prompts are measured on top of few cached tokens, and more may be expanded.
-    expands = config.dcp == 1 and any(isinstance(spec, Latent) and spec.expanded for spec in specs.values())
-    largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * expands
+    # Prompts are measured on top of few cached tokens, and more may be expanded or copied.
+    expands = any(isinstance(spec, Latent) and spec.expanded for spec in specs.values())
+    expands = expands or any(isinstance(backend, SDPA) and backend.copies for _, backend in runner.caches.paged)
+    largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * (expands and config.dcp == 1)
     graphs = peaks[-1] + largest * prompts + sampled * logits
     del runner, batch
     gc.collect()

@@ -11,10 +11,9 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.triton.copy_pages import TILE, tokens_at
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
 
-TILE = 128
-"""Tokens of a program's block. Bases are multiples of it, so that a block has the tokens of one sequence."""
 PROGRAMS = 264
 """On an H200: two for each multiprocessor. They take one block after another."""
 
@@ -32,10 +31,7 @@ def _expand(
     blocks = tl.cdiv(tl.load(live), BLOCK_N) * across
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         first = block // across * BLOCK_N
-        own = (base >= 0) & (base <= first) & (first < base + length)
-        sequence = tl.sum(tl.where(own, index, 0), 0)
-        token = first - tl.sum(tl.where(own, base, 0), 0) + tl.arange(0, BLOCK_N)
-        there = token < tl.sum(tl.where(own, length, 0), 0)
+        sequence, token, there = tokens_at(first, base, length, index, BLOCK_N)
         page = tl.load(pages + sequence.to(tl.int64) * pages_row + token // PAGE, mask=there, other=0)
         slot = page.to(tl.int64) * PAGE + token % PAGE
         column = block % across * BLOCK_C + tl.arange(0, BLOCK_C)

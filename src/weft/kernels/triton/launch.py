@@ -15,6 +15,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def cdiv(x: int, y: int) -> int:
@@ -49,23 +50,31 @@ def gpu() -> Gpu:
     return Gpu(has["multiprocessor_count"], has["max_shared_mem"])
 
 
+def arch() -> int:
+    """The architecture of this process's GPU, as 90 for sm_90; in the interpreter an H200's."""
+    return 90 if knobs.runtime.interpret else driver.active.get_current_target().arch
+
+
 def scaled(programs: int) -> int:
     """As many programs for a multiprocessor of this GPU as `programs` are on an H200; one or more."""
     return max(1, programs * gpu().multiprocessors // H200.multiprocessors)
 
 
 class Kernel(JITFunction):
-    """A kernel that is launched as usual, `kernel[grid](*tensors, *numbers, **constants)`, at less cost.
+    """A kernel that is launched as usual, `kernel[grid](*tensors, *descriptors, *numbers, **constants)`, at less cost.
 
     The compiled kernel of a launch follows, by Triton's rules, from the device; from constants and options such as
     num_warps; from each tensor's dtype and whether it begins at a multiple of 16 bytes; and from whether an integer
-    is 1, a multiple of 16, or too large for 32 bits (with `do_not_specialize` only from the last of these).
+    is 1, a multiple of 16, or too large for 32 bits (with `do_not_specialize` only from the last of these); and from
+    the dtype and the block of each TensorDescriptor, which a launch encodes from its tensor, into the kernel's own
+    parameters: a CUDA graph holds it.
     """
 
     def __init__(self, function: Callable[..., Any], **how: Any):
         super().__init__(function, **how)
         self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
         self._tensors = 0
+        self._descriptors = slice(0)
         self._values: list[int] = []  # indices of the integer arguments that Triton specialises by value,
         self._sizes: list[int] = []  # and of those that it specialises by size alone
 
@@ -85,6 +94,7 @@ class Kernel(JITFunction):
             *[x.dtype for x in tensors],
             *[x.is_cuda for x in tensors],  # Triton refuses CPU tensors, and the driver would read any address
             *[address % 16 == 0 for address in addresses],
+            *[(x.base.dtype, x.base.is_cuda, *x.block_shape) for x in args[self._descriptors]],
             *[n if n < 16 else 16 + n % 16 + (n >> 31 << 5) for n in map(args.__getitem__, self._values)],
             *[args[i] >> 31 for i in self._sizes],
         )
@@ -112,9 +122,11 @@ class Kernel(JITFunction):
         return self.run_fitting(*args, **constants | {"num_stages": stages - 1})
 
     def _look(self, args: tuple[Any, ...]) -> None:
-        """Finds which arguments are tensors and which are integers: the same in every launch."""
+        """Finds which arguments are tensors, descriptors and integers: the same in every launch."""
         self._tensors = sum(hasattr(x, "data_ptr") for x in args)
-        whole = [i for i in range(self._tensors, len(args)) if not isinstance(args[i], float)]
+        first = self._tensors + sum(isinstance(x, TensorDescriptor) for x in args)
+        self._descriptors = slice(self._tensors, first)
+        whole = [i for i in range(first, len(args)) if not isinstance(args[i], float)]
         self._values = [i for i in whole if not self.params[i].do_not_specialize]
         self._sizes = [i for i in whole if self.params[i].do_not_specialize]
 

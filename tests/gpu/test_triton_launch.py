@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which the extra gpu
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from weft.kernels.triton.launch import Kernel, cdiv, next_power_of_2  # noqa: E402
 
@@ -150,3 +151,22 @@ def test_a_tensor_of_a_cpu_is_left_to_triton_to_refuse(monkeypatch: pytest.Monke
 def test_host_arithmetic(n: int) -> None:
     assert next_power_of_2(n) == triton.next_power_of_2(n) and next_power_of_2(0) == triton.next_power_of_2(0) == 0
     assert [cdiv(n, by) for by in (1, 2, 3, 128)] == [triton.cdiv(n, by) for by in (1, 2, 3, 128)]
+
+
+def _copy_blocks(out, x, rows, BLOCK: tl.constexpr):
+    block = x.load([tl.program_id(0) * BLOCK, 0])
+    i, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, 64)
+    tl.store(out + i[:, None] * 64 + j[None, :], block, mask=(i < rows)[:, None])
+
+
+def test_launches_with_descriptors_are_what_triton_would_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_active", NoGpu())
+    memory, out = torch.empty(2, 64, 64, dtype=torch.bfloat16), torch.empty(64, 64, dtype=torch.bfloat16)
+    cases = [(x, block) for block in (16, 32) for x in (memory[0], memory[1], memory[1].view(torch.float16))]
+    found = []
+    for launched in (triton.JITFunction(_copy_blocks), Kernel(_copy_blocks)):
+        monkeypatch.setattr(Launcher, "seen", [], raising=False)
+        for x, block in cases * 2:
+            launched[(4,)](out, TensorDescriptor.from_tensor(x, [block, 64]), 48, BLOCK=block)
+        found.append(Launcher.seen)
+    assert found[0] == found[1] and len({form for form, *_ in found[0]}) == 4

@@ -6,9 +6,9 @@ that begin at multiples of the block's size, so a row's bits depend neither on i
 cut into chunks. A program finds its block and its sequence on the device.
 
 On Hopper and later, and for keys and values of 128 elements of two bytes, sequences of many rows attend to a copy of
-their pages' tokens in a row, which tensor descriptors load by whole tiles (`weft.kernels.triton.copied_prompts`): a
-candidate was 1.4 times as fast on an H200, and copying took a fiftieth of its time. Other sequences, GPUs, shapes and
-dtypes, windows, latent vectors and caches in FP8 attend over pages. Both take the same blocks in the same order.
+their pages' tokens in a row, which tensor descriptors load by whole tiles (`weft.kernels.triton.copied_prompts`):
+on an H200 a prompt of 8,192 tokens takes 0.74 of the time, the copy included. Other sequences, GPUs, shapes and dtypes,
+windows, latent vectors and caches in FP8 attend over pages. Both take the same blocks in the same order.
 """
 
 from __future__ import annotations

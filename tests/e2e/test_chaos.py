@@ -59,6 +59,7 @@ def changed(kind: Any) -> Any:
 
 
 NAMES = {"plugins": ("weft.bench.nccl_window",), "transport": "shm", "preset": "qwen3-30b-a3b"}
+NAMES |= {"attention_backend": "torch"}
 """Values of options that are looked up as they are read."""
 
 

@@ -14,6 +14,7 @@ LAYERS = {
     "deepseek-v2": 60,
     "deepseek-v2-lite": 27,
     "deepseek-v3": 61,
+    "minimax-m2": 62,
     "glm-4.5-air": 46,
     "gpt-oss-20b": 24,
     "gpt-oss-120b": 36,

@@ -143,7 +143,7 @@ def _off(found: Tensor, wanted: Tensor) -> float:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name, dense", [("deepseek-v3", 4), ("minimax-m2", 2), ("step-3.5-flash", 4)])
+@pytest.mark.parametrize("name, dense", [("deepseek-v3", 4), ("minimax-m2", 1), ("step-3.5-flash", 4)])
 def test_products_in_float8_are_their_definitions(name: str, dense: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each alone, on the rows that the model gives it: logits of two correct implementations are far apart.
 

@@ -28,6 +28,7 @@ import zmq
 
 from weft.bench.host import describe_host
 from weft.bench.hosts_rig import Host, joined_hosts
+from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
@@ -161,6 +162,7 @@ def measure(hosts: tuple[Host, ...] | None, asked: argparse.Namespace) -> dict[s
 
 def main(asked: argparse.Namespace) -> None:
     """On one host, then in the rig."""
+    stop_on_sigterm()  # so that the hosts are removed
     found: dict[str, Any] = {"what": "benchmarks/agent_step.py", "host": describe_host(), "ranks": RANKS}
     found |= {"bytes": asked.bytes, "calls": asked.calls, "us": {}}
     with joined_hosts(2) as hosts:

@@ -25,6 +25,7 @@ from weft.bench.host import describe_host
 from weft.bench.hosts import over_hosts
 from weft.bench.hosts_rig import Host, arguments, joined_hosts
 from weft.bench.ranks import run_ranks
+from weft.cli.command import stop_on_sigterm
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config import EngineConfig
@@ -36,6 +37,7 @@ BURST = "256kb"
 
 def main(asked: argparse.Namespace) -> None:
     """Runs all bandwidths, each on hosts of its own."""
+    stop_on_sigterm()  # so that the hosts are removed
     found: dict[str, Any] = {"what": "benchmarks/hosts_collectives.py", "host": describe_host()}
     found |= {"hosts": 2, "ranks": 4, "tuned_bytes": TUNED, "burst": BURST, "runs": []}
     for gbit in asked.gbit:

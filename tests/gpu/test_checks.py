@@ -25,6 +25,17 @@ def test_ends_the_process(): os._exit(3)
 """
 
 
+def test_what_was_to_follow_may_be_skipped(tmp_path: Path) -> None:
+    """As by a mark: the process is never asked for it, but for the next of another file."""
+    files = [tmp_path / f"test_{name}.py" for name in ("some", "others")]
+    for file in files:
+        file.write_text("def test_one(): pass\ndef test_two(): pass\n")
+    worker = Worker(files, tmp_path)
+    worker.run("test_some.py::test_one", "test_some.py::test_two")
+    worker.run("test_others.py::test_one", None)
+    worker.close()
+
+
 def test_each_outcome_is_reported(tmp_path: Path) -> None:
     (tmp_path / "test_them.py").write_text(CHECKS)
     worker = Worker([tmp_path / "test_them.py"], tmp_path)

@@ -92,6 +92,7 @@ class Serving:
                 name, following = self._pipe.recv()
             except EOFError:
                 return True
+            session._setupstate.teardown_exact(items[name])  # what was to follow may have been skipped
             session.config.hook.pytest_runtest_protocol(item=items[name], nextitem=items.get(following))
             self._pipe.send(None)
 

@@ -69,7 +69,7 @@ def ran(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize(
     "ranks, calls, delays, last_phase",
     [
-        (2, 100_000, 0, 0),
+        (2, 50_000, 0, 0),
         (2, 50_000, 1, 0),
         (4, 15_000, 1, 0),
         (3, 5_000, 1, LATE),

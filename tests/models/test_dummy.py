@@ -15,7 +15,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.models import load
-from weft.models.load import build_model, dummy_model
+from weft.models.load import build_model, dummy_checkpoint, dummy_model
 from weft.models.model_config import ModelError
 from weft.models.moe import SparseMoE
 from weft.models.registry import load_config, read_config
@@ -127,3 +127,12 @@ def test_every_preset_is_readable() -> None:
     assert set(PUBLISHED) <= set(preset_names())
     for name in preset_names():
         assert load_config(preset_dir(name), num_layers=2).num_layers == 2
+
+
+def test_a_checkpoints_norms_are_those_of_the_model() -> None:
+    """Also where all heads have one."""
+    config = read_config(small_config("minimax_m2", 2).to_dict())
+    norms = [made for made in dummy_checkpoint(config) if "norm" in made.source.name]
+    assert any("q_norm" in made.source.name for made in norms)
+    for made in norms:
+        assert (made.make(torch.float32, torch.device("cpu")) == 1).all(), made.source.name

@@ -18,6 +18,8 @@ from weft.models.source import Source
 from weft.place.spec import Mesh
 
 Progress = Callable[[int, int], None]
+NORMS = (RMSNorm, HeadNorm, WholeNorms)
+"""Layers of which made-up weights are 1."""
 DUMMY_BLOCK, DUMMY_BLOCK_CPU = 1 << 24, 1 << 16
 """Elements that `dummy_model` makes at a time; on CPUs temporaries of 20 bytes for each must fit a cache."""
 
@@ -104,7 +106,7 @@ def dummy_model(
     jobs = list(_jobs(model))
     for done, (layer, name, source) in enumerate(jobs):
         part = layer.get_parameter(name).data[source.at]
-        if isinstance(layer, RMSNorm | HeadNorm | WholeNorms):
+        if isinstance(layer, NORMS):
             part.fill_(1.0)
         elif name in layer.units:
             _make_up(part, source, LARGEST)
@@ -140,7 +142,7 @@ def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
     for layer, name, source in _jobs(build_model(config, Mesh(), 0, torch.float32, torch.device("meta"))):
         if source.views or name in layer.units:
             raise ModelError(f"no checkpoint is written of {source.name}: it is not stored as it is used")
-        tensors[source.name] = DummyTensor(replace(source, take=()), isinstance(layer, RMSNorm | HeadNorm))
+        tensors[source.name] = DummyTensor(replace(source, take=()), isinstance(layer, NORMS))
     return list(tensors.values())
 
 

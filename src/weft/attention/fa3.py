@@ -108,7 +108,7 @@ class FlashAttention3(PagedTriton):
         self.copies = False
 
     def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
-        return DecodeRows(self._readable(pages), lengths.contiguous(), {})
+        return DecodeRows(self.readable(pages), lengths.contiguous(), {})
 
     def plan_prompts(
         self,
@@ -129,7 +129,7 @@ class FlashAttention3(PagedTriton):
         sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=len(count) - 1)
         longest = max((p.rows for p in prompts), default=rows)
         theirs = ((used[sequence] > 0) & (at < starts[-1]))[:, None]
-        return PromptRows(self._readable(pages), starts, used, batch.lengths, longest, page_size, theirs)
+        return PromptRows(self.readable(pages), starts, used, batch.lengths, longest, page_size, theirs)
 
     def decode(
         self,
@@ -200,10 +200,6 @@ class FlashAttention3(PagedTriton):
         )[1]  # `[heads, T]`; undefined in rows of other sequences
         if sums is not None:
             torch.where(plan.rows, found.T, sums, out=sums)
-
-    def _readable(self, pages: Tensor) -> Tensor:
-        """Page tables that may be read whole: a block of the kernel begins before a window does."""
-        return pages if self.cache.window is None else pages.clamp(min=0)
 
     def _mask(self) -> dict[str, Any]:
         window = self.cache.window

@@ -66,7 +66,7 @@ class FlashInfer(PagedTriton):
     def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
         # The plan below waits for what the GPU was given before: FlashInfer stages each plan in the same memory.
         known, page_size = lengths.tolist(), self.cache.page_size
-        pages, empty = self._readable(pages), None
+        pages, empty = self.readable(pages), None
         if 0 in known:  # an empty sequence sees some token, and its output is replaced
             empty = lengths[:, None] == 0
             pages = pages.masked_fill(empty, 0)
@@ -94,7 +94,7 @@ class FlashInfer(PagedTriton):
         torch.cuda.current_stream(pages.device).synchronize() if pages.is_cuda else None
         lengths, page_size = [p.context + p.rows for p in prompts], self.cache.page_size
         if gathered is None:
-            readable = self._readable(pages)
+            readable = self.readable(pages)
             tables = [readable[p.sequence, : -(-n // page_size)] for p, n in zip(prompts, lengths, strict=True)]
         else:
             tables, page_size = [slots.int() for slots in gathered], 1
@@ -156,10 +156,6 @@ class FlashInfer(PagedTriton):
         pages = torch.cat([*tables]) if tables else on_host([])
         ends = begins([len(table) for table in tables])
         return Sequences(at, begins(rows), pages, ends, on_host(lengths), page_size, causal, empty)
-
-    def _readable(self, pages: Tensor) -> Tensor:
-        """Page tables that may be read whole, also before a window."""
-        return pages if self.cache.window is None else pages.clamp(min=0)
 
     def _attend(
         self, plan: Sequences, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, lse: bool

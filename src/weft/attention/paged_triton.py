@@ -100,6 +100,10 @@ class PagedTriton(SDPA):
             tables[prompt.sequence, : len(slots)] = slots
         return tables
 
+    def readable(self, pages: Tensor) -> Tensor:
+        """Page tables that may be read whole, also before a window, for libraries that do so."""
+        return pages if self.cache.window is None else pages.clamp(min=0)
+
     def store(self, plan: Plan, layer: int, k: Tensor, v: Tensor | None) -> None:
         """See `Backend.store`."""
         self.cache.write(layer, self.cache.writable(plan.stored), k, v)

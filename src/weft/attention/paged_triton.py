@@ -84,12 +84,12 @@ class PagedTriton(SDPA):
         assert batch.starts is not None
         limits, spec, expansion, copies = here(batch.positions + 1).int(), self.cache.spec, None, None
         if gathered is None:
-            expands = isinstance(spec, Latent) and spec.expanded is not None and self.cache.exponents is None
-            longest = pages.shape[1] * self.cache.page_size
-            if isinstance(spec, Latent) and expands and here is _all and len(pages):
-                expansion = plan_expansion(spec, batch.starts, batch.lengths, len(limits), longest)
-            if isinstance(spec, PagedKV) and self.copies and here is _all and len(pages):
-                copies = plan_copies(spec, batch.starts, batch.lengths, len(limits), longest)
+            step = batch.starts, batch.lengths, len(limits), pages.shape[1] * self.cache.page_size
+            whole = here is _all and len(pages) > 0  # tokens that are sharded are neither expanded nor copied
+            if whole and isinstance(spec, Latent) and spec.expanded is not None and self.cache.exponents is None:
+                expansion = plan_expansion(spec, *step)
+            if whole and isinstance(spec, PagedKV) and self.copies:
+                copies = plan_copies(spec, *step)
             return Prompts(pages.contiguous(), batch.starts, limits, self.cache.page_size, expansion, copies)
         return Prompts(self.gathered_pages(pages, prompts, gathered), batch.starts, limits, 1)
 

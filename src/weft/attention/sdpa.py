@@ -189,10 +189,11 @@ class SDPA:
         if plan.rows is None:
             return decode(q)
         spec, prompts, tokens = self.cache.spec, plan.prompts, self.cache.of_layer(layer)
-        expanded = []
+        expanded: list[Any] = []
         if isinstance(spec, Latent) and spec.expanded is not None and absorbed is not None and not lse:
-            expanded = [prompt for prompt in prompts if pays(spec, *prompt[2].shape)]
-            prompts = [prompt for prompt in prompts if not pays(spec, *prompt[2].shape)]
+            prompts = []
+            for prompt in plan.prompts:
+                (expanded if pays(spec, *prompt[2].shape) else prompts).append(prompt)
         query = q if absorbed is None or not prompts else absorbed.query(q)
         out, sums = self.unfilled(query, lse)
         self.prompts(prompts, query, *tokens, scale, out, sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ LONGEST = (
     "gpu/test_compile.py",
 )
 """Files that are begun first, so that no worker is left alone with one of them at the end."""
+ENVIRONMENT = dict(os.environ)
+"""Before any test changes it."""
 CHECKS = "tests/gpu/triton_checks/"
 """Whose files are one as far as workers are concerned: one process runs them all, which imports for seconds."""
 
@@ -85,14 +88,21 @@ class ForkServerOfThreads(ForkServer):
 class SharedForkServer:
     """Stands in for ForkServer: one process that has imported torch forks the ranks of every engine of these tests.
 
-    Commands that tests run as processes of their own have one of their own, as users' have.
+    Commands that tests run as processes of their own have one of their own, as users' have. Ranks inherit its
+    environment, which must not be that of the test by chance the first to need it.
     """
 
     shared: ForkServer | None = None
 
     def __init__(self, directory: Path):
         if self.shared is None or not self.shared.alive:
-            type(self).shared = ForkServerOfThreads(Path(tempfile.mkdtemp(prefix="weft-tests-")))
+            folder = Path(tempfile.mkdtemp(prefix="weft-tests-"))
+            with pytest.MonkeyPatch.context() as patched:
+                for name in os.environ.keys() - ENVIRONMENT.keys():
+                    patched.delenv(name)
+                for name, value in ENVIRONMENT.items():
+                    patched.setenv(name, value)
+                type(self).shared = ForkServerOfThreads(folder)
         self._asked: set[int] = set()
 
     @property

@@ -19,6 +19,7 @@ import pytest
 from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, prompts
 from weft.engine.config import EngineConfig, EngineError, QueueFull
+from weft.engine.controller import rank_processes
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.rank_executors import ProcessExecutor, make_executor
 from weft.engine.controller.request_queue import RequestQueue
@@ -280,3 +281,17 @@ def test_an_idle_engine_does_not_spin(model_dir: Path, monkeypatch: pytest.Monke
         seen, steps = len(waits), engine.stats().steps
         time.sleep(0.2)
         assert len(waits) <= seen + 1 and engine.stats().steps == steps
+
+
+def test_ranks_of_tests_have_the_sessions_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whichever test is the first to start the process that forks them."""
+    stands_in: Any = rank_processes.ForkServer
+    monkeypatch.setattr(stands_in, "shared", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    stands_in(tmp_path)
+    try:
+        while not (environment := Path(f"/proc/{stands_in.shared._process.pid}/environ").read_bytes()):
+            time.sleep(0.01)  # it has not been started yet
+        assert b"PATH=" in environment and os.fsencode(tmp_path) not in environment
+    finally:
+        stands_in.shared.close()

@@ -6,6 +6,7 @@ import random
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ from weft.kv.cache_events import (
 )
 from weft.kv.cache_spec import Rule, Spec, cache_groups
 from weft.kv.manager import CacheManager
-from weft.kv.prefix import ABSENT, PrefixTree
+from weft.kv.prefix import PrefixTree
+from weft.kv.prefix_run import ABSENT, TOKEN_TYPE
 from weft.server.metrics import Metrics
 
 
@@ -85,13 +87,16 @@ class Subscriber:
         held = set()
 
         def visit(node: Any, parent: int, salt: str, prefix: tuple[int, ...]) -> None:
-            for key, child in node.children.items():
-                if len(key) == self.page_size:
-                    block = page_hash(parent, key)
-                    held.update((group, block) for group, page in enumerate(child.held) if page != ABSENT)
-                    assert self.prefixes.get(block) in (None, (salt, prefix + key))
+            for child in node.children.values():
+                tokens, block = tuple(array(TOKEN_TYPE, child.tokens)), parent
+                for at in range(len(tokens) // self.page_size):
+                    key = tokens[at * self.page_size : (at + 1) * self.page_size]
+                    until = prefix + tokens[: (at + 1) * self.page_size]
+                    block = page_hash(block, key)
+                    held.update((group, block) for group, pages in enumerate(child.held) if pages[at] != ABSENT)
+                    assert self.prefixes.get(block) in (None, (salt, until))
                     assert self.prefixes.get(block) or not tree._whole, "the tokens of a block are not known"
-                    visit(child, block, salt, prefix + key)
+                visit(child, block, salt, prefix + tokens)
 
         for salt, root in tree._roots.items():
             visit(root, salt_hash(salt), salt, ())

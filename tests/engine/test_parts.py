@@ -35,7 +35,8 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
-from weft.kv.prefix import ABSENT, PrefixTree
+from weft.kv.prefix import PrefixTree
+from weft.kv.prefix_run import ABSENT
 
 PAGE = 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from pathlib import Path
@@ -18,7 +19,8 @@ from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Rule, Spec, Window
 from weft.kv.cache_spec import rule as kv_rule
 from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
-from weft.kv.prefix import ABSENT, PrefixTree
+from weft.kv.prefix import PrefixTree
+from weft.kv.prefix_run import ABSENT
 
 PROMPT = list(range(18))
 
@@ -169,6 +171,40 @@ def test_a_fuller_page_takes_the_place_of_its_beginning() -> None:
 
 
 WINDOW = Rule(window=5)
+
+
+@pytest.mark.parametrize("rules", [[Rule()], [Rule(), WINDOW, Rule(state=True)]], ids=["pages", "all"])
+def test_a_prompt_costs_the_tree_a_few_objects_however_long_it_is(rules: list[Rule]) -> None:
+    """With one for each page a step with a long prompt takes the controller milliseconds, and a garbage collection
+    looks through all that is cached."""
+    pools = [PagePool(2000) for _ in rules]
+    tree, prompt = PrefixTree(rules, pools, 2), list(range(1000))
+    tables = [pool.take(1 if rule.state else 500) or [] for rule, pool in zip(rules, pools, strict=True)]
+    gc.collect()
+    before = len(gc.get_objects())
+    tree.insert(prompt, tables)
+    assert tree.nodes == 1 and len(gc.get_objects()) - before < 30
+    other = [*prompt[:600], 7, *prompt[601:]]
+    tree.insert(other, tables)
+    assert tree.nodes == 3, "where they part, the run is cut"
+    assert tree.longest(prompt) == tree.longest(other) == 1000
+    assert tree.longest([*prompt[:600], 8, 8]) == (600 if len(rules) == 1 else 0), "no state is kept there"
+
+
+def test_of_a_long_prefix_the_part_that_was_not_used_goes_first() -> None:
+    pool = PagePool(12)
+    tree, one, two = PrefixTree([Rule()], [pool], 2), [1] * 16, [2] * 8
+    for tokens in (one, two):
+        pages = pool.take(len(tokens) // 2)
+        assert pages is not None
+        tree.insert(tokens, [pages])
+        pool.release(pages)
+    held = tree.match([*one[:6], 3]).tables[0]
+    assert tree.evict(0, 4) == 4 and (tree.longest(one), tree.longest(two)) == (8, 8)
+    assert tree.evict(0, 2) == 2 and (tree.longest(one), tree.longest(two)) == (6, 6)
+    assert tree.evict(0, 9) == 3 and (tree.longest(one), tree.longest(two)) == (6, 0), "the others are in use"
+    pool.release(held)
+    assert tree.evict(0, 9) == 3 and pool.free == 12
 
 
 @pytest.mark.parametrize("rule", [Rule(), WINDOW, Rule(state=True)], ids=["pages", "window", "state"])

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from weft.kv.cache_events import CacheEvents
 from weft.kv.cache_spec import CacheGroup
 from weft.kv.pages import PagePool
-from weft.kv.prefix import ABSENT, Match, PrefixTree
+from weft.kv.prefix import Match, PrefixTree
+from weft.kv.prefix_run import ABSENT
 
 
 @dataclass(eq=False, slots=True)

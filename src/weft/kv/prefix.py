@@ -1,9 +1,10 @@
 """Prefix reuse: a radix tree over whole pages of tokens (the idea of RadixAttention, arXiv 2312.07104).
 
-Each node is a page of tokens; its path from the root is the whole prefix. It holds, of each cache group, what the page
-left there: its page, or the recurrent state after its last token. A node may lack what only its neighbours need: pages
-behind a window, states that were not kept. A prefix can be reused where every group has what goes on from there: all
-pages of the prefix, the last window of pages, the state at its end.
+Each node is a run of pages, up to where prefixes part; its path from the root is the whole prefix. So a prompt of any
+length costs a few nodes, and not one for each page: neither steps nor garbage collections grow with what is cached. A
+run holds, of each cache group, what each of its pages left there: its page, or the recurrent state after its last
+token. It may lack what only neighbours need: pages behind a window, states that were not kept. A prefix can be reused
+where every group has what goes on from there: all pages of the prefix, the last window of pages, the state at its end.
 
 Where every cache is of whole sequences, a page may also be reused in part: its first tokens, where a prompt goes on
 otherwise after them, or where the page was not filled before its request ended, which makes a leaf with fewer tokens.
@@ -21,31 +22,14 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.kv.cache_events import CacheEvents, page_hash, salt_hash
 from weft.kv.cache_spec import Rule
 from weft.kv.pages import PagePool
-
-ABSENT = -1
-
-
-@dataclass(eq=False)
-class _Node:
-    parent: _Node | None
-    key: tuple[int, ...]
-    held: list[int]
-    """Of each group a page or a slot, or ABSENT."""
-    children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
-    order: list[tuple[int, ...]] = field(default_factory=list)
-    """The children's keys, sorted: next to any tokens stand those that begin with most of them."""
-    used: int = 0
-    salt: str = ""
-    """Of a root; the nodes below are of the same."""
-    hash: int = 0
-    """Of a full page and all before it, where events are recorded."""
+from weft.kv.prefix_run import ABSENT, TOKEN_BYTES, TOKEN_TYPE, Run, RunPath, common_length, token_bytes
 
 
 class Match(NamedTuple):
@@ -68,53 +52,74 @@ class PrefixTree:
         self, rules: Sequence[Rule], pools: Sequence[PagePool], page_size: int, events: CacheEvents | None = None
     ):
         self._rules, self._pools, self._page_size, self._events = rules, pools, page_size, events
+        self._page_bytes = page_size * TOKEN_BYTES
         self._whole = [g for g, r in enumerate(rules) if not r.state and r.window is None]
         self._tails = [g for g in range(len(rules)) if g not in self._whole]
         self._reach = {g: _reach(rules[g], page_size) for g in self._tails}
-        self._roots: dict[str, _Node] = {}  # of the salts under which something is held
+        self._roots: dict[str, Run] = {}  # of the salts under which something is held
         self._clock, self._order = itertools.count(1), itertools.count()
-        self._leaves: list[tuple[int, int, _Node]] = []  # a heap; entries may be out of date
-        self._kept: dict[int, dict[_Node, None]] = {g: {} for g in self._tails}  # least recently used first
+        self._leaves: list[tuple[int, int, Run]] = []  # a heap; entries may be out of date
+        self._kept: dict[int, dict[Run, None]] = {g: {} for g in self._tails}  # least recently used first
         self.held = [0] * len(rules)
         """Pages or slots that the tree holds, of each group."""
         self.nodes = 0
+        """Runs of pages."""
 
-    def _root(self, salt: str) -> _Node:
-        return self._roots.get(salt) or _Node(None, (), [ABSENT] * len(self._rules), salt=salt)
+    def _root(self, salt: str) -> Run:
+        return self._roots.get(salt) or Run(None, b"", [[] for _ in self._rules], salt=salt)
 
-    def _walk(self, root: _Node, tokens: Sequence[int]) -> Iterator[_Node]:
-        node = root
-        for start in range(0, len(tokens) - self._page_size + 1, self._page_size):
-            child = node.children.get(tuple(tokens[start : start + self._page_size]))
-            if child is None:
-                return
-            yield child
-            node = child
+    def _walk(self, root: Run, tokens: bytes) -> RunPath:
+        """The path of the full pages that are there."""
+        path: RunPath = []
+        run, at, size = root, 0, self._page_bytes
+        while at + size <= len(tokens) and (child := run.children.get(tokens[at : at + size])) is not None:
+            pages = common_length(child.tokens, tokens[at : at + len(child.tokens)]) // size
+            path.append((child, pages))
+            at += pages * size
+            if pages < child.pages:
+                break
+            run = child
+        return path
 
-    def _reusable(self, root: _Node, tokens: Sequence[int]) -> list[_Node]:
+    def _reusable(self, root: Run, tokens: bytes) -> RunPath:
         """The path of the longest prefix that every group can go on from."""
-        path = list(self._walk(root, tokens))
-        while path and any(n.held[g] == ABSENT for g in self._tails for n in path[self._passed(g, len(path)) :]):
-            path.pop()
+        path = self._walk(root, tokens)
+        held = {g: [at for run, pages in path for at in run.held[g][:pages]] for g in self._tails}
+        count = length = sum(pages for _, pages in path)
+        while count and any(ABSENT in each[self._passed(g, count) : count] for g, each in held.items()):
+            count -= 1
+        while length > count:
+            run, pages = path.pop()
+            length -= pages
+        if length < count:
+            path.append((run, count - length))
         return path
 
     def _passed(self, group: int, pages: int) -> int:
         """Of a prefix's pages, how many the tokens behind it need no more: all, where a window is one token."""
         return max(0, pages - self._reach[group])
 
-    def _part(self, root: _Node, path: list[_Node], tokens: Sequence[int]) -> tuple[int, list[_Node]]:
-        """How many tokens after a path's are the first ones of another page, and its node, if there is any."""
-        node, size = path[-1] if path else root, self._page_size
-        rest = tuple(tokens[len(path) * size : (len(path) + 1) * size])
-        at = bisect.bisect(node.order, rest)
-        near = [] if self._tails else node.order[max(0, at - 1) : at + 1]
-        count, key = max(((_common(key, rest), key) for key in near), default=(0, ()))
-        return count, [node.children[key]] if count else []
+    def _part(self, root: Run, path: RunPath, tokens: bytes) -> tuple[int, RunPath]:
+        """How many tokens after a path's are the first ones of another page, and the path up to that page, if there is
+        any."""
+        size, at = self._page_bytes, self._page_bytes * sum(pages for _, pages in path)
+        rest = tokens[at : at + size]
+        run, pages = path[-1] if path else (root, 0)
+        if self._tails or not rest:
+            return 0, path
+        if pages < run.pages:
+            count = common_length(run.tokens[pages * size : (pages + 1) * size], rest) // TOKEN_BYTES
+            return (count, [*path[:-1], (run, pages + 1)]) if count else (0, path)
+        place = bisect.bisect(run.order, rest)
+        near = run.order[max(0, place - 1) : place + 1]
+        count, key = max(((common_length(key, rest) // TOKEN_BYTES, key) for key in near), default=(0, b""))
+        return (count, [*path, (run.children[key], 1)]) if count else (0, path)
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> int:
         """How many leading tokens can be reused; holds nothing."""
-        path = self._reusable(root := self._root(salt), tokens)
-        return self._page_size * len(path) + self._part(root, path, tokens)[0]
+        root, content = self._root(salt), token_bytes(tokens)
+        path = self._reusable(root, content)
+        return self._page_size * sum(pages for _, pages in path) + self._part(root, path, content)[0]
 
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
         """How many leading tokens can be reused, and what a sequence goes on from, held for the caller.
@@ -122,18 +127,23 @@ class PrefixTree:
         That is, of each group, its page table, ABSENT where a window has passed; or its state's slot, if any. A page
         that is to be copied is not held: what it holds stays until a step that is scheduled from now on writes to it.
         """
-        path = self._reusable(root := self._root(salt), tokens)
-        more, part = self._part(root, path, tokens)
-        self._touch(path + part)
+        root, content = self._root(salt), token_bytes(tokens)
+        path = self._reusable(root, content)
+        more, with_part = self._part(root, path, content)
+        count, page = sum(pages for _, pages in path), ABSENT
+        if more:
+            run, pages = with_part[-1]
+            page = run.held[0][pages - 1]
         tables = []
         for group, rule in enumerate(self._rules):
-            held = [node.held[group] for node in path]
+            held = [at for run, pages in path for at in run.held[group][:pages]]
             if group in self._reach:
-                passed = self._passed(group, len(held))
+                passed = self._passed(group, count)
                 held = held[passed:] if rule.state else [ABSENT] * passed + held[passed:]
             self._pools[group].hold(page for page in held if page != ABSENT)
             tables.append(held)
-        return Match(self._page_size * len(path), tables, more, part[0].held[0] if part else ABSENT)
+        self._touch(with_part)
+        return Match(self._page_size * count, tables, more, page)
 
     def insert(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False, salt: str = ""
@@ -143,58 +153,120 @@ class PrefixTree:
         A state is that after the last token, and is remembered where that ends a page. Where a prefix is there
         already, its older page stays. part: also the last page, which is not full, and which nobody writes any more.
         """
-        node, path = self._root(salt), []
-        end = len(tokens) if part and not self._tails else len(tokens) // self._page_size * self._page_size
-        for at in range(-(-end // self._page_size)):
-            key = tuple(tokens[at * self._page_size : (at + 1) * self._page_size])
-            child = node.children.get(key) or self._add(node, key)
-            if len(child.key) > len(key):  # the tree has a page that goes on from these tokens
-                path.append(child)
-                break
-            path.append(child)
-            for group in range(len(self._rules)):
-                if child.held[group] == ABSENT and (page := self._entry(group, at, tokens, tables[group])) != ABSENT:
-                    self._pools[group].hold([page])
-                    child.held[group] = page
-                    self.held[group] += 1
-                    if self._events and len(key) == self._page_size:
-                        self._note_stored(self._events, group, child)
-            node = child
+        content, size = token_bytes(tokens), self._page_bytes
+        full = len(content) // size
+        path, known = self._walk(root := self._root(salt), content), 0
+        for run, pages in path:
+            self._hold(run, self._entries(tokens, tables, known, pages))
+            known += pages
+        if known < full:
+            run = self._add(self._end(path) if path else root, content[known * size : full * size])
+            self._hold(run, self._entries(tokens, tables, known, full - known))
+            path.append((run, full - known))
+        if part and not self._tails and (rest := content[full * size :]):
+            run, pages = path[-1] if path else (root, 0)
+            if run.tokens[pages * size :].startswith(rest):  # the tree has a page that goes on from these tokens
+                path[-1] = run, pages + 1
+            elif (longer := self._longer(run := self._end(path) if path else root, rest)) is not None:
+                path.append((longer, 1))
+            else:
+                run = self._add(run, rest)
+                self._hold(run, [table[full : full + 1] for table in tables])
+                path.append((run, 1))
         self._touch(path)
-        self._prune(node)
+        if path:
+            self._prune(path[-1][0])
 
-    def _note_stored(self, events: CacheEvents, group: int, node: _Node) -> None:
-        parent = node.parent
+    def _entries(
+        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], first: int, pages: int
+    ) -> list[Sequence[int]]:
+        """Of each group, what a sequence's tables have for so many pages from number `first` on."""
+        found: list[Sequence[int]] = []
+        for rule, table in zip(self._rules, tables, strict=True):
+            if rule.state:
+                ends = table and (first + pages) * self._page_size == len(tokens)
+                found.append([*[ABSENT] * (pages - 1), table[-1] if ends else ABSENT])
+            else:
+                found.append(table[first : first + pages])
+        return found
+
+    def _hold(self, run: Run, entries: Sequence[Sequence[int]]) -> None:
+        """Holds, for the first pages of a run, those of the entries that it lacks."""
+        stored: list[tuple[int, int]] = []
+        for group, (held, found) in enumerate(zip(run.held, entries, strict=True)):
+            if group in self._whole and held[0] != ABSENT:
+                continue  # then it has all of them
+            lacking = [at for at, page in enumerate(found) if page != ABSENT and held[at] == ABSENT]
+            self._pools[group].hold(found[at] for at in lacking)
+            for at in lacking:
+                held[at] = found[at]
+            self.held[group] += len(lacking)
+            if self._events:
+                stored += [(at, group) for at in lacking if at < len(run.hashes)]
+        for at, group in sorted(stored):
+            self._note_stored(group, run, at)
+
+    def _note_stored(self, group: int, run: Run, at: int) -> None:
+        assert self._events is not None and run.parent is not None
+        before = run.hashes[at - 1] if at else run.parent.hashes[-1] if run.parent.hashes else None
+        key = array(TOKEN_TYPE, run.tokens[at * self._page_bytes : (at + 1) * self._page_bytes])
+        self._events.stored(
+            group, self._rules[group], run.hashes[at], before, key, "" if before is not None else run.parent.salt
+        )
+
+    def _end(self, path: RunPath) -> Run:
+        """The last run of a path, cut where the path ends."""
+        run, pages = path[-1]
+        if pages < run.pages:
+            path[-1] = self._cut(run, pages), pages
+        return path[-1][0]
+
+    def _cut(self, run: Run, pages: int) -> Run:
+        """Cuts a run behind so many of its pages. The first ones become a run of their own, which is returned and to
+        be touched; the others stay the run that they were."""
+        size, parent = pages * self._page_bytes, run.parent
         assert parent is not None
-        if parent.parent is None:
-            events.stored(group, self._rules[group], node.hash, None, node.key, parent.salt)
-        else:
-            events.stored(group, self._rules[group], node.hash, parent.hash, node.key, "")
+        head = Run(parent, run.tokens[:size], [held[:pages] for held in run.held], hashes=run.hashes[:pages])
+        parent.children[self._key(run)] = head
+        run.parent, run.tokens = head, run.tokens[size:]
+        run.held, run.hashes = [held[pages:] for held in run.held], run.hashes[pages:]
+        head.children[self._key(run)] = run
+        head.order.append(self._key(run))
+        for group, kept in self._kept.items():
+            if not run.holds(group):
+                kept.pop(run, None)
+        self.nodes += 1
+        return head
 
-    def _add(self, node: _Node, key: tuple[int, ...]) -> _Node:
-        """A new child, in the place of one that it goes on from; or the child that goes on from it, if there is one."""
-        at = bisect.bisect(node.order, key)
-        if node.order[at : at + 1] and node.order[at][: len(key)] == key:
-            return node.children[node.order[at]]
-        if at and _common(before := node.order[at - 1], key) == len(before):
-            shorter = node.children[before]
-            for group in range(len(self._rules)):
-                self._drop(shorter, group)
+    def _key(self, run: Run) -> bytes:
+        """By which its parent has it."""
+        return run.tokens[: self._page_bytes]
+
+    def _longer(self, run: Run, key: bytes) -> Run | None:
+        """The child that goes on from these tokens of a page, if there is one."""
+        at = bisect.bisect_left(run.order, key)
+        return run.children[run.order[at]] if run.order[at : at + 1] and run.order[at].startswith(key) else None
+
+    def _add(self, parent: Run, tokens: bytes) -> Run:
+        """A new child, in the place of one that it goes on from. It holds nothing yet."""
+        pages, key = -(-len(tokens) // self._page_bytes), tokens[: self._page_bytes]
+        at = bisect.bisect(parent.order, key)
+        if at and key.startswith(before := parent.order[at - 1]):
+            shorter = parent.children[before]
+            self._shorten(shorter, 0)
             self._remove(shorter)
             at -= 1
-        child = node.children[key] = _Node(node, key, [ABSENT] * len(self._rules))
-        node.order.insert(at, key)
+        child = parent.children[key] = Run(parent, tokens, [[ABSENT] * pages for _ in self._rules])
+        parent.order.insert(at, key)
         self.nodes += 1
-        if node.parent is None:
-            self._roots[node.salt] = node
-        if self._events and len(key) == self._page_size:
-            child.hash = page_hash(node.hash if node.parent else salt_hash(node.salt), key)
+        if parent.parent is None:
+            self._roots[parent.salt] = parent
+        if self._events:
+            before_hash = parent.hashes[-1] if parent.parent else salt_hash(parent.salt)
+            for start in range(0, len(tokens) - self._page_bytes + 1, self._page_bytes):
+                before_hash = page_hash(before_hash, array(TOKEN_TYPE, tokens[start : start + self._page_bytes]))
+                child.hashes.append(before_hash)
         return child
-
-    def _entry(self, group: int, at: int, tokens: Sequence[int], table: Sequence[int]) -> int:
-        if not self._rules[group].state:
-            return table[at]
-        return table[-1] if table and (at + 1) * self._page_size == len(tokens) else ABSENT
 
     def evict(self, group: int, count: int) -> int:
         """Frees up to `count` pages or slots that only the tree holds, least recently used first.
@@ -204,86 +276,100 @@ class PrefixTree:
         return self._evict_leaves(group, count) if group in self._whole else self._evict_tails(group, count)
 
     def _evict_leaves(self, group: int, count: int) -> int:
-        freed, in_use = 0, []
+        pool, freed, in_use = self._pools[group], 0, []
         while self._leaves and freed < count:
             entry = heapq.heappop(self._leaves)
-            node = entry[2]
+            run = entry[2]
             if not _current(entry):
                 continue
-            if self._pools[group].holders(node.held[group]) > 1:
+            held, left = run.held[group], run.pages
+            while left and freed < count and pool.holders(held[left - 1]) == 1:
+                left, freed = left - 1, freed + 1
+            self._shorten(run, left)
+            if not left:
+                self._remove(run)
+            else:
                 in_use.append(entry)
-                continue
-            for each in range(len(self._rules)):
-                self._drop(node, each)
-            freed += 1
-            self._remove(node)
         for entry in in_use:
             heapq.heappush(self._leaves, entry)
         return freed
 
     def _evict_tails(self, group: int, count: int) -> int:
         pool, freed = self._pools[group], 0
-        for node in list(self._kept[group]):
+        for run in list(self._kept[group]):
             if freed == count:
                 break
-            if pool.holders(node.held[group]) == 1:
-                self._drop(node, group)
-                freed += 1
-                self._prune(node)
+            alone = [at for at, held in enumerate(run.held[group]) if held != ABSENT and pool.holders(held) == 1]
+            self._drop(run, group, alone[: count - freed])
+            freed = min(count, freed + len(alone))
+            self._prune(run)
         return freed
 
-    def _prune(self, node: _Node) -> None:
-        """Takes out a leaf that holds nothing, and what it leaves so."""
-        while node.parent is not None and not node.children and all(held == ABSENT for held in node.held):
-            node = self._remove(node)
+    def _prune(self, run: Run) -> None:
+        """Takes the last pages out of a leaf that hold nothing, and what it leaves so."""
+        while run.parent is not None and not run.children:
+            left = run.pages
+            while left and all(held[left - 1] == ABSENT for held in run.held):
+                left -= 1
+            if left < run.pages:
+                self._shorten(run, left)
+            if left:
+                return
+            run = self._remove(run)
 
-    def _drop(self, node: _Node, group: int) -> None:
-        if node.held[group] == ABSENT:
-            return
-        self._pools[group].release([node.held[group]])
-        node.held[group] = ABSENT
-        self.held[group] -= 1
-        if group in self._kept:
-            self._kept[group].pop(node)
-        if self._events and len(node.key) == self._page_size:
-            self._events.removed(group, node.hash)
+    def _shorten(self, run: Run, pages: int) -> None:
+        """Takes all pages but the first ones out of a leaf, and frees what they hold."""
+        for group, held in enumerate(run.held):
+            self._drop(run, group, [at for at in range(run.pages - 1, pages - 1, -1) if held[at] != ABSENT])
+        run.tokens = run.tokens[: pages * self._page_bytes] if pages else self._key(run)
+        run.held = [held[:pages] for held in run.held]
+        del run.hashes[pages:]
 
-    def _remove(self, node: _Node) -> _Node:
+    def _drop(self, run: Run, group: int, places: Sequence[int]) -> None:
+        """Frees what a group holds at these places of a run."""
+        held = run.held[group]
+        self._pools[group].release([held[at] for at in places])
+        for at in places:
+            held[at] = ABSENT
+        self.held[group] -= len(places)
+        if group in self._kept and not run.holds(group):
+            self._kept[group].pop(run, None)
+        if self._events:
+            for at in places:
+                if at < len(run.hashes):
+                    self._events.removed(group, run.hashes[at])
+
+    def _remove(self, run: Run) -> Run:
         """Takes a leaf out; gives its parent."""
-        parent = node.parent
+        parent, key = run.parent, self._key(run)
         assert parent is not None
-        del parent.children[node.key]
-        del parent.order[bisect.bisect_left(parent.order, node.key)]
-        node.parent = None
+        del parent.children[key]
+        del parent.order[bisect.bisect_left(parent.order, key)]
+        run.parent = None
         self.nodes -= 1
         if parent.parent is None and not parent.children:
             del self._roots[parent.salt]
         self._offer(parent)
         return parent
 
-    def _touch(self, path: list[_Node]) -> None:
-        now = next(self._clock)
-        for node in path:
-            node.used = now
-        for group, kept in self._kept.items():
-            for node in path:
-                if node.held[group] != ABSENT:
-                    kept.pop(node, None)
-                    kept[node] = None
-        if path:
-            self._offer(path[-1])
+    def _touch(self, path: RunPath) -> None:
+        if not path:
+            return
+        last, now = self._end(path), next(self._clock)
+        for run, _ in path:
+            run.used = now
+            for group, kept in self._kept.items():
+                kept.pop(run, None)
+                if run.holds(group):
+                    kept[run] = None
+        self._offer(last)
 
-    def _offer(self, node: _Node) -> None:
-        if node.parent is not None and not node.children:
-            heapq.heappush(self._leaves, (node.used, next(self._order), node))
+    def _offer(self, run: Run) -> None:
+        if run.parent is not None and not run.children:
+            heapq.heappush(self._leaves, (run.used, next(self._order), run))
         if len(self._leaves) > 2 * self.nodes + 64:
             self._leaves = [entry for entry in self._leaves if _current(entry)]
             heapq.heapify(self._leaves)
-
-
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens both begin with."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _reach(rule: Rule, page_size: int) -> int:
@@ -291,7 +377,7 @@ def _reach(rule: Rule, page_size: int) -> int:
     return 1 if rule.window is None else -(-(rule.window - 1) // page_size)
 
 
-def _current(entry: tuple[int, int, _Node]) -> bool:
-    """Whether its node is still a leaf of the tree and was not used since: else it is in the heap again, or gone."""
-    used, _, node = entry
-    return node.parent is not None and not node.children and node.used == used
+def _current(entry: tuple[int, int, Run]) -> bool:
+    """Whether its run is still a leaf of the tree and was not used since: else it is in the heap again, or gone."""
+    used, _, run = entry
+    return run.parent is not None and not run.children and run.used == used

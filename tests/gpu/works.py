@@ -45,24 +45,25 @@ def everything(
 ) -> None:
     """The oracle matrix by each tuning; with more rows, and with wide ones that several blocks share.
 
-    large: on many rows. Else four ranks and more see bfloat16 alone, as how a kernel goes about an exchange does not
-    depend on it and three run the same kernels as four, and more than four see few rows.
+    large: on many rows. Else four ranks see few rows, of bfloat16 alone, and wide ones: how a kernel goes about an
+    exchange does not depend on the dtype, and three ranks run the same kernels as four. More than four see few rows.
     """
+    full = large or mesh.world <= 3
+    dtypes = SUMMED if full else SUMMED[1:2]
+    clusters, widths = ((1, 2, 8), (1032, 7168, 32768)) if large else ((1, 2), (1032,))
     for name, tuning in tunings.items():
         transport.tuning = tuning
-        dtypes = SUMMED if large or mesh.world <= 3 else SUMMED[1:2]
         check_calls(transport, mesh, dtypes if name == "one shot" else SUMMED[1:2], str(device))
         for counts in counts_of(mesh):
             check_edges(transport, mesh, counts, torch.float32, str(device))
         check_epilogues(transport, mesh, dtypes, str(device))
-        if mesh.world > 4 and not large:
-            continue
-        check_calls(transport, mesh, (torch.bfloat16,), str(device), scale=67 if large else 5)
-        check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=31 if large else 2)
-        for cluster in (1, 2, 8) if large else (1, 2):
-            transport.tuning = replace(transport.tuning, cluster=cluster)
-            widths = (1032, 7168, 32768) if large else (1032,)
-            check_epilogues(transport, mesh, (torch.bfloat16,), str(device), widths=widths)
+        if full:
+            check_calls(transport, mesh, (torch.bfloat16,), str(device), scale=67 if large else 5)
+            check_epilogues(transport, mesh, (torch.bfloat16,), str(device), scale=31 if large else 2)
+        if large or mesh.world <= 4:
+            for cluster in clusters:
+                transport.tuning = replace(transport.tuning, cluster=cluster)
+                check_epilogues(transport, mesh, (torch.bfloat16,), str(device), widths=widths)
 
 
 def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from e2e.here import weft_here
+from weft.bench import ranks
 from weft.bench.baselines import DeepSpeed, build_deepspeed
 from weft.cli import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency, cmd_tune
 from weft.place.cost import cache_folder
@@ -48,6 +50,12 @@ def no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MODULES.values():
         monkeypatch.setattr(module, "run_ranks", measured)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are forked need not import torch. `test_commands` runs README's benchmark as users do."""
+    monkeypatch.setattr(ranks.mp, "get_context", lambda method: multiprocessing.get_context("fork"))
 
 
 def refused(*arguments: str) -> str:
@@ -187,13 +195,13 @@ def test_a_table_that_is_none() -> None:
         assert "is no table of weft tune" in refused(*command.split())
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_small_run(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = "bench collectives --ranks 2 --sizes 1K --edges all_reduce --dtypes fp32 --baselines gloo --json"
-    command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    _, title, names, row = done.stdout.splitlines()
+    code, out, err = weft_here(*words.split(), str(path))
+    assert code == 0, err
+    _, title, names, row = out.splitlines()
     assert title.startswith("all_reduce, 2 ranks: µs a call") and "".join(names.split()) == "shmzerocopyinplacegloo"
     assert re.fullmatch(r"fp32 +1K( +[\d.,]+){4} \d+(\.\d)?×", row)
     assert max(map(len, (title, names, row))) <= 80
@@ -205,12 +213,12 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert set(row["us"]) == {"shm", "shm zero copy", "shm in place", "gloo"} and min(row["us"].values()) > 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_small_run_of_merges(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = "bench dcp --ranks 2 --shapes qwen3-235b --batches 1 --json"
-    command = [sys.executable, "-m", "weft.cli.main", *words.split(), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    code, out, err = weft_here(*words.split(), str(path))
+    assert code == 0, err
     [row] = json.loads(path.read_text())["rows"]
     assert row | {"us": 0} == dict(ranks=2, shape="qwen3-235b", batch=1, dtype="fp32", bytes=64 * 128 * 4, us=0)
     recipes = {
@@ -218,7 +226,7 @@ def test_a_small_run_of_merges(tmp_path: Path) -> None:
         *(f"{recipe} {by}" for recipe in ("a2a", "ag_rs", "reduce_scatterv") for by in ("shm", "gloo")),
     }
     assert set(row["us"]) == recipes and min(row["us"].values()) > 0
-    assert done.stdout.splitlines()[1] == "qwen3-235b: 64 heads × 128, fp32, over 2 ranks: µs a call"
+    assert out.splitlines()[1] == "qwen3-235b: 64 heads × 128, fp32, over 2 ranks: µs a call"
 
 
 def test_who_is_ended_takes_the_ranks_along(tmp_path: Path) -> None:
@@ -227,11 +235,11 @@ def test_who_is_ended_takes_the_ranks_along(tmp_path: Path) -> None:
         [sys.executable, "-m", "weft.cli.main", *words], env=dict(os.environ) | {"TMPDIR": str(tmp_path)}
     )
     children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
-    while len(ranks := children.read_text().split()) < 3:  # and what tracks resources
+    while len(started := children.read_text().split()) < 3:  # and what tracks resources
         time.sleep(0.02)
-    assert len(ranks) == 3 and list(tmp_path.glob("weft-bench-*"))
+    assert len(started) == 3 and list(tmp_path.glob("weft-bench-*"))
     bench.terminate()
     assert bench.wait() == 130
-    while any(Path(f"/proc/{r}").exists() for r in ranks):
+    while any(Path(f"/proc/{r}").exists() for r in started):
         time.sleep(0.02)
     assert not list(tmp_path.glob("weft-bench-*"))

@@ -21,13 +21,14 @@ from weft.comm.peer import layout
 from weft.kernels.build import BUILT, CUDA_KERNELS, build_ahead, check_built, module, nvcc, source_hash
 
 REPOSITORY = Path(__file__).parents[2]
-ALL_REDUCE = """
-import torch, torch.distributed as dist, weft
+ON_RANKS = f"""
+import runpy, torch, torch.distributed as dist, weft
 dist.init_process_group("gloo")
 with weft.Communicator(device="cpu") as comm:
     total = comm.all_reduce(torch.full((2, 8), 1.0 + comm.rank))
 assert weft.__version__ == "7.8.9" and (total == 3).all()
-dist.destroy_process_group()
+dist.init_process_group = lambda: None  # the example is to use the one that there is
+runpy.run_path({str(REPOSITORY / "examples" / "planned_model.py")!r}, run_name="__main__")
 """
 pytest.importorskip("setuptools_scm", reason="needs what builds the wheel: make setup")
 pytest.importorskip("build", reason="needs what builds the wheel: make setup")
@@ -137,11 +138,9 @@ def test_cuda_kernels_are_built_where_there_is_nvcc(tmp_path: Path) -> None:
 
 def test_the_core_alone_has_communicator_and_planner(environment: Environment) -> None:
     environment.add("")
-    script = environment.bin.parent / "all_reduce.py"
-    script.write_text(ALL_REDUCE)
-    torchrun = environment.bin / "python", "-m", "torch.distributed.run", "--nproc-per-node", "2"
-    environment.run(*torchrun, script)
-    environment.run(*torchrun, REPOSITORY / "examples" / "planned_model.py")
+    script = environment.bin.parent / "on_ranks.py"
+    script.write_text(ON_RANKS)
+    environment.run(environment.bin / "python", "-m", "torch.distributed.run", "--nproc-per-node", "2", script)
     assert not (environment.cache / "weft" / "kernels").exists()  # nothing was compiled
     said = subprocess.run([environment.bin / "weft", "plan"], capture_output=True, text=True, env=environment.variables)
     assert (said.returncode, said.stderr) == (2, "weft: commands need the package tyro; pip install 'weft[engine]'\n")

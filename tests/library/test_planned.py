@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,21 +35,35 @@ def example(name: str) -> Any:
     return module
 
 
+def test_an_example_runs_under_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    script = str(ROOT / "examples" / "collectives.py")
+    ended = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "[0.0, 0.0, 1.0, 1.0, 1.0] [0.0, 0.0] [0.0, 0.0, 3.0, 3.0, 3.0]" in ended.stdout
+
+
+def run_example(name: str, folder: Path) -> None:
+    """As torchrun does, in a process group that is there already."""
+    with (
+        open(folder / f"printed-{dist.get_rank()}", "w") as printed,
+        contextlib.redirect_stdout(printed),
+        mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT),
+    ):
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("collectives", "[0.0, 0.0, 1.0, 1.0, 1.0] [0.0, 0.0] [0.0, 0.0, 3.0, 3.0, 3.0]"),
         ("tensor_parallel", "2 ranks compute what one does"),
         ("planned_model", "[3, 64]\nbefore second.norm: normed: all_gatherv"),
     ],
 )
-def test_examples_run_under_torchrun(name: str, said: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "examples" / f"{name}.py")
-    ended = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
-    assert said in ended.stdout
+def test_examples(name: str, said: str, tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, run_example, name, tmp_path)
+    assert said in (tmp_path / "printed-0").read_text()
 
 
 def summed(x: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from weft.kernels.triton import (  # noqa: E402
     latent_prompts,
     launch,
     merge,
+    multiply_heads,
     norm_rope_cache,
     overlap,
     prefill_attention,
@@ -212,7 +213,11 @@ def cache(slots: int, heads: int, dim: int, in_float8: bool = False) -> Stored:
 def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int, in_float8: bool = False) -> None:
     keys, values = (cache(100_000, kv_heads, dim, in_float8) for _ in range(2))
     page_table, lengths, lse = empty(rows, pages, dtype=INT), empty(rows, dtype=INT), empty(rows, heads, dtype=FLOAT)
-    decode_attention.decode_attention(empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, lse=lse)
+    tile = decode_attention.tile_of(dim, heads // kv_heads, float8=in_float8)
+    splits = decode_attention.splits_of(lengths, pages * 16, None, dim, kv_heads, tile)
+    decode_attention.decode_attention(
+        empty(rows, heads, dim), keys, values, page_table, lengths, 16, 0.1, lse=lse, splits=splits
+    )
 
 
 def attend_to_latents(heads: int, in_float8: bool = False) -> None:
@@ -337,6 +342,13 @@ def multiply(rows: int, outputs: int, width: int) -> None:
     x, weight = empty(rows, width), empty(outputs, width)
     if tile := dense.tile_for(x, weight):  # else a library is used
         dense.linear(x, weight, tile, None, empty(outputs))
+
+
+def multiply_by_heads(rows: int, heads: int) -> None:
+    """Both products of latent attention."""
+    up, whole, seen = empty(heads, 256, 512), empty(rows, heads, 576), empty(rows, heads, 128)
+    multiply_heads.multiply_heads(empty(rows, heads, 192)[..., :128], up[:, :128], whole[..., :512])
+    multiply_heads.multiply_heads(whole[..., :512], up[:, 128:].transpose(1, 2), seen)
 
 
 def norm_and_rotate(rows: int, in_float8: bool = False) -> None:
@@ -465,6 +477,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "product of whole depth": (lambda: multiply(16, 2880, 512), ("HMMA",)),
     "product, 64 rows, deep": (lambda: multiply(64, 1024, 4096), ("HGMMA",)),
     "parts of a deep product": (lambda: parts_of(64, 256, 7168), ("HGMMA",)),
+    "products of heads, 1 row": (lambda: multiply_by_heads(1, 16), ("HMMA",)),
+    "products of heads, 64 rows": (lambda: multiply_by_heads(64, 32), ("HGMMA",)),
     "norm, rotary, cache": (lambda: norm_and_rotate(64), ()),
     "norms over all heads, one rank": (lambda: norm_over_ranks(64, 1), ()),
     "norms over all heads, four ranks": (lambda: norm_over_ranks(64, 4), ()),

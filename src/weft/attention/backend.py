@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.attention.forward_batch import Batch, PageTables
+from weft.kernels import ops
 from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache
 
@@ -119,8 +120,7 @@ class Absorbed:
     def output(self, out: Tensor) -> Tensor:
         """`[T, heads, width]` → `[T, heads, value dim]`."""
         seen = out.new_empty(*out.shape[:2], self.values.shape[1])
-        torch.bmm(out.transpose(0, 1), self.values.transpose(1, 2), out=seen.transpose(0, 1))
-        return seen
+        return ops.multiply_heads(out, self.values.transpose(1, 2), seen)
 
 
 class Backend(Protocol):

@@ -19,6 +19,7 @@ from weft.kernels.triton.copied_prompts import copied_prefill_attention, copies_
 from weft.kernels.triton.copy_pages import copy_pages
 from weft.kernels.triton.decode_attention import decode_attention, latent_decode_attention, splits_of
 from weft.kernels.triton.latent_prompts import expand_latents, project_heads
+from weft.kernels.triton.multiply_heads import multiply_heads
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import expanded_prefill_attention, prefill_attention
 from weft.kv.cache import KVCache
@@ -141,7 +142,7 @@ class PagedTriton(SDPA):
         if isinstance(plan.prompts, Prompts) and plan.prompts.expansion is not None and absorbed.up is not None:
             project_heads(q[..., :n], keys, plan.prompts.expansion.absorbed, whole[..., :width])
             return whole, Absorbed(None, absorbed.values, absorbed.up, q[..., :n])
-        torch.bmm(q[..., :n].transpose(0, 1), keys, out=whole[..., :width].transpose(0, 1))
+        multiply_heads(q[..., :n], keys, whole[..., :width])
         return whole, Absorbed(None, absorbed.values)
 
     def attend(

@@ -73,6 +73,15 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | 
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """out[t, h] = x[t, h] · weight[h]; fills and returns out `[T, heads, columns]`.
+
+    x: `[T, heads, depth]`. weight: `[heads, depth, columns]`.
+    """
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out
+
+
 def linear_or_partials(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor | SplitKPartials:

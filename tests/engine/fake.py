@@ -16,6 +16,7 @@ from weft.engine.messages import GroupRows, Ran, Result, Scored
 from weft.engine.request import EQUALS, SamplingParams, Sequence, Sharing, TokenLogprob
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler
 from weft.kv.cache_spec import CacheGroup, Rule
+from weft.kv.tokens import token_array
 
 VOCABULARY = 50
 UNWRITTEN = -1
@@ -96,7 +97,7 @@ class FakeDevice:
             assert changes or entry.index == len(table), "an entry that is no news, or beyond the table's end"
             table[entry.index : entry.index + 1] = [entry.value]
         rest = [(row, None, True, None) for row in rows.decode_rows]
-        rest += [(c.row, c.tokens, c.samples, c.score) for c in rows.chunks]
+        rest += [(c.row, tuple(token_array(c.tokens)), c.samples, c.score) for c in rows.chunks]
         parts = []
         for row, tokens, sampled, score in rest:
             request, tables = self.table[row]
@@ -195,7 +196,7 @@ class Driver:
     ) -> Sequence:
         """Queues a request. options: of its SamplingParams."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **options)
-        sequence = Sequence(request, list(prompt), len(prompt), params, 0, max_tokens, end_ids, sharing=sharing)
+        sequence = Sequence(request, token_array(prompt), len(prompt), params, 0, max_tokens, end_ids, sharing=sharing)
         self.scheduler.add(sequence)
         self.live[request] = sequence
         return sequence
@@ -204,7 +205,7 @@ class Driver:
         """Takes a request out; gives what it drew so far."""
         sequence = self.live.pop(request)
         self.scheduler.finish(sequence)
-        return sequence.tokens[sequence.prompt_tokens :]
+        return sequence.tokens[sequence.prompt_tokens :].tolist()
 
     def step(self) -> Parts:
         """Schedules a step, and takes the tokens of the one before, or its own; requests that end go to `outputs`."""
@@ -232,7 +233,7 @@ class Driver:
             sequence.scores[scored.first - 1 : scored.first - 1 + len(found)] = found
         for sequence, token, _ in scheduled.take_tokens(result):
             if sequence.params.prompt_logprobs is not None:
-                prompt = sequence.tokens[1 : sequence.prompt_tokens]
+                prompt = sequence.tokens[1 : sequence.prompt_tokens].tolist()
                 assert [score.token_id for score in sequence.scores] == prompt, (
                     "a prompt that is not scored, or wrongly"
                 )

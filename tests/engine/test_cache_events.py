@@ -6,7 +6,6 @@ import random
 import tempfile
 import threading
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +40,8 @@ from weft.kv.cache_events import (
 from weft.kv.cache_spec import Rule, Spec, cache_groups
 from weft.kv.manager import CacheManager
 from weft.kv.prefix import PrefixTree
-from weft.kv.prefix_run import ABSENT, TOKEN_TYPE
+from weft.kv.prefix_run import ABSENT
+from weft.kv.tokens import token_array
 from weft.server.metrics import Metrics
 
 
@@ -88,7 +88,7 @@ class Subscriber:
 
         def visit(node: Any, parent: int, salt: str, prefix: tuple[int, ...]) -> None:
             for child in node.children.values():
-                tokens, block = tuple(array(TOKEN_TYPE, child.tokens)), parent
+                tokens, block = tuple(token_array(child.tokens)), parent
                 for at in range(len(tokens) // self.page_size):
                     key = tokens[at * self.page_size : (at + 1) * self.page_size]
                     until = prefix + tokens[: (at + 1) * self.page_size]

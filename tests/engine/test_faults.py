@@ -29,6 +29,7 @@ from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.request import Output, SamplingParams
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache_spec import CacheGroup, Rule
+from weft.kv.tokens import token_bytes
 
 RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
 
@@ -36,7 +37,7 @@ RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
 def prompt_rows(*tokens: int, context: int = 0) -> GroupRows:
     """A new request with one page, in row 0."""
     join = Join(0, 1, context, ((0,),), Sampling(0.0, 1.0, 0, 0))
-    return GroupRows(chunks=(Chunk(0, tokens, False),), joins=(join,))
+    return GroupRows(chunks=(Chunk(0, token_bytes(tokens), False),), joins=(join,))
 
 
 def wait_until(holds: Callable[[], bool]) -> bool:

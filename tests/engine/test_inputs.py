@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import small_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.conftest import byte_tokenizer
 from engine.test_hybrids import SIZES
@@ -23,13 +24,15 @@ from weft.attention.forward_batch import PageTables, StateSlots
 from weft.comm.reference import ReferenceWorld
 from weft.comm.step_rows import PaddedRows
 from weft.engine.config import EngineConfig
-from weft.engine.messages import GroupRows, Result, Step
+from weft.engine.messages import Chunk, Entry, GroupRows, Join, Result, Sampling, Step
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
+from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.worker import Worker
-from weft.kv.cache_spec import PagedKV, Recurrent, Window
+from weft.kv.cache_spec import PagedKV, Recurrent, Rule, Window
+from weft.kv.tokens import token_array, token_bytes
 from weft.place.cost import costs
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
@@ -120,7 +123,7 @@ class Ranks:
         """Sequences come in another order: those of one row first."""
         live, counts = (
             group_rows.count,
-            [1] * len(group_rows.decode_rows) + [len(chunk.tokens) for chunk in group_rows.chunks],
+            [1] * len(group_rows.decode_rows) + [chunk.count for chunk in group_rows.chunks],
         )
         order = sorted(range(len(counts)), key=lambda at: counts[at] > 1)
         rows = torch.arange(live).split(counts)
@@ -161,13 +164,13 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
             prompt = [rng.randrange(1, 250) for _ in range(rng.choice([1, 1, 2, 5, 9, 30]))]
             prompt = (shared[: rng.choice([4, 8, 12])] if rng.random() < 0.4 else []) + prompt
             left, most = left - 1, rng.randrange(1, 8)
-            scheduler.add(Sequence(left, prompt, len(prompt), GREEDY, 3, most, frozenset()))
+            scheduler.add(Sequence(left, token_array(prompt), len(prompt), GREEDY, 3, most, frozenset()))
         scheduled = scheduler.schedule()
         group_rows = scheduled.rows
         if not group_rows.count:
             continue
         cached += sum(join.context for join in group_rows.joins)
-        lengths = [len(chunk.tokens) for chunk in group_rows.chunks]
+        lengths = [chunk.count for chunk in group_rows.chunks]
         seen["decode rows"] += bool(group_rows.decode_rows) and not lengths
         seen["prompts"] += not group_rows.decode_rows
         seen["decode rows and a prompt"] += bool(group_rows.decode_rows) and len(lengths) == 1
@@ -183,3 +186,41 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
                 scheduler.finish(sequence)
     scheduler.check_idle()
     assert cached and min(seen.values()) > 0 and len(seen) == 6, dict(seen)
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts torch's operators: on a GPU each takes the host microseconds to queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_that_join_at_once_cost_the_host_no_more_operators_than_one() -> None:
+    rules = [Rule(), Rule(state=True)]
+    samplings = [Sampling(0.5 * row, 1.0, 0, 2**62 - 1 - row, 0.25 * row) for row in range(4)]
+    joins = [Join(row, row, 3 + row, ((row, 9), (7, 8)), how) for row, how in enumerate(samplings)]
+    chunk = Chunk(3, token_bytes([5, 6]), True)
+    counts = []
+    for joined in (joins[3:], joins):
+        table = RowTable(5, rules, 4, torch.device("cpu"))
+        rows = DeviceRows(table, 6)
+        table.last_token.fill_(77)
+        news = GroupRows(chunks=(chunk,), joins=tuple(joined), entries=(Entry(3, 0, 2, 11), Entry(3, 1, 0, 4)))
+        with CountedOps() as counted:
+            table.apply(news)
+            rows.apply(news)
+        counts.append(counted.count)
+        at = [join.row for join in joined]
+        assert rows.length[at].tolist() == [join.context for join in joined]
+        assert rows.seed[at].tolist() == [join.sampling.seed for join in joined]
+        assert rows.temperature[at].tolist() == [join.sampling.temperature for join in joined]
+        assert rows.min_p[at].tolist() == [join.sampling.min_p for join in joined]
+        assert rows.entries[3].tolist() == [3, 9, 11, -1, -1, -1, 4, 8]
+        assert table.last_token.tolist() == [77 if row not in at else NO_TOKEN for row in range(5)]
+        assert rows.length[4] == 0 and (rows.entries[4] == -1).all()
+    assert counts[0] == counts[1]

@@ -17,6 +17,7 @@ from weft.engine.scheduler.scheduler import Scheduled, Scheduler
 from weft.engine.scheduler.waiting_queue import WaitingQueue
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.kv.manager import CacheManager
+from weft.kv.tokens import token_array
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 
@@ -27,7 +28,8 @@ def world(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def sequence(request: int, client: str = "", rows: int = 2, priority: int = 0) -> Sequence:
-    return Sequence(request, [1] * rows, rows, GREEDY, 0, 2, frozenset(), sharing=Sharing(client, priority))
+    sharing = Sharing(client, priority)
+    return Sequence(request, token_array([1] * rows), rows, GREEDY, 0, 2, frozenset(), sharing=sharing)
 
 
 def test_what_a_newcomer_costs_does_not_grow_with_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from weft.engine.request import SamplingParams
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.worker import Worker
 from weft.kv.cache_spec import Rule
+from weft.kv.tokens import token_bytes
 
 SEEDED = SamplingParams(max_tokens=12, temperature=9.0, top_p=0.95, min_p=0.001, seed=7, ignore_eos=True, logprobs=1)
 ENDS = SamplingParams(
@@ -121,7 +122,7 @@ def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
     table = RowTable(3, [Rule()], 4, torch.device("cpu"))
     greedy = Sampling(0.0, 1.0, 0, 0)
     logits = torch.eye(9)[[5, 7]]
-    first = GroupRows(chunks=(Chunk(2, (1, 2), True), Chunk(0, (1,), True)))
+    first = GroupRows(chunks=(Chunk(2, token_bytes([1, 2]), True), Chunk(0, token_bytes([1]), True)))
     first = structs.replace(first, joins=tuple(Join(row, 1, 0, ((row,),), greedy) for row in (2, 0)))
     table.apply(first)
     assert table.sample(first, logits).tolist() == [5, 7] and table.last_token.tolist() == [7, NO_TOKEN, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -37,13 +38,14 @@ from weft.kv.manager import CacheManager
 from weft.kv.pages import PagePool
 from weft.kv.prefix import PrefixTree
 from weft.kv.prefix_run import ABSENT
+from weft.kv.tokens import token_array, token_bytes
 
 PAGE = 4
 
 
 def sequence(request: int, tokens: list[int], max_tokens: int) -> Sequence:
     return Sequence(
-        request, list(tokens), len(tokens), SamplingParams(max_tokens=max_tokens), 0, max_tokens, frozenset()
+        request, token_array(tokens), len(tokens), SamplingParams(max_tokens=max_tokens), 0, max_tokens, frozenset()
     )
 
 
@@ -151,10 +153,23 @@ def test_bytes_that_are_no_text_do_not_end_a_stream() -> None:
         assert out.replace("\ufffd", "").count("x") == tokens.count(x)
 
 
+def test_a_prompt_is_one_object_in_a_message_however_long_it_is() -> None:
+    """A rank that makes a number of each of 8,192 tokens takes a millisecond before its step begins."""
+    blocks = []
+    for tokens in ([300], list(range(300, 8492))):
+        message = encode(Step(1, (GroupRows(chunks=(Chunk(0, token_bytes(tokens), True),)),)))
+        decode_to_rank(message)
+        before = sys.getallocatedblocks()
+        step = decode_to_rank(message)
+        blocks.append(sys.getallocatedblocks() - before)
+        assert step.counts == (len(tokens),) and list(token_array(step.groups[0].chunks[0].tokens)) == tokens
+    assert blocks[1] - blocks[0] < 10
+
+
 def test_messages_survive_the_wire() -> None:
     group = GroupRows(
         decode_rows=(4, 2),
-        chunks=(Chunk(3, (5, 6), True), Chunk(1, (9,), False)),
+        chunks=(Chunk(3, token_bytes([5, 6]), True), Chunk(1, token_bytes([9]), False)),
         joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1), (8, 9)),),
         entries=(Entry(4, 0, 2, 8),),
         adjust=((2, Adjust(2, (0,), mask=b"\x01")),),

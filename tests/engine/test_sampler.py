@@ -12,6 +12,7 @@ from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.sampling_rows import adjust, bits
 from weft.engine.worker.sampler import sample
 from weft.engine.worker.step_output import StepOutput
+from weft.kv.tokens import token_array
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
 GREEDY = Sampling(0.0, 1.0, 0, 0)
@@ -126,9 +127,9 @@ def test_what_a_sequence_needs_for_its_next_token() -> None:
         bad_words=((9,), (7, 8), (7, 7, 6)),
         min_tokens=4,
     )
-    sequence = Sequence(1, [5, 6], 2, params, 0, 16, frozenset({2}))
+    sequence = Sequence(1, token_array([5, 6]), 2, params, 0, 16, frozenset({2}))
     assert adjust(sequence).banned == (2, 9) and adjust(sequence).added == ((7, 2.0), (4, 1.0))
-    sequence.tokens += [7, 7, 4]
+    sequence.tokens.extend([7, 7, 4])
     how = adjust(sequence)
     assert dict(how.added) == {7: 2.0 - 0.5 - 2.0, 4: 1.0 - 0.5 - 1.0} and how.repeated == (4, 5, 6, 7)
     assert how.banned == (2, 9)
@@ -139,7 +140,7 @@ def test_what_a_sequence_needs_for_its_next_token() -> None:
 def test_the_end_is_banned_for_as_long_as_tokens_are_pending() -> None:
     for params, after in ((dict(), None), (dict(logprobs=1), ())):
         params = SamplingParams(max_tokens=9, min_tokens=3, **params)
-        sequence = Sequence(1, [5, 6, 7], 2, params, 0, 16, frozenset({2}), pending=1)
+        sequence = Sequence(1, token_array([5, 6, 7]), 2, params, 0, 16, frozenset({2}), pending=1)
         assert adjust(sequence).banned == (2,)
         sequence.pending = 2
         asked = adjust(sequence)

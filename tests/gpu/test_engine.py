@@ -31,6 +31,7 @@ from weft.engine.worker.open_transports import cost_model, open_transports, untu
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Finish, Worker
 from weft.evals import word_problems
+from weft.kv.tokens import token_array
 from weft.place.chain import Counts
 from weft.place.spec import LayoutError
 
@@ -259,7 +260,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def add(request: int, length: int) -> None:
         prompt, params = [5 + request] * length, hows[request % 3]
-        scheduler.add(Sequence(request, prompt, length, params, 3, 60, frozenset()))
+        scheduler.add(Sequence(request, token_array(prompt), length, params, 3, 60, frozenset()))
 
     def step(number: int) -> None:
         scheduled = scheduler.schedule()
@@ -324,7 +325,7 @@ def test_no_kernel_is_compiled_while_requests_are_served(
             params = SamplingParams(temperature=2.0, min_p=samples.choice([0.0, 0.1]), top_k=samples.choice([0, 0, 9]))
             prompt = [samples.randrange(1, 250) for _ in range(lengths.pop())]
             count = samples.randrange(1, 30)
-            scheduler.add(Sequence(len(lengths), prompt, len(prompt), params, 3, count, frozenset()))
+            scheduler.add(Sequence(len(lengths), token_array(prompt), len(prompt), params, 3, count, frozenset()))
         scheduled = scheduler.schedule()
         if not scheduled.rows.count:
             if not lengths:

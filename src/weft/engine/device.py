@@ -13,6 +13,7 @@ from weft.engine.config import EngineConfig
 from weft.kernels.build import OLDEST_GPU
 from weft.kernels.float8 import FLOAT8
 from weft.kv.cache_spec import Spec
+from weft.kv.tokens import token_array
 from weft.models.model_config import ModelConfig
 from weft.place.spec import LayoutError
 
@@ -136,9 +137,11 @@ def on_device(
 
 
 def fill(to: Tensor, values: Sequence[int]) -> None:
-    """to[:len(values)] = values, for a graph that reads `to`: queued as all work is, and the host does not wait."""
+    """to[:len(values)] = values of int32, for a graph that reads `to`: queued as all work is, and the host does not
+    wait."""
+    host = torch.frombuffer(token_array(values), dtype=torch.int32)
     # Pinned memory that torch keeps until the copy has ended.
-    to[: len(values)].copy_(torch.tensor(values, dtype=to.dtype, pin_memory=to.is_cuda), non_blocking=True)
+    to[: len(host)].copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
 def to_host(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from weft.kv.cache_spec import CacheGroup
+from weft.kv.tokens import TOKEN_BYTES
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """The best tokens and their logprobs."""
@@ -92,14 +93,20 @@ class Chunk(Struct, frozen=True, array_like=True):
     """The next prompt tokens of a row.
 
     Attributes:
+        tokens: as `weft.kv.tokens.token_bytes` gives them.
         samples: whether a token is sampled after the last of them.
         score: set where logprobs of the prompt's own tokens are wanted.
     """
 
     row: int
-    tokens: tuple[int, ...]
+    tokens: bytes
     samples: bool
     score: Score | None = None
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.tokens) // TOKEN_BYTES
 
 
 class GroupRows(Struct, frozen=True, array_like=True):
@@ -121,7 +128,7 @@ class GroupRows(Struct, frozen=True, array_like=True):
     @property
     def count(self) -> int:
         """Number of rows that run."""
-        return len(self.decode_rows) + sum(len(chunk.tokens) for chunk in self.chunks)
+        return len(self.decode_rows) + sum(chunk.count for chunk in self.chunks)
 
     @property
     def sampled_rows(self) -> list[int]:

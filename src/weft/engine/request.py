@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -170,7 +171,7 @@ class Sequence:
     """A request in a scheduler.
 
     Attributes:
-        tokens: the prompt and the sampled tokens that the controller knows.
+        tokens: the prompt and the sampled tokens that the controller knows (`weft.kv.tokens.token_array`).
         pending: tokens that steps under way sample for it; they follow `tokens`.
         computed: how many of all these have run, or will have run once the steps under way have; the rest still need
             a row. Their keys and values are in the pages of `allocation`.
@@ -187,7 +188,7 @@ class Sequence:
     """
 
     request: int
-    tokens: list[int]
+    tokens: array[int]
     prompt_tokens: int
     params: SamplingParams
     seed: int

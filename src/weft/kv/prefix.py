@@ -22,14 +22,14 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.kv.cache_events import CacheEvents, page_hash, salt_hash
 from weft.kv.cache_spec import Rule
 from weft.kv.pages import PagePool
-from weft.kv.prefix_run import ABSENT, TOKEN_BYTES, TOKEN_TYPE, Run, RunPath, common_length, token_bytes
+from weft.kv.prefix_run import ABSENT, Run, RunPath, common_length
+from weft.kv.tokens import TOKEN_BYTES, token_array, token_bytes
 
 
 class Match(NamedTuple):
@@ -209,7 +209,7 @@ class PrefixTree:
     def _note_stored(self, group: int, run: Run, at: int) -> None:
         assert self._events is not None and run.parent is not None
         before = run.hashes[at - 1] if at else run.parent.hashes[-1] if run.parent.hashes else None
-        key = array(TOKEN_TYPE, run.tokens[at * self._page_bytes : (at + 1) * self._page_bytes])
+        key = token_array(run.tokens[at * self._page_bytes : (at + 1) * self._page_bytes])
         self._events.stored(
             group, self._rules[group], run.hashes[at], before, key, "" if before is not None else run.parent.salt
         )
@@ -264,7 +264,7 @@ class PrefixTree:
         if self._events:
             before_hash = parent.hashes[-1] if parent.parent else salt_hash(parent.salt)
             for start in range(0, len(tokens) - self._page_bytes + 1, self._page_bytes):
-                before_hash = page_hash(before_hash, array(TOKEN_TYPE, tokens[start : start + self._page_bytes]))
+                before_hash = page_hash(before_hash, token_array(tokens[start : start + self._page_bytes]))
                 child.hashes.append(before_hash)
         return child
 

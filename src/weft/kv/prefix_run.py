@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 ABSENT = -1
-TOKEN_TYPE = "i"
-"""Of `array`: a token takes TOKEN_BYTES."""
-TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 
 
 @dataclass(eq=False, slots=True)
@@ -18,7 +13,7 @@ class Run:
 
     parent: Run | None
     tokens: bytes
-    """Of all its pages: bytes are compared, cut and hashed at once, where a sequence of numbers is one by one."""
+    """Of all its pages (`weft.kv.tokens`)."""
     held: list[list[int]]
     """Of each group, for each page: a page or a slot, or ABSENT."""
     children: dict[bytes, Run] = field(default_factory=dict)
@@ -43,11 +38,6 @@ class Run:
 
 RunPath = list[tuple[Run, int]]
 """From the root on, runs and how many of their first pages: of all runs but the last one, all."""
-
-
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as a `Run` has them."""
-    return array(TOKEN_TYPE, tokens).tobytes()
 
 
 def common_length(one: bytes, other: bytes) -> int:

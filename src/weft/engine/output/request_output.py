@@ -15,6 +15,7 @@ from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
 from weft.engine.scheduler.sampling_rows import bits
 from weft.engine.scheduler.scheduler import Scheduler
+from weft.kv.tokens import token_array
 
 OutputCallback = Callable[["RequestOutput"], None]
 log = logging.getLogger(__name__)
@@ -232,8 +233,8 @@ def prepare(
             f"the prompt's {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the context of "
             f"{context} tokens; ask for at most {max_output}"
         )
-    tokens, vocabulary = list(prompt), text_processor.vocabulary
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
+    vocabulary = text_processor.vocabulary
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
         raise ValueError(f"prompt tokens must be between 0 and {vocabulary - 1}")
     for name in ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         if any(not 0 <= token < vocabulary for token in params.tokens_of(name)):
@@ -248,8 +249,8 @@ def prepare(
         raise ValueError("allowed_token_ids leaves no token that bad_words and min_tokens allow too")
     sequence = Sequence(
         request=0,
-        tokens=tokens,
-        prompt_tokens=len(tokens),
+        tokens=token_array(prompt),
+        prompt_tokens=len(prompt),
         params=params,
         seed=seed if params.seed is None else params.seed & (2**62 - 1),
         max_tokens=max_output if params.max_tokens is None else params.max_tokens,

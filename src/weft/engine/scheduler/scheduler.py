@@ -115,7 +115,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def cached_tokens(self, tokens: list[int], salt: str = "") -> int:
+    def cached_tokens(self, tokens: Seq[int], salt: str = "") -> int:
         """How many leading tokens of a prompt are cached here, under a salt."""
         return self.caches.longest(tokens, salt)
 
@@ -232,7 +232,7 @@ class Scheduler:
             if sequence.decoding:
                 decode_rows.append(sequence.row)
             else:
-                tokens = tuple(sequence.tokens[sequence.computed : sequence.computed + rows])
+                tokens = sequence.tokens[sequence.computed : sequence.computed + rows].tobytes()
                 chunks.append(Chunk(sequence.row, tokens, rows == sequence.left, scoring(sequence, rows)))
                 if chunks[-1].score:
                     scores.append((sequence, allocation))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import struct
+from array import array
 
 import torch
 from torch import Tensor
 
-from weft.engine.device import on_device
-from weft.engine.messages import GroupRows, Join
+from weft.engine.messages import GroupRows
 from weft.engine.worker.row_table import RowTable
+
+JOINED = struct.Struct("=iffq")
+"""What of a join is copied beside its tables, in the order of `DeviceRows.apply`."""
 
 
 class DeviceRows:
@@ -30,52 +33,56 @@ class DeviceRows:
     def __init__(self, table: RowTable, max_pages: int):
         self.last_token, device = table.last_token, table.device
         max_rows, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
-        self.length = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        # Side by side, so that a step's new entries of all groups are one copy.
-        self.entries = torch.full((max_rows, sum(self.widths)), -1, dtype=torch.int32, device=device)
+        # Side by side, so that all that a step changes is one copy; each part begins at a multiple of 16 bytes.
+        widths = (2, 1, 1, 1, sum(self.widths))
+        sizes = [-(-max_rows * width // 4) * 4 for width in widths]
+        self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        seed, length, temperature, min_p, entries = self._all.split(sizes)
+        self.seed, self.length = seed[: 2 * max_rows].view(torch.int64), length[:max_rows]
+        self.temperature, self.min_p = (each[:max_rows].view(torch.float32) for each in (temperature, min_p))
+        self.entries = entries[: max_rows * sum(self.widths)].fill_(-1).view(max_rows, -1)
+        self._seeds, self._lengths, self._temperatures, self._min_ps, self._entries, _ = itertools.accumulate(
+            sizes, initial=0
+        )
         self._begins = [0, *itertools.accumulate(self.widths)]
-        self.temperature, self.min_p = torch.zeros(2, max_rows, device=device)
-        self.seed = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros(1, dtype=torch.int32, device=device)
 
     def apply(self, group_rows: GroupRows) -> None:
-        """As `RowTable.apply`; copies are queued on torch's current stream. ValueError for an entry beyond a table."""
-        at: list[int] = []
-        values: list[int] = []
+        """As `RowTable.apply`, by one copy, which is queued on torch's current stream. ValueError for an entry beyond a
+        table."""
+        at, values = array("q"), array("i")
         for join in group_rows.joins:
-            self._join(join)
+            row, how = join.row, join.sampling
+            at.extend([self._lengths + row, self._temperatures + row, self._min_ps + row])
+            at.extend([self._seeds + 2 * row, self._seeds + 2 * row + 1])
+            values.frombytes(JOINED.pack(join.context, how.temperature, how.min_p, how.seed))
             for group, table in enumerate(join.tables):
-                first = self._place(join.row, group, len(table) - 1) + 1 - len(table)
-                at += range(first, first + len(table))
-                values += table
+                first = self._place(row, group, len(table) - 1) + 1 - len(table)
+                at.extend(range(first, first + len(table)))
+                values.extend(table)
         for entry in group_rows.entries:
             at.append(self._place(entry.row, entry.group, entry.index))
             values.append(entry.value)
         if at:
-            _put(self.entries.view(-1), at, values)
+            _put(self._all, at, values)
 
     def _place(self, row: int, group: int, index: int) -> int:
-        """The index of a table's entry among all entries."""
+        """Where a table's entry is among all that is here."""
         if self._begins[group] + index >= self._begins[group + 1]:
             raise ValueError(f"entry {index} of a table of {self.widths[group]} entries")
-        return row * self._begins[-1] + self._begins[group] + index
-
-    def _join(self, join: Join) -> None:
-        for tensor, value in (
-            (self.length, join.context),
-            (self.temperature, join.sampling.temperature),
-            (self.min_p, join.sampling.min_p),
-            (self.seed, join.sampling.seed),
-        ):
-            tensor[join.row].fill_(value)  # a launch that holds the value: no copy from the host
+        return self._entries + row * self._begins[-1] + self._begins[group] + index
 
     def ran(self, table: RowTable, group_rows: GroupRows) -> None:
         """After a step without a graph: copies the new lengths of its rows to the device."""
-        rows = [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)]
-        _put(self.length, rows, [table.rows[row].length for row in rows])
+        rows = array("q", [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)])
+        _put(self.length, rows, array("i", [table.rows[row].length for row in rows]))
 
 
-def _put(to: Tensor, at: Sequence[int], values: Sequence[int]) -> None:
-    """to[at] = values, of int32 on the device: one copy and one kernel, as int32 are every other of int64's halves."""
-    put = on_device([at, values], torch.int64, to.device)
-    to.index_copy_(0, put[0], put[1].view(torch.int32)[::2])
+def _put(to: Tensor, at: array[int], values: array[int]) -> None:
+    """to[at] = values, of int32 on the device: one copy and one kernel. at, values: of int64 and int32."""
+    both = array("i", at.tobytes())
+    both.extend(values)
+    host = torch.frombuffer(both, dtype=torch.int32)
+    # Pinned memory that torch keeps until the copy has ended.
+    put = host.pin_memory().to(to.device, non_blocking=True) if to.is_cuda else host
+    to.index_copy_(0, put[: 2 * len(at)].view(torch.int64), put[2 * len(at) :])

@@ -19,6 +19,7 @@ from weft.engine.device import fill
 from weft.engine.messages import GroupRows
 from weft.engine.worker.device_rows import DeviceRows
 from weft.kv.cache_spec import Recurrent, Rule, Spec
+from weft.kv.tokens import token_array
 from weft.place.spec import Mesh
 
 if TYPE_CHECKING:
@@ -167,31 +168,21 @@ class PromptInputs:
         """See `Inputs.put`."""
         decode_rows, chunks = (
             len(group_rows.decode_rows),
-            sorted(group_rows.chunks, key=lambda chunk: len(chunk.tokens) > 1),
+            sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1),
         )
         rows = [*group_rows.decode_rows, *(chunk.row for chunk in chunks)]
         starts = [
             *range(decode_rows),
-            *itertools.accumulate((len(chunk.tokens) for chunk in chunks), initial=decode_rows),
+            *itertools.accumulate((chunk.count for chunk in chunks), initial=decode_rows),
         ]
         place = {row: at for at, row in enumerate(rows)}
         sampled = [place[row] for row in group_rows.sampled_rows]
-        filled = [*rows, *[0] * (self._capacity - len(rows)), *starts, *[starts[-1]] * (self._capacity - len(starts))]
-        filled += [
-            *sampled,
-            *[0] * (self._capacity - len(sampled)),
-            decode_rows,
-            0,
-            0,
-            0,
-            len(sampled),
-            0,
-            0,
-            0,
-            *[0] * decode_rows,
-        ]
+        filled = token_array([*rows, *[0] * (self._capacity - len(rows))])
+        filled.extend([*starts, *[starts[-1]] * (self._capacity - len(starts))])
+        filled.extend([*sampled, *[0] * (self._capacity - len(sampled))])
+        filled.extend([decode_rows, 0, 0, 0, len(sampled), 0, 0, 0, *[0] * decode_rows])
         for chunk in chunks:
-            filled += chunk.tokens
+            filled.frombytes(chunk.tokens)
         fill(self._copied, filled)
         return len(sampled)
 

@@ -19,6 +19,7 @@ from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.sampler import cuts, sample, sample_share
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.kv.cache_spec import Rule
+from weft.kv.tokens import token_array
 
 NO_TOKEN = -1
 """The last token of a row before one is sampled for its sequence. A decode row must not run from it."""
@@ -51,9 +52,11 @@ class RowTable:
         end."""
         for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
-            self.last_token[join.row].fill_(NO_TOKEN)
             (self.cut.add if cuts(join.sampling) else self.cut.discard)(join.row)
             (self.floored.add if join.sampling.min_p > 0 else self.floored.discard)(join.row)
+        if group_rows.joins:  # at once: what is queued on a GPU costs the host as much for one as for many
+            joined = on_device([join.row for join in group_rows.joins], torch.int64, self.device)
+            self.last_token.index_fill_(0, joined, NO_TOKEN)
         for entry in group_rows.entries:
             row = self.rows[entry.row]
             table = row.tables[entry.group]
@@ -71,11 +74,13 @@ class RowTable:
     def batch(self, group_rows: GroupRows) -> Batch:
         """The batch of a step: decode rows first, one row each, then chunks."""
         n, rows = len(group_rows.decode_rows), self.rows
-        tokens = [0] * n + [token for chunk in group_rows.chunks for token in chunk.tokens]
+        tokens = token_array([0] * n)
+        for chunk in group_rows.chunks:
+            tokens.frombytes(chunk.tokens)
         seqs = [SeqRows(1, rows[row].length, rows[row].tables, 1) for row in group_rows.decode_rows]
         for chunk in group_rows.chunks:
-            wanted = len(chunk.tokens) if chunk.score else int(chunk.samples)
-            seqs.append(SeqRows(len(chunk.tokens), rows[chunk.row].length, rows[chunk.row].tables, wanted))
+            wanted = chunk.count if chunk.score else int(chunk.samples)
+            seqs.append(SeqRows(chunk.count, rows[chunk.row].length, rows[chunk.row].tables, wanted))
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
             batch.tokens[:n] = self.last(group_rows.decode_rows).clamp(min=0)
@@ -86,7 +91,7 @@ class RowTable:
         for row in group_rows.decode_rows:
             self.rows[row].length += 1
         for chunk in group_rows.chunks:
-            self.rows[chunk.row].length += len(chunk.tokens)
+            self.rows[chunk.row].length += chunk.count
 
     def last(self, rows: Sequence[int]) -> Tensor:
         """The last tokens of rows, int32 on the device."""

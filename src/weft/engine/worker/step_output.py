@@ -20,7 +20,7 @@ def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
         return logits
     at, first = list(range(len(rows.decode_rows))), len(rows.decode_rows)
     for chunk in rows.chunks:
-        first += len(chunk.tokens) if chunk.score else int(chunk.samples)
+        first += chunk.count if chunk.score else int(chunk.samples)
         at += [first - 1] * chunk.samples
     return logits.index_select(0, on_device(at, torch.int64, logits.device))
 
@@ -50,7 +50,7 @@ class StepOutput:
             if chunk.score:
                 tokens = on_device(chunk.score.tokens, torch.int64, logits.device)
                 self._note(logits[first : first + len(tokens)], tokens, [chunk.score.logprobs] * len(tokens))
-            first += len(chunk.tokens) if chunk.score else int(chunk.samples)
+            first += chunk.count if chunk.score else int(chunk.samples)
 
     def note_logprobs(self, logits: Tensor, of: Sequence[int] | None = None) -> None:
         """Notes logprobs of the sampled tokens of rows that ask for them.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
 from weft.kv.cache_spec import CacheGroup
+from weft.kv.tokens import token_bytes
 
 OTHERS = (1023,)
 """Numbers of rows beside powers of two and those one above: some tiles are for 1,024 rows and more."""
@@ -79,7 +80,7 @@ class _Rows:
 
     def prompt(self, count: int, context: int, samples: bool) -> None:
         """Adds a prompt of `count` tokens on top of the context."""
-        self.chunks.append(Chunk(self._join(context, count), (0,) * count, samples))
+        self.chunks.append(Chunk(self._join(context, count), token_bytes([0] * count), samples))
 
     def _join(self, context: int, count: int) -> int:
         row, pages = len(self.joins), -(-(context + count) // self.config.interleave.span)

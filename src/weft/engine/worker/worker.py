@@ -171,7 +171,7 @@ class Worker:
             output.note_logprobs(sampled_logits(rows, logits), resampled)
         output.copy()
         plan = self.runner.plan_checksum(counts, shape)
-        scored_from = [self.table.rows[c.row].length - len(c.tokens) + 1 for c in rows.chunks if c.score]
+        scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]
 
         def finish() -> Result:
             sampled, checksum = output.tokens()

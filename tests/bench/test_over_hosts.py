@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from e2e.here import weft_here
 from engine.test_agents import free_port
-from weft.bench import collectives_hosts, hosts, tune_hosts
+from weft.bench import collectives_hosts, hosts, tune, tune_hosts
 from weft.bench.hosts_rig import arguments, joined_hosts
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
@@ -65,12 +66,13 @@ def test_hosts_are_tuned_and_plans_go_by_the_table(tmp_path: Path) -> None:
 
 def test_groups_inside_hosts_and_across_are_measured_apart() -> None:
     mesh, sizes = tune_hosts.mesh_of(2, 2), [4096]
-    rows = [row for _, _, row in tune_hosts.edges_to_price(mesh, sizes, tune_hosts.ROW_BYTES)]
+    like = torch.empty(0, tune.WIDTH, dtype=tune.DTYPE)
+    rows = [row for *_, row in tune.edges_to_price(mesh, 0, sizes, like)]
     reduced = {(row["ranks"], row["hosts"]) for row in rows if row["kind"] == "all_reduce"}
     assert reduced == {(2, 1), (2, 2), (4, 2)}, "inside a host, a rank of each, and all"
     both, across = (tune_hosts.count(mesh, options, sizes) for options in (["shm", "gloo"], ["gloo"]))
     assert both > across > sum(int(row["hosts"]) == 2 for row in rows)
-    one = [row for _, _, row in tune_hosts.edges_to_price(Mesh(2, 2, 2, 2), sizes, tune_hosts.ROW_BYTES)]
+    one = [row for *_, row in tune.edges_to_price(Mesh(2, 2, 2, 2), 0, sizes, like)]
     assert not any("hosts" in row for row in one), "tables of one host are as they were"
 
 

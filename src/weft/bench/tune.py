@@ -31,6 +31,8 @@ ROW_BYTES = WIDTH * DTYPE.itemsize
 HEAD = 128
 """Elements of a head's output."""
 T = TypeVar("T")
+PricedCall = tuple[Exchange, Tensor, Callable[[Transport, Tensor], object], dict[str, str | float]]
+"""An exchange to price: an input, the call with one like it, and the table's row but for its time."""
 NEVER = 1 << 30
 BUDGET_S, ROUNDS = 0.02, 3
 
@@ -108,29 +110,34 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
         shm.close()
 
 
-def edges_to_price(
-    mesh: Mesh, sizes: list[int], row_bytes: int
-) -> Iterator[tuple[Edge, tuple[int, ...], dict[str, str | float]]]:
-    """An edge of each kind, number of ranks and number of hosts at each size in bytes, with the counts that make it so
-    large and the table's row but for its time.
-    """
+def calls_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
+    """What a plan may take, at each size in bytes. like: `[0, width]`, gives width, dtype and device of rows."""
+    yield from edges_to_price(mesh, rank, sizes, like)
+    yield from merges_to_price(mesh, rank, sizes, like)
+
+
+def edges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
+    """An edge of each kind, number of ranks and number of hosts."""
     edges: dict[tuple[str, int, int], Edge] = {}
     for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
         edges.setdefault((edge.kind, mesh.size(edge.group), mesh.hosts_of(edge.group)), edge)
+    width, row_bytes = like.shape[1], like.shape[1] * like.element_size()
     for (kind, ranks, hosts), edge in edges.items():
+        assert edge.exchange is not None
         for size in sizes:
             counts = (max(1, size // row_bytes // mesh.attn_dp),) * mesh.attn_dp
             moved = max(rows_received(edge, mesh, r, counts) for r in range(mesh.world)) * row_bytes
-            yield edge, counts, _row(kind, ranks, mesh, hosts) | {"bytes": moved}
+            rows = StepRows(mesh, rank, counts)
+
+            def carry(transport: Transport, x: Tensor, edge: Edge = edge, rows: StepRows = rows) -> object:
+                return rows.carry(edge, x, transport)
+
+            x = like.new_ones(mesh.row_count(edge.src.rows, rank, counts), width)
+            yield edge.exchange, x, carry, _row(kind, ranks, mesh, hosts) | {"bytes": moved}
 
 
-def merges_to_price(
-    mesh: Mesh, rank: int, sizes: list[int], like: Tensor
-) -> Iterator[tuple[Exchange, Tensor, Callable[[Transport, Tensor], object], dict[str, str | float]]]:
-    """What merging attention over shards takes beside edges: each exchange, over a group of each size and number of
-    hosts, at each size in bytes, with an input, the call, and the table's row but for its time. like: gives dtype and
-    device.
-    """
+def merges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
+    """What merging attention over shards takes beside edges: over a group of each size and number of hosts."""
     found = [group for group in mesh.groups if rank in group and len(group) > 1]
     groups = {(len(group), len({mesh.host_of(r) for r in group})): group for group in found}
     for (ranks, hosts), group in groups.items():
@@ -180,23 +187,11 @@ def price(
         opened = [shm if known[o] is SHM else known[o].open(opening) for o in options]
     group = tuple(range(world))
     gc.disable()
-
-    def measure(
-        transport: Transport, fresh: Tensor, call: Callable[[Tensor], object], row: dict[str, str | float]
-    ) -> None:
-        us = call_us(shm if transport is shm else patient, transport, fresh, call, group)
-        if rank == 0:
-            report({"transport": transport.name} | row | {"us": round(us, 2)})
-
-    for edge, counts, row in edges_to_price(mesh, sizes, ROW_BYTES):
-        for transport in (t for t in opened if edge.exchange and t.offers(edge.exchange)):
-            fresh = torch.ones(mesh.row_count(edge.src.rows, rank, counts), WIDTH, dtype=DTYPE)
-            carry = StepRows(mesh, rank, counts).carry
-            measure(transport, fresh, lambda x, e=edge, t=transport, c=carry: c(e, x, t), row)  # type: ignore[misc]
-        gc.collect()
-    for exchange, fresh, call, row in merges_to_price(mesh, rank, sizes, torch.empty(0, dtype=DTYPE)):
+    for exchange, fresh, call, row in calls_to_price(mesh, rank, sizes, torch.empty(0, WIDTH, dtype=DTYPE)):
         for transport in (t for t in opened if t.offers(exchange)):
-            measure(transport, fresh, partial(call, transport), row)
+            us = call_us(shm if transport is shm else patient, transport, fresh, partial(call, transport), group)
+            if rank == 0:
+                report({"transport": transport.name} | row | {"us": round(us, 2)})
         gc.collect()
     for transport in {id(t): t for t in (*opened, patient, shm)}.values():
         transport.close()

@@ -13,9 +13,8 @@ import torch
 from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.cuda import Case, World, graph_us, peer_us
 from weft.bench.ranks import Report
-from weft.bench.tune import Opening, edges_to_price, evened, merges_to_price
+from weft.bench.tune import Opening, calls_to_price, evened
 from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
-from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Transport
 from weft.comm.transport_registry import NCCL, PEER, TransportEntry, transports
 from weft.place.exchange import all_reduce, reduce_scatterv_all_reduce
@@ -51,18 +50,8 @@ def measure_gpus(
     opening = Opening(here.mesh, rank, directory, here.device, largest, {"peer_tuning": here.peer.tuning})
     others = [known[option].open(opening) for option in options if known[option] not in ours]
     opened: list[Transport] = [ours[known[o]] for o in options if known[o] in ours] + others
-    for edge, counts, row in edges_to_price(here.mesh, sizes, ROW_BYTES):
-        for transport in opened:
-            if edge.exchange is None or not transport.offers(edge.exchange):
-                continue
-            rows = here.mesh.row_count(edge.src.rows, rank, counts)
-            xs = [torch.ones(rows, WIDTH, dtype=DTYPES[DTYPE], device=here.device) for _ in range(4)]
-            carry = StepRows(here.mesh, rank, counts).carry
-            us = graph_us([partial(carry, edge, x, transport) for x in xs])
-            if rank == 0:
-                report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
-    like = torch.empty(0, dtype=DTYPES[DTYPE], device=here.device)
-    for exchange, x, call, row in merges_to_price(here.mesh, rank, sizes, like):
+    like = torch.empty(0, WIDTH, dtype=DTYPES[DTYPE], device=here.device)
+    for exchange, x, call, row in calls_to_price(here.mesh, rank, sizes, like):
         for transport in (t for t in opened if t.offers(exchange)):
             us = graph_us([partial(call, transport, torch.ones_like(x)) for _ in range(4)])
             if rank == 0:

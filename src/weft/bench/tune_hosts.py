@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from weft.bench.ranks import Here, Report, all_cores
-from weft.bench.tune import DTYPE, ROW_BYTES, WIDTH, Opening, call_us, edges_to_price, merges_to_price
+from weft.bench.tune import DTYPE, WIDTH, Opening, call_us, calls_to_price
 from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.step_rows import StepRows
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import GLOO, TransportEntry, transports
@@ -38,13 +37,8 @@ def entries_of(options: Iterable[str], mesh: Mesh, plugins: Iterable[str] = ()) 
 def count(mesh: Mesh, options: Iterable[str], sizes: list[int], plugins: Iterable[str] = ()) -> int:
     """Number of times that `price` reports."""
     entries = entries_of(options, mesh, plugins)
-    edges = [(edge.exchange, row) for edge, _, row in edges_to_price(mesh, sizes, ROW_BYTES)]
-    merges = [(exchange, row) for exchange, _, _, row in merges_to_price(mesh, 0, sizes, torch.empty(0, dtype=DTYPE))]
-    return sum(
-        bool(exchange and entry.offers(exchange) and _serves(entry, row))
-        for exchange, row in edges + merges
-        for entry in entries
-    )
+    calls = calls_to_price(mesh, 0, sizes, torch.empty(0, WIDTH, dtype=DTYPE, device="meta"))
+    return sum(entry.offers(exchange) and _serves(entry, row) for exchange, _, _, row in calls for entry in entries)
 
 
 def _serves(by: TransportEntry | Transport, row: dict[str, Any]) -> bool:
@@ -68,25 +62,15 @@ def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str
     on_host = mesh.peers("host", rank)
     beside = next((t for t in opened if isinstance(t, ShmTransport)), None)
     gc.disable()
-
-    def measure(transport: Transport, fresh: torch.Tensor, call: Any, row: dict[str, Any]) -> None:
-        if row["hosts"] == 1 and beside is not None:  # its ranks meet without the network
-            us = call_us(beside, transport, fresh, call, on_host)
-        else:
-            us = call_us(meeting, transport, fresh, call, mesh.groups[0])
-        slowest = meeting.all_gatherv(torch.tensor([[us]]).double(), mesh.groups[0], (1,) * mesh.world).max()
-        if rank == 0:
-            report({"transport": transport.name} | row | {"us": round(float(slowest), 2)})
-
-    for edge, counts, row in edges_to_price(mesh, sizes, ROW_BYTES):
-        for transport in (t for t in opened if edge.exchange and t.offers(edge.exchange) and _serves(t, row)):
-            fresh = torch.ones(mesh.row_count(edge.src.rows, rank, counts), WIDTH, dtype=DTYPE)
-            carry = StepRows(mesh, rank, counts).carry
-            measure(transport, fresh, lambda x, e=edge, t=transport, c=carry: c(e, x, t), row)
-        gc.collect()
-    for exchange, fresh, call, row in merges_to_price(mesh, rank, sizes, torch.empty(0, dtype=DTYPE)):
+    for exchange, fresh, call, row in calls_to_price(mesh, rank, sizes, torch.empty(0, WIDTH, dtype=DTYPE)):
         for transport in (t for t in opened if t.offers(exchange) and _serves(t, row)):
-            measure(transport, fresh, partial(call, transport), row)
+            if row["hosts"] == 1 and beside is not None:  # its ranks meet without the network
+                us = call_us(beside, transport, fresh, partial(call, transport), on_host)
+            else:
+                us = call_us(meeting, transport, fresh, partial(call, transport), mesh.groups[0])
+            slowest = meeting.all_gatherv(torch.tensor([[us]]).double(), mesh.groups[0], (1,) * mesh.world).max()
+            if rank == 0:
+                report({"transport": transport.name} | row | {"us": round(float(slowest), 2)})
         gc.collect()
     for transport in opened:
         transport.close()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from weft.bench.baselines import DeepSpeed, Gloo
-from weft.bench.ranks import Report, all_cores
+from weft.bench.ranks import Report, all_cores, slowest
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, finish
@@ -157,8 +157,7 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
             times = time_phases(shm, group, arena, fresh, phases, budget)
             found.setdefault(f"{FLOOR} {i}", []).extend(map(sum, zip(*times, strict=True)))
     medians = {name: statistics.median(times) * 1e6 for name, times in found.items()}
-    slowest = shm.all_gatherv(torch.tensor([list(medians.values())]).double(), group, (1,) * n).amax(0).tolist()
-    us = dict(zip(medians, slowest, strict=True))
+    us = dict(zip(medians, slowest(medians.values(), shm, group), strict=True))
     low = [us.pop(name) for name in list(us) if name.startswith(FLOOR)]
     gloo_us = [us.pop(name) for name in list(us) if name.startswith(Gloo.name)]
     us |= {Gloo.name: min(gloo_us)} if gloo_us else {}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.bench.collectives import ROUND_S, ROUNDS, time_phases
 from weft.bench.cuda import SMALL, SMALL_CALLS, World, capture, replays_us
-from weft.bench.ranks import Report, all_cores
+from weft.bench.ranks import Report, all_cores, slowest
 from weft.comm.settler import a2a, ag_rs
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -158,10 +158,9 @@ def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[Cas
                 with all_cores() if over_gloo else nullcontext():
                     meeting = patient if over_gloo else shm
                     times[name] += time_phases(meeting, group, out, fresh, [call], ROUND_S)[0]
-        medians = torch.tensor([[statistics.median(found) * 1e6 for found in times.values()]]).double()
-        slowest = shm.all_gatherv(medians, group, (1,) * world).amax(0).tolist()
+        us = slowest((statistics.median(found) * 1e6 for found in times.values()), shm, group)
         if rank == 0:
-            report(Timing(case, dict(zip(times, slowest, strict=True))))
+            report(Timing(case, dict(zip(times, us, strict=True))))
         gc.collect()
     for transport in (gloo, patient, shm):
         transport.close()

@@ -6,9 +6,10 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,11 +42,15 @@ def describe_host() -> dict[str, str | int]:
     return host
 
 
-def results_text(what: str, rows: Iterable[dict[str, object]]) -> str:
-    """JSON of measured rows, a row a line. what: the command that measured them."""
+def write_results(path: Path | None, what: str, found: Sequence[Any]) -> None:
+    """Writes the `row()` of each figure, a line each, below the command that measured them and the host; nothing where
+    there is no path, or nothing was found.
+    """
+    if path is None or not found:
+        return
     head = json.dumps({"what": what, "host": describe_host()}, indent=1).removesuffix("\n}")
-    lines = ",\n  ".join(map(json.dumps, rows))
-    return f'{head},\n "rows": [\n  {lines}\n ]\n}}\n'
+    lines = ",\n  ".join(json.dumps(each.row()) for each in found)
+    path.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def _lines(path: str) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Qwen2MoeConfig
 
-from weft.bench.ranks import Here, Report, all_cores
+from weft.bench.ranks import Here, Report, all_cores, slowest
 from weft.bench.tune import Opening
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -28,7 +28,6 @@ from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import build_model, load_model
 from weft.models.registry import load_config, read_config
 from weft.place.cost import ETHERNET, Costs, costs, over_network
-from weft.place.exchange import all_gatherv
 from weft.place.spec import Mesh
 
 PAGE = 16
@@ -164,8 +163,6 @@ def _measure(
                     steps.append((time.perf_counter() - began) * 1e3)
                 at += len(tokens)
                 tokens = [int(logits[-1].argmax())]
-            latencies = torch.tensor([[steps[0], statistics.median(steps[1:])]]).double()
-            ones = (1,) * mesh.world
-            slowest = gathering.exchange(latencies, all_gatherv(mesh.world), group, ones).amax(0).tolist()
+            first_and_next = slowest([steps[0], statistics.median(steps[1:])], gathering, group)
             if rank == 0 and number:
-                report(Latency(name, *slowest))
+                report(Latency(name, *first_and_next))

@@ -6,7 +6,7 @@ import os
 import queue
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from weft.comm.transport import CommError
+from weft.comm.transport import CommError, Ranks, Transport
+from weft.place.exchange import all_gatherv
 from weft.place.spec import LayoutError, Mesh
 
 Report = Callable[[Any], None]
@@ -32,6 +33,12 @@ class Here:
     store: tuple[str, int]
     plugins: tuple[str, ...]
     model: Path
+
+
+def slowest(us: Iterable[float], meeting: Transport, group: Ranks) -> list[float]:
+    """Of each figure the largest of a group's ranks. Collective over `meeting`."""
+    mine = torch.tensor([list(us)], dtype=torch.float64)
+    return meeting.exchange(mine, all_gatherv(len(group)), group, (1,) * len(group)).amax(0).tolist()
 
 
 @contextmanager

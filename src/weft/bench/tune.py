@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.bench.collectives import mesh_of, time_phases
-from weft.bench.ranks import Report, all_cores
+from weft.bench.ranks import Report, all_cores, slowest
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.step_rows import StepRows
 from weft.comm.torchdist import TorchDistTransport
@@ -92,9 +92,8 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
                     x = shm.empty(*fresh.shape, like=fresh) if in_arena else torch.empty_like(fresh)
                     call = partial(shm.all_reduce, x, group)
                     found[name] += time_phases(meeting, group, x, fresh, [call], BUDGET_S)[0]
-            medians = [statistics.median(found[before]), statistics.median(found[after])]
-            slowest = meeting.all_gatherv(torch.tensor([medians]).double(), group, (1,) * world).amax(0)
-            best[at] = int(slowest.argmin())
+            times = slowest(map(statistics.median, found.values()), meeting, group)
+            best[at] = times.index(min(times))
         last = max((at for at in range(len(sizes)) if best[at] == 0), default=-1)
         return 0 if last < 0 else NEVER if last == len(sizes) - 1 else sizes[last]
 
@@ -212,8 +211,7 @@ def call_us(
     for _ in range(ROUNDS):
         with nullcontext() if transport.name == SHM.name else all_cores():
             times += time_phases(meeting, group, x, fresh, [partial(call, x)], BUDGET_S)[0]
-    median = torch.tensor([[statistics.median(times) * 1e6]]).double()
-    return float(meeting.all_gatherv(median, group, (1,) * len(group)).max())
+    return slowest([statistics.median(times) * 1e6], meeting, group)[0]
 
 
 def price_locals(rank: int, directory: Path, report: Report, sizes: list[int]) -> None:

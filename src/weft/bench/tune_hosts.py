@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from weft.bench.ranks import Here, Report, all_cores
+from weft.bench.ranks import Here, Report, all_cores, slowest
 from weft.bench.tune import DTYPE, WIDTH, Opening, call_us, calls_to_price
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -68,9 +68,9 @@ def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str
                 us = call_us(beside, transport, fresh, partial(call, transport), on_host)
             else:
                 us = call_us(meeting, transport, fresh, partial(call, transport), mesh.groups[0])
-            slowest = meeting.all_gatherv(torch.tensor([[us]]).double(), mesh.groups[0], (1,) * mesh.world).max()
+            [us] = slowest([us], meeting, mesh.groups[0])
             if rank == 0:
-                report({"transport": transport.name} | row | {"us": round(float(slowest), 2)})
+                report({"transport": transport.name} | row | {"us": round(us, 2)})
         gc.collect()
     for transport in opened:
         transport.close()

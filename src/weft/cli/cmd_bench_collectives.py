@@ -16,7 +16,7 @@ from weft.bench import collectives_hosts as over
 from weft.bench import cuda as gpu
 from weft.bench.baselines import build_deepspeed
 from weft.bench.gpu_baselines import INSTALL_FLASHINFER, has_flashinfer
-from weft.bench.host import results_text
+from weft.bench.host import write_results
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UNNAMED, UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
@@ -108,9 +108,8 @@ class Command:
                         bar.advance(task)
                     bar.update(task, total=cases or 1, completed=cases or 1)
         finally:
-            if self.json is not None and timings:  # also what an interrupted run has found so far
-                what = f"weft bench collectives --device {self.device}"
-                self.json.write_text(results_text(what, (t.row() for t in timings)))
+            # Also what an interrupted run has found so far.
+            write_results(self.json, f"weft bench collectives --device {self.device}", timings)
         return 0
 
     def _over_hosts(self, config: Any) -> int:
@@ -131,9 +130,7 @@ class Command:
                 bar.advance(task)
                 if len(timings) % 2 == 0:
                     print(over.line(*timings[-2:]), flush=True)
-        if self.json is not None and timings:
-            what = f"weft bench collectives --nnodes {config.mesh.hosts}"
-            self.json.write_text(results_text(what, (t.row() for t in timings)))
+        write_results(self.json, f"weft bench collectives --nnodes {config.mesh.hosts}", timings)
         return 0
 
     def _on_cpus(self) -> Iterator[Work]:

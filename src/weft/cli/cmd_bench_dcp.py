@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from weft.bench.dcp_merge import SHAPES, Case, Shape, Timing, measure_cpus, measure_gpus
-from weft.bench.host import results_text
+from weft.bench.host import write_results
 from weft.bench.ranks import run_ranks
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.peer import MAX_RANKS as PEER_RANKS
@@ -66,9 +66,8 @@ class Command:
                 print("\n".join(lines(timing, timings[-1] if timings else None)), flush=True)
                 timings.append(timing)
         finally:
-            if self.json is not None and timings:  # also what an interrupted run has found so far
-                what = f"weft bench dcp --device {self.device}"
-                self.json.write_text(results_text(what, (t.row() for t in timings)))
+            # Also what an interrupted run has found so far.
+            write_results(self.json, f"weft bench dcp --device {self.device}", timings)
         return 0
 
     def _measure(self, ranks: int, on_gpus: bool) -> Iterator[Timing]:

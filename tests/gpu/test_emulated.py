@@ -92,7 +92,7 @@ def same(transport: PeerTransport, step: Step) -> Step:
     ("mesh", "name"), [*CHANGES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in EIGHT_RANKS)], ids=str
 )
 def test_counts_change_from_call_to_call(mesh: Mesh, name: str) -> None:
-    run_emulated(mesh, partial(replay, rounds=6, again=same), TUNINGS[name], max_bytes=1 << 20)
+    run_emulated(mesh, partial(replay, rounds=4, again=same), TUNINGS[name], max_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(

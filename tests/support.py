@@ -33,7 +33,7 @@ from transformers import (
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.transport import CommError
-from weft.place.spec import Mesh, Rows
+from weft.place.spec import NAMED_ROWS, Mesh, Rows
 
 T = TypeVar("T")
 BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))
@@ -84,8 +84,12 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
 
 
 def held(whole: torch.Tensor, mesh: Mesh, rows: Rows, rank: int, counts: tuple[int, ...]) -> torch.Tensor:
-    """Of a tensor of all tokens, those that a rank holds."""
-    return torch.cat([whole[start:stop] for start, stop in mesh.row_ranges(rows, rank, counts)])
+    """Of a tensor of all tokens, those that a rank holds: the OWN rows of several ranks where `rows` has no name."""
+    if (known := mesh.rows(rows)) in NAMED_ROWS:
+        ranges = [mesh.row_range(known, rank, counts)]
+    else:
+        ranges = [mesh.row_range(Rows.OWN, peer, counts) for peer in mesh.peers(known.over, rank)]
+    return torch.cat([whole[start:stop] for start, stop in ranges])
 
 
 def small_config(family: str, parts: int, **changes: Any) -> Any:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from support import EVERY, converted, run_world
 from torch import Tensor
 
+from place.meshes import layouts
 from weft.assets import preset_dir
 from weft.attention.caches import cached_layers
 from weft.comm.transport import Transport
@@ -31,7 +32,7 @@ from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.place.cost import PRESETS, Costs, Offer
 from weft.place.show import fold
-from weft.place.spec import Mesh, layouts
+from weft.place.spec import Mesh
 
 PAGE, PAGES = 4, 24
 PATTERN = [[9, 4, 1], [2], [12], [5, 1], [], [6, 3]]

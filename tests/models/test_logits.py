@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import FAMILIES, run_world, small_model
 
+from place.meshes import layouts
 from weft.comm.transport import Transport
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.model_runner import ModelRunner
@@ -21,7 +22,7 @@ from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.place.exchange import Exchange
 from weft.place.experts import Forms
-from weft.place.spec import Mesh, layouts
+from weft.place.spec import Mesh
 
 PAGE, PAGES = 4, 24
 config_of = lru_cache(load_config)

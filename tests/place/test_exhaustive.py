@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from place.exhaustive import Machine, minimum, price, world
+from place.meshes import layouts
 from weft.place import plan as plan_module
 from weft.place.chain import Chain, Read
 from weft.place.cost import AlphaBeta, Offer
 from weft.place.edges import legal_edges
 from weft.place.plan import Planner
 from weft.place.row_formats import Float8, Wire
-from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows, layouts
+from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 WIDTH, ELEMENT_BYTES = 6, 8
 ROW_BYTES = WIDTH * ELEMENT_BYTES

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import EVERY, SUMS
 
+from place.meshes import layouts
 from weft.place.chain import Chain, Read
 from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.place.experts import RETURN, SEND, Dispatch
@@ -19,7 +20,7 @@ from weft.place.plan import Plan, Planner, ReadPlan
 from weft.place.recipes import Merge
 from weft.place.settlements import Settled, Settlement, Settlements
 from weft.place.show import plan_text
-from weft.place.spec import LayoutError, Mesh, Rows, layouts
+from weft.place.spec import LayoutError, Mesh, Rows
 
 WITH_PERMUTE = EVERY | {"all_to_allv"}
 

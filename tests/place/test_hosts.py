@@ -10,10 +10,11 @@ from support import EVERY, SUMS, held, run_world
 
 from comm.oracle import check_edges
 from place.executed import WIDTH, execute, whole_result
+from place.meshes import layouts
 from weft.place.chain import Chain, Read
 from weft.place.cost import INFINIBAND, PRESETS, AlphaBeta, Network, Offer
 from weft.place.plan import Plan, Planner
-from weft.place.spec import LayoutError, Mesh, Placement, Rows, layouts
+from weft.place.spec import LayoutError, Mesh, Placement, Rows
 
 EIGHT = [replace(m, hosts=hosts) for m in layouts(8) if m.world == 8 for hosts in (2, 4)]
 BY_DAY = EIGHT[::3]  # both numbers of hosts are among them

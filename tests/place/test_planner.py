@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from support import BASIC, EVERY, SUMS, held, run_world
 
 from place.executed import WIDTH, execute, whole_result
+from place.meshes import layouts
 from weft.place.axes import GROUP_NAMES
 from weft.place.chain import Chain, Read
 from weft.place.cost import PRESETS, AlphaBeta, Offer
 from weft.place.edges import legal_edges, rows_received
 from weft.place.plan import Plan, Planner
 from weft.place.plan_step import NORMED, RESIDUAL
-from weft.place.spec import NAMED_ROWS, LayoutError, Mesh, Placement, PlacementError, Rows, layouts
+from weft.place.spec import NAMED_ROWS, LayoutError, Mesh, Placement, PlacementError, Rows
 
 meshes = st.sampled_from(layouts(8))
 costs = st.one_of(

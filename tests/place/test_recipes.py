@@ -20,6 +20,7 @@ from support import small_config
 
 from place import recipes
 from place.exhaustive import Machine, minimum
+from place.meshes import layouts
 from place.recipes import Priced, Wanted, priced
 from place.test_exhaustive import ALL
 from weft.engine.planning import trace
@@ -31,7 +32,7 @@ from weft.place.cost import Offer
 from weft.place.plan import Plan, Planner
 from weft.place.recipes import Gather, Merge, Recipe, Value
 from weft.place.settlements import Settled, Settlement, Settlements
-from weft.place.spec import LayoutError, Mesh, PlacementError, Rows, layouts
+from weft.place.spec import LayoutError, Mesh, PlacementError, Rows
 
 SETTLES = frozenset({"all_gatherv", "reduce_scatterv", "all_to_allv", "merge_scatterv"})
 RECIPES = {

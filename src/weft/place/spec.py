@@ -17,7 +17,7 @@ compare equal: a group of one rank is `None`, and two names of the same set are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import ClassVar
 
 from weft.place.axes import GROUP_NAMES, Axes, AxisSet
@@ -362,12 +362,6 @@ class Mesh:
             start += place * fewest + min(place, more)
         return start, start + self.row_count(rows, rank, counts)
 
-    def row_ranges(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> list[tuple[int, int]]:
-        """`row_range` for any rows: [start, stop) of the OWN rows of each rank of which they consist, in order."""
-        if (known := self.rows(rows)) in NAMED_ROWS:
-            return [self.row_range(known, rank, counts)]
-        return [self.row_range(Rows.OWN, peer, counts) for peer in self.peers(known.over, rank)]
-
     def row_count(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> int:
         """Number of rows a rank holds."""
         if rows == Rows.WORLD:
@@ -385,16 +379,3 @@ def _check_divides(name: str, part: int, of: str, whole: int) -> None:
         below, above = (max(n for n in divisors if n < part), [n for n in divisors if n > part][:1])
         legal = " and ".join(map(str, [below, *above]))
         raise LayoutError(f"{name}={part} does not divide {of}; nearest that do: {legal}")
-
-
-@cache
-def layouts(max_world: int) -> tuple[Mesh, ...]:
-    """Every layout of up to `max_world` ranks."""
-    return tuple(
-        Mesh(dp, world // dp, ep, world // ep)
-        for world in range(1, max_world + 1)
-        for dp in range(1, world + 1)
-        if world % dp == 0
-        for ep in range(1, world + 1)
-        if world % ep == 0
-    )

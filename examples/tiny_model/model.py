@@ -7,7 +7,7 @@ from torch import nn
 from weft.models.attention import Attention, Heads
 from weft.models.layers import Embedding, Layer, RMSNorm
 from weft.models.model_config import ModelConfig, common_fields
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.rotary import Rotary
 from weft.models.routing import Routing
 from weft.stream import GROUP
@@ -19,7 +19,7 @@ class DecoderLayer(Layer):
         self.input_norm = RMSNorm(b, f"{path}.input_layernorm", c.hidden_size, c.rms_norm_eps)
         self.attention = Attention(b, f"{path}.self_attn", c.hidden_size, c.heads)
         self.post_norm = RMSNorm(b, f"{path}.post_attention_layernorm", c.hidden_size, c.rms_norm_eps)
-        self.moe = SparseMoE(b, f"{path}.mlp", c.hidden_size, **c.moe)
+        self.moe = SparseMoE(b, f"{path}.mlp", c.hidden_size, c.moe)
 
     def forward(self, stream, rotary, caches):
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
@@ -46,7 +46,7 @@ class Tiny(Layer):
 
 @dataclass(frozen=True)
 class TinyConfig(ModelConfig):
-    moe: dict
+    moe: MoEConfig
     heads: Heads
 
     def build(self, b):
@@ -56,7 +56,7 @@ class TinyConfig(ModelConfig):
 def read(fields):
     """Every field of config.json must be asked for: one that is skipped would be refused."""
     common = common_fields(fields, head_dim=fields.need("hidden_size") // fields.need("num_attention_heads"))
-    moe = dict(
+    moe = MoEConfig(
         experts=fields.need("num_experts"),
         inner=fields.need("moe_intermediate_size"),
         routing=Routing(k=fields.need("num_experts_per_tok"), renormalise=True),

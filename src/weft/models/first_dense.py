@@ -12,22 +12,17 @@ from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder, Layer
 from weft.models.mlp import FeedForward, GatedMLP
 from weft.models.model_config import Fields
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
 
 @dataclass(frozen=True)
 class FirstDenseConfig(DecoderConfig):
-    """Widths in elements. dense_layers: the first so many have an MLP instead of experts. shared_size: inner features
-    of all shared experts; 0: there are none.
-    """
+    """Widths in elements. dense_layers: the first so many have an MLP instead of experts."""
 
     intermediate_size: int
     dense_layers: int
-    num_experts: int
-    moe_intermediate_size: int
-    shared_size: int
-    routing: Routing
+    moe: MoEConfig
 
     @abstractmethod
     def attention(self, b: Builder, path: str) -> Layer:
@@ -38,17 +33,7 @@ class FirstDenseConfig(DecoderConfig):
         if index < self.dense_layers:
             mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size)
         else:
-            mlp = SparseMoE(
-                b,
-                f"{path}.mlp",
-                self.hidden_size,
-                experts=self.num_experts,
-                inner=self.moe_intermediate_size,
-                routing=self.routing,
-                shared=self.shared_size,
-                shared_gate=False,
-                stored=ExpertStorage(shared="shared_experts"),
-            )
+            mlp = SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe)
         return DecoderLayer(b, path, self, self.attention(b, f"{path}.self_attn"), mlp)
 
 
@@ -59,22 +44,20 @@ def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> d
     """
     inner = fields.need("moe_intermediate_size")
     groups, top_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
-    experts = fields.size("n_routed_experts")
+    routing = Routing(
+        fields.size("num_experts_per_tok"),
+        score="sigmoid" if sigmoid else "softmax",
+        groups=groups if grouped else 1,
+        top_groups=top_groups if grouped else 1,
+        group_best=2 if sigmoid else 1,
+        bias=sigmoid,
+        renormalise=fields.get("norm_topk_prob", False),
+        scale=fields.get("routed_scaling_factor", 1.0),
+        wide=True,
+    )
+    shared, stored = inner * fields.get("n_shared_experts", 0), ExpertStorage(shared="shared_experts")
     return dict(
         intermediate_size=fields.need("intermediate_size"),
         dense_layers=fields.get("first_k_dense_replace", 0),
-        num_experts=experts,
-        moe_intermediate_size=inner,
-        shared_size=inner * fields.get("n_shared_experts", 0),
-        routing=Routing(
-            fields.size("num_experts_per_tok"),
-            score="sigmoid" if sigmoid else "softmax",
-            groups=groups if grouped else 1,
-            top_groups=top_groups if grouped else 1,
-            group_best=2 if sigmoid else 1,
-            bias=sigmoid,
-            renormalise=fields.get("norm_topk_prob", False),
-            scale=fields.get("routed_scaling_factor", 1.0),
-            wide=True,
-        ).among(experts),
+        moe=MoEConfig(fields.size("n_routed_experts"), inner, routing, shared, shared_gate=False, stored=stored),
     )

@@ -9,7 +9,7 @@ from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.model_config import Fields, ModelError, common_fields
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -17,29 +17,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class GptOssConfig(DecoderConfig):
-    """Widths in elements. heads: of each layer. limit, alpha: of the experts (`weft.kernels.torch_reference.gated`)."""
+    """heads: of each layer. moe: of every layer."""
 
     heads: tuple[Heads, ...]
-    num_experts: int
-    intermediate_size: int
-    routing: Routing
-    limit: float
-    alpha: float
+    moe: MoEConfig
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
-        mlp = SparseMoE(
-            b,
-            f"{path}.mlp",
-            self.hidden_size,
-            experts=self.num_experts,
-            inner=self.intermediate_size,
-            routing=self.routing,
-            # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
-            stored=ExpertStorage("router", layout="interleaved" if self.storage.mxfp4 else "interleaved_transposed"),
-            limit=self.limit,
-            alpha=self.alpha,
-            expert_bias=True,
-        )
+        mlp = SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe)
         return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, self.heads[index]), mlp)
 
 
@@ -69,13 +53,19 @@ def read(fields: Fields) -> GptOssConfig:
         )
         for size in (None, window)
     )
-    experts = fields.size("num_local_experts")
     return GptOssConfig(
         **common,
         heads=tuple(full if kind == FULL else sliding for kind in kinds),
-        num_experts=experts,
-        intermediate_size=fields.need("intermediate_size"),
-        routing=Routing(chosen, renormalise=True, offset=True).among(experts),
-        limit=float(fields.get("swiglu_limit", 7.0)),
-        alpha=float(fields.get("swiglu_alpha", 1.702)),
+        moe=MoEConfig(
+            fields.size("num_local_experts"),
+            fields.need("intermediate_size"),
+            Routing(chosen, renormalise=True, offset=True),
+            # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
+            stored=ExpertStorage(
+                "router", layout="interleaved" if common["storage"].mxfp4 else "interleaved_transposed"
+            ),
+            limit=float(fields.get("swiglu_limit", 7.0)),
+            alpha=float(fields.get("swiglu_alpha", 1.702)),
+            bias=True,
+        ),
     )

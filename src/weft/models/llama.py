@@ -10,33 +10,24 @@ from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
 from weft.models.model_config import Fields, common_fields
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """Widths in elements. heads: of every layer. intermediate_size: inner features of the MLP, or of each expert.
-    num_experts: 0 where layers have an MLP (all but Mixtral).
+    """Widths in elements. heads: of every layer. intermediate_size: inner features of the MLP. moe: the experts of
+    Mixtral's layers, in place of it.
     """
 
     heads: Heads
     intermediate_size: int
-    num_experts: int
-    routing: Routing
+    moe: MoEConfig | None
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
         mlp: FeedForward
-        if self.num_experts:
-            mlp = SparseMoE(
-                b,
-                f"{path}.block_sparse_moe",
-                self.hidden_size,
-                experts=self.num_experts,
-                inner=self.intermediate_size,
-                routing=self.routing,
-                stored=ExpertStorage(layout="per_expert_w123"),
-            )
+        if self.moe is not None:
+            mlp = SparseMoE(b, f"{path}.block_sparse_moe", self.hidden_size, self.moe)
         else:
             mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size)
         return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, self.heads), mlp)
@@ -44,21 +35,21 @@ class LlamaConfig(DecoderConfig):
 
 def read(fields: Fields) -> LlamaConfig:
     """Reads a config of all three. Raises ModelError."""
-    bias, window, experts, routing = False, None, 0, Routing(0)
+    bias, window, moe, inner = False, None, None, fields.size("intermediate_size")
     if fields.family == "llama":
         bias = bool(fields.get("attention_bias", False))
         fields.only("mlp_bias", False)
     elif fields.get("sliding_window") is not None:
         window = fields.size("sliding_window")
     if fields.family == "mixtral":
-        experts = fields.size("num_local_experts")
-        routing = Routing(fields.size("num_experts_per_tok"), renormalise=True).among(experts)
+        routing = Routing(fields.size("num_experts_per_tok"), renormalise=True)
+        stored = ExpertStorage(layout="per_expert_w123")
+        moe = MoEConfig(fields.size("num_local_experts"), inner, routing, stored=stored)
     dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     common = common_fields(fields, dim)
     return LlamaConfig(
         **common,
         heads=Heads(common["num_heads"], common["num_kv_heads"], dim, window=window, bias=bias, output_bias=bias),
-        intermediate_size=fields.size("intermediate_size"),
-        num_experts=experts,
-        routing=routing,
+        intermediate_size=inner,
+        moe=moe,
     )

@@ -9,29 +9,19 @@ from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.model_config import Fields, ModelError, common_fields, rope_of
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
 
 @dataclass(frozen=True)
 class MiniMaxConfig(DecoderConfig):
-    """Widths in elements. heads: of every layer. intermediate_size: inner features of each expert."""
+    """heads, moe: of every layer."""
 
     heads: Heads
-    intermediate_size: int
-    num_experts: int
-    routing: Routing
+    moe: MoEConfig
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
-        mlp = SparseMoE(
-            b,
-            f"{path}.block_sparse_moe",
-            self.hidden_size,
-            experts=self.num_experts,
-            inner=self.intermediate_size,
-            routing=self.routing,
-            stored=ExpertStorage(bias="e_score_correction_bias", layout="per_expert_w123"),
-        )
+        mlp = SparseMoE(b, f"{path}.block_sparse_moe", self.hidden_size, self.moe)
         return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, self.heads), mlp)
 
 
@@ -53,13 +43,13 @@ def read(fields: Fields) -> MiniMaxConfig:
     if part is not None and rotated != int(dim * part):
         raise ModelError(f"rotary_dim and partial_rotary_factor={part} differ for heads of {dim} elements")
     common = common_fields(fields, dim, rope=rope_of(parameters, rotated, fields.size("max_position_embeddings")))
-    experts = fields.size("num_local_experts")
     return MiniMaxConfig(
         **common,
         heads=Heads(common["num_heads"], common["num_kv_heads"], dim, HeadNorms(common["rms_norm_eps"], whole=True)),
-        intermediate_size=fields.size("intermediate_size"),
-        num_experts=experts,
-        routing=Routing(
-            fields.size("num_experts_per_tok"), score="sigmoid", bias=True, renormalise=True, wide=True
-        ).among(experts),
+        moe=MoEConfig(
+            fields.size("num_local_experts"),
+            fields.size("intermediate_size"),
+            Routing(fields.size("num_experts_per_tok"), score="sigmoid", bias=True, renormalise=True, wide=True),
+            stored=ExpertStorage(bias="e_score_correction_bias", layout="per_expert_w123"),
+        ),
     )

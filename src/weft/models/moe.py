@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -129,45 +129,50 @@ class Experts(Layer):
         return taken
 
 
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts. Raises ModelError where its routing cannot choose among so many experts.
+
+    inner: inner features of each expert. shared: of the shared expert; 0: there is none. shared_gate: it has a sigmoid
+    gate. limit, shared_limit, alpha: of the routed experts and of the shared one, as
+    `weft.kernels.torch_reference.gated` takes them. bias: the routed experts' products have biases.
+    """
+
+    experts: int
+    inner: int
+    routing: Routing
+    shared: int = 0
+    shared_gate: bool = True
+    stored: ExpertStorage = EXPERT_STORAGE
+    limit: float | None = None
+    shared_limit: float | None = None
+    alpha: float | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        self.routing.check(self.experts)
+
+
 class SparseMoE(FeedForward):
     """Router, routed experts and, where the model has one, a shared expert for all tokens.
 
     takes: the rows that it may read, by the builder's `experts`: WORLD to gather, OWN to dispatch, or either
     (`weft.place.experts`). A shared expert that may get either is whole on all ranks.
-
-    shared: its inner features; 0: there is none. shared_gate: it has a sigmoid gate. limit, shared_limit, alpha: of
-    the routed experts and of the shared one, as `weft.kernels.torch_reference.gated` takes them. expert_bias: the
-    routed experts' products have biases.
     """
 
-    def __init__(
-        self,
-        b: Builder,
-        path: str,
-        width: int,
-        *,
-        experts: int,
-        inner: int,
-        routing: Routing,
-        shared: int = 0,
-        shared_gate: bool = True,
-        stored: ExpertStorage = EXPERT_STORAGE,
-        limit: float | None = None,
-        shared_limit: float | None = None,
-        alpha: float | None = None,
-        expert_bias: bool = False,
-    ):
+    def __init__(self, b: Builder, path: str, width: int, c: MoEConfig):
         super().__init__(path)
+        stored, shared = c.stored, c.shared
         bias = f"{path}.{stored.bias}" if stored.bias else ""
-        self.router = Router(b, f"{path}.{stored.router}", width, experts, routing, bias)
+        self.router = Router(b, f"{path}.{stored.router}", width, c.experts, c.routing, bias)
         self.experts = Experts(
-            b, f"{path}.{stored.experts}", experts, width, inner, stored.layout, limit, alpha, expert_bias
+            b, f"{path}.{stored.experts}", c.experts, width, c.inner, stored.layout, c.limit, c.alpha, c.bias
         )
         self.takes = {"gather": (Rows.WORLD,), "dispatch": (Rows.OWN,), "auto": (Rows.WORLD, Rows.OWN)}[b.experts]
         mlp = GatedMLP if b.experts == "gather" or b.mesh.world == 1 else WholeMLP
-        self.shared = mlp(b, f"{path}.{stored.shared}", width, shared, shared_limit) if shared else None
+        self.shared = mlp(b, f"{path}.{stored.shared}", width, shared, c.shared_limit) if shared else None
         self.shared_gate = (
-            Linear(b, f"{path}.{stored.shared}_gate", width, 1, plain=True) if shared and shared_gate else None
+            Linear(b, f"{path}.{stored.shared}_gate", width, 1, plain=True) if shared and c.shared_gate else None
         )
 
     def beside(self, x: Hidden) -> Tensor:

@@ -9,15 +9,14 @@ from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
 from weft.models.model_config import Fields, ModelError, common_fields
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
 
 @dataclass(frozen=True)
 class QwenConfig(DecoderConfig):
     """Widths in elements. bias: of query, key and value; output_bias: of attention's output; head_norms: queries and
-    keys are normalised head by head. moe_layers: layers with experts instead of an MLP. shared_expert_size: 0 where
-    there is no shared expert.
+    keys are normalised head by head. moe_layers: layers with experts (`moe`) instead of an MLP.
     """
 
     bias: bool
@@ -25,23 +24,12 @@ class QwenConfig(DecoderConfig):
     head_norms: bool
     intermediate_size: int
     moe_layers: frozenset[int]
-    num_experts: int
-    moe_intermediate_size: int
-    shared_expert_size: int
-    routing: Routing
+    moe: MoEConfig | None
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
         mlp: FeedForward
-        if index in self.moe_layers:
-            mlp = SparseMoE(
-                b,
-                f"{path}.mlp",
-                self.hidden_size,
-                experts=self.num_experts,
-                inner=self.moe_intermediate_size,
-                routing=self.routing,
-                shared=self.shared_expert_size,
-            )
+        if self.moe is not None and index in self.moe_layers:
+            mlp = SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe)
         else:
             mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size)
         norms = HeadNorms(self.rms_norm_eps) if self.head_norms else None
@@ -59,17 +47,20 @@ def read(fields: Fields) -> QwenConfig:
     for kind in fields.get("layer_types", ()):
         if kind != "full_attention":
             raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: full_attention")
-    qwen3, moe = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
-    bias = bool(fields.get("attention_bias", False) if qwen3 else fields.get("qkv_bias", True) if moe else True)
+    qwen3, has_experts = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
+    bias = bool(fields.get("attention_bias", False) if qwen3 else fields.get("qkv_bias", True) if has_experts else True)
     common = common_fields(
         fields, fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     )
-    experts = fields.need("num_local_experts" if qwen3 else "num_experts") if moe else 0
-    dense = fields.get("mlp_only_layers", ()) if moe else ()
-    interval = fields.size("decoder_sparse_step", 1) if moe else 1
-    routing = Routing(0)
-    if moe:
+    experts = fields.need("num_local_experts" if qwen3 else "num_experts") if has_experts else 0
+    dense = fields.get("mlp_only_layers", ()) if has_experts else ()
+    interval = fields.size("decoder_sparse_step", 1) if has_experts else 1
+    moe = None
+    if has_experts:
         routing = Routing(fields.need("num_experts_per_tok"), renormalise=fields.get("norm_topk_prob", False))
+        inner = fields.need("moe_intermediate_size")
+        shared = 0 if qwen3 else fields.need("shared_expert_intermediate_size")
+        moe = MoEConfig(experts, inner, routing, shared) if experts else None
     return QwenConfig(
         **common,
         bias=bias,
@@ -77,8 +68,5 @@ def read(fields: Fields) -> QwenConfig:
         head_norms=qwen3,
         intermediate_size=fields.need("intermediate_size"),
         moe_layers=frozenset(i for i in layers if experts and i not in dense and (i + 1) % interval == 0),
-        num_experts=experts,
-        moe_intermediate_size=fields.need("moe_intermediate_size") if moe else 0,
-        shared_expert_size=fields.need("shared_expert_intermediate_size") if moe and not qwen3 else 0,
-        routing=routing.among(experts) if experts else routing,
+        moe=moe,
     )

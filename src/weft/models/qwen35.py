@@ -8,10 +8,10 @@ from typing import ClassVar
 from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.deltanet import DeltaHeads, GatedDeltaNet
-from weft.models.expert_sources import ExpertLayout, ExpertStorage
+from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder, Layer
 from weft.models.model_config import Fields, ModelError, common_fields, rope_of
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -19,7 +19,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 @dataclass(frozen=True)
 class Qwen35Config(DecoderConfig):
-    """Widths in elements. kinds: of each layer. heads: of full attention; delta: of linear attention."""
+    """kinds: of each layer. heads: of full attention; delta: of linear attention; moe: of every layer."""
 
     norms_less_one: ClassVar[bool] = True
     prefix: ClassVar[str] = "model.language_model"
@@ -27,15 +27,7 @@ class Qwen35Config(DecoderConfig):
     kinds: tuple[str, ...]
     heads: Heads
     delta: DeltaHeads
-    num_experts: int
-    moe_intermediate_size: int
-    shared_size: int
-    routing: Routing
-
-    @property
-    def expert_layout(self) -> ExpertLayout:
-        """As the two releases have them."""
-        return "fused" if self.storage.float8_block is None else "per_expert"
+    moe: MoEConfig
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
         mixer: Layer
@@ -43,17 +35,7 @@ class Qwen35Config(DecoderConfig):
             mixer = Attention(b, f"{path}.self_attn", self.hidden_size, self.heads)
         else:
             mixer = GatedDeltaNet(b, f"{path}.linear_attn", self.hidden_size, self.delta, self.rms_norm_eps)
-        mlp = SparseMoE(
-            b,
-            f"{path}.mlp",
-            self.hidden_size,
-            experts=self.num_experts,
-            inner=self.moe_intermediate_size,
-            routing=self.routing,
-            shared=self.shared_size,
-            stored=ExpertStorage(layout=self.expert_layout),
-        )
-        return DecoderLayer(b, path, self, mixer, mlp)
+        return DecoderLayer(b, path, self, mixer, SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe))
 
 
 def read(whole: Fields) -> Qwen35Config:
@@ -71,8 +53,10 @@ def read(whole: Fields) -> Qwen35Config:
     return config
 
 
-def read_text(fields: Fields, kind: type[Qwen35Config], by_key_head: bool = False) -> Qwen35Config:
-    """Reads the fields of the text's part. by_key_head: as `DeltaHeads`. Raises ModelError."""
+def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False) -> Qwen35Config:
+    """Reads the fields of the text's part. qwen3_next: checkpoints have DeltaNet's projections by key heads, and each
+    expert by itself. Raises ModelError.
+    """
     fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # draft layers, which are not run
     fields.get("intermediate_size")  # of layers without experts, of which there are none
     fields.only("tie_word_embeddings", False)
@@ -94,7 +78,8 @@ def read_text(fields: Fields, kind: type[Qwen35Config], by_key_head: bool = Fals
     common = common_fields(
         fields, dim, rope=rope_of(parameters, int(dim * part), fields.need("max_position_embeddings"))
     )
-    bias, experts = fields.get("attention_bias", False), fields.size("num_experts")
+    bias = fields.get("attention_bias", False)
+    fused = not qwen3_next and common["storage"].float8_block is None
     return kind(
         **common,
         kinds=kinds,
@@ -113,10 +98,13 @@ def read_text(fields: Fields, kind: type[Qwen35Config], by_key_head: bool = Fals
             fields.need("linear_key_head_dim"),
             fields.need("linear_value_head_dim"),
             fields.need("linear_conv_kernel_dim"),
-            by_key_head,
+            by_key_head=qwen3_next,
         ),
-        num_experts=experts,
-        moe_intermediate_size=fields.need("moe_intermediate_size"),
-        shared_size=fields.need("shared_expert_intermediate_size"),
-        routing=Routing(fields.size("num_experts_per_tok"), renormalise=True).among(experts),
+        moe=MoEConfig(
+            fields.size("num_experts"),
+            fields.need("moe_intermediate_size"),
+            Routing(fields.size("num_experts_per_tok"), renormalise=True),
+            shared=fields.need("shared_expert_intermediate_size"),
+            stored=ExpertStorage(layout="fused" if fused else "per_expert"),
+        ),
     )

@@ -40,8 +40,8 @@ class Routing:
     wide: bool = False
     offset: bool = False
 
-    def among(self, experts: int) -> Routing:
-        """This routing, of so many experts. Raises ModelError where k of them cannot be chosen by it."""
+    def check(self, experts: int) -> None:
+        """Raises ModelError where k of so many experts cannot be chosen by it."""
         if experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ModelError(
                 f"topk_group={self.top_groups} of n_group={self.groups} cannot be chosen: {experts} experts need equal "
@@ -54,7 +54,6 @@ class Routing:
             raise ModelError(
                 f"num_experts_per_tok={self.k} cannot be chosen: a token may go to 1 … {self.top_groups * size} experts"
             )
-        return self
 
 
 class Router(Linear):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from weft.models.attention import Attention, HeadNorms, Heads
@@ -12,7 +12,7 @@ from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
 from weft.models.model_config import Fields, ModelError, common_fields, rope_of
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.rotary import Rope
 from weft.models.routing import Routing
 
@@ -22,10 +22,8 @@ EXPERT_STORAGE = ExpertStorage("moe.gate", "moe.router_bias", "moe", "stacked", 
 
 @dataclass(frozen=True)
 class StepConfig(DecoderConfig):
-    """Widths in elements. heads: of each layer. rope_of_layer: which of `ropes` rotates it.
-
-    limits, shared_limits: of the gated products of each layer's routed experts, and of its shared expert or MLP
-    (`weft.kernels.torch_reference.gated`).
+    """Widths in elements. heads, moe: of each layer. rope_of_layer: which of `ropes` rotates it. moe_layers: those with
+    experts; the others have an MLP instead, limited as a shared expert would be.
     """
 
     norms_less_one: ClassVar[bool] = True
@@ -35,12 +33,7 @@ class StepConfig(DecoderConfig):
     rope_of_layer: tuple[int, ...]
     intermediate_size: int
     moe_layers: frozenset[int]
-    num_experts: int
-    moe_intermediate_size: int
-    shared_size: int
-    routing: Routing
-    limits: tuple[float | None, ...]
-    shared_limits: tuple[float | None, ...]
+    moe: tuple[MoEConfig, ...]
 
     @property
     def ropes_of_layers(self) -> Sequence[Rope]:
@@ -48,22 +41,11 @@ class StepConfig(DecoderConfig):
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
         mlp: FeedForward
+        moe = self.moe[index]
         if index in self.moe_layers:
-            mlp = SparseMoE(
-                b,
-                path,
-                self.hidden_size,
-                experts=self.num_experts,
-                inner=self.moe_intermediate_size,
-                routing=self.routing,
-                shared=self.shared_size,
-                shared_gate=False,
-                stored=EXPERT_STORAGE,
-                limit=self.limits[index],
-                shared_limit=self.shared_limits[index],
-            )
+            mlp = SparseMoE(b, path, self.hidden_size, moe)
         else:
-            mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size, self.shared_limits[index])
+            mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size, moe.shared_limit)
         attention = Attention(b, f"{path}.self_attn", self.hidden_size, self.heads[index])
         return DecoderLayer(b, path, self, attention, mlp, self.rope_of_layer[index])
 
@@ -117,6 +99,22 @@ def read(fields: Fields) -> StepConfig:
     queries = (_written_sliding_heads if written else _published_sliding_heads)(fields, common, kinds)
     window = fields.size("sliding_window") if SLIDING in kinds else fields.get("sliding_window")
     heads = {FULL: _heads(common, common["num_heads"], None), SLIDING: _heads(common, queries, window)}
+    limits, shared_limits = (_limits(fields, f"swiglu_limits{of}", layers) for of in ("", "_shared"))
+    moe = MoEConfig(
+        experts,
+        fields.need("moe_intermediate_size"),
+        Routing(
+            chosen,
+            score="sigmoid",
+            bias=True,
+            renormalise=True,
+            scale=fields.get("moe_router_scaling_factor", 1.0),
+            wide=True,
+        ),
+        shared=fields.need("share_expert_dim"),
+        shared_gate=False,
+        stored=EXPERT_STORAGE,
+    )
     return StepConfig(
         **common,
         heads=tuple(heads[kind] for kind in kinds),
@@ -124,19 +122,7 @@ def read(fields: Fields) -> StepConfig:
         rope_of_layer=tuple(rotated_kinds.index(kind) for kind in kinds),
         intermediate_size=fields.need("intermediate_size"),
         moe_layers=_written_moe_layers(fields, layers) if written else _published_moe_layers(fields, layers),
-        num_experts=experts,
-        moe_intermediate_size=fields.need("moe_intermediate_size"),
-        shared_size=fields.need("share_expert_dim"),
-        routing=Routing(
-            chosen,
-            score="sigmoid",
-            bias=True,
-            renormalise=True,
-            scale=fields.get("moe_router_scaling_factor", 1.0),
-            wide=True,
-        ).among(experts),
-        limits=_limits(fields, "swiglu_limits", layers),
-        shared_limits=_limits(fields, "swiglu_limits_shared", layers),
+        moe=tuple(replace(moe, limit=limits[i], shared_limit=shared_limits[i]) for i in layers),
     )
 
 

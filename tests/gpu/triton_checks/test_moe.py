@@ -18,7 +18,7 @@ from weft.kernels.triton import fused_experts
 from weft.kernels.triton import route as kernels
 from weft.kernels.triton.experts_tiles import ExpertsTile
 from weft.models.layers import Builder
-from weft.models.moe import SparseMoE
+from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Router, Routing
 from weft.place.spec import Mesh, Placement, PlacementError, Rows
 
@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
 def test_a_block_of_experts_is_that_of_a_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Router, routed experts and a shared one behind a gate, as models call them on GPUs."""
     b = Builder(mesh := Mesh(), 0, torch.float32, torch.device("cpu"))
-    block = SparseMoE(b, "mlp", 32, experts=15, inner=16, routing=RULES["sigmoid"], shared=24)
+    block = SparseMoE(b, "mlp", 32, MoEConfig(15, 16, RULES["sigmoid"], shared=24))
     torch.manual_seed(1)
     for weight in block.parameters():
         torch.nn.init.normal_(weight, std=0.3)
@@ -264,7 +264,7 @@ def test_a_block_of_experts_is_that_of_a_cpu(device: torch.device, monkeypatch: 
 def test_what_a_router_chose_before_rows_travelled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives the same bits as choosing where the rows arrive. What lies behind the live rows is anything."""
     b = Builder(mesh := Mesh(), 0, torch.float32, torch.device("cpu"))
-    block = SparseMoE(b, "mlp", 32, experts=15, inner=16, routing=RULES["sigmoid"]).to(device)
+    block = SparseMoE(b, "mlp", 32, MoEConfig(15, 16, RULES["sigmoid"])).to(device)
     torch.manual_seed(1)
     for weight in block.parameters():
         torch.nn.init.normal_(weight, std=0.3)

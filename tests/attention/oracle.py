@@ -59,7 +59,7 @@ def make_case(
         keys.append(3 * normal(context + rows, kv_heads, dim))
         values.append(keys[-1][..., : spec.value_width] if latent else normal(context + rows, kv_heads, dim))
         at = torch.arange(0 if cache.window is None else max(0, context - cache.window + 1), context)
-        slots = torch.tensor(pages)[at // page] * page + at % page
+        slots = torch.tensor(pages, dtype=torch.int64)[at // page] * page + at % page
         cache.write(1, slots, keys[-1][at], None if latent else values[-1][at])
         seqs.append(SeqRows(rows, context, [pages], True))
     total = sum(rows for rows, _ in spans)

@@ -16,12 +16,14 @@ from weft.attention.forward_batch import PageTables
 from weft.attention.sdpa import SDPA
 from weft.comm.reference import ReferenceTransport
 from weft.comm.settler import Settler
-from weft.comm.transport import offer_of
+from weft.comm.transport import Epilogue, LiveSizes, Ranks, Sizes, finish, offer_of
+from weft.comm.transport_registry import REFERENCE
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.kv.cache import KVCache
 from weft.kv.cache_spec import Latent
 from weft.place.cost import costs
+from weft.place.exchange import Exchange, input_rows, result_rows
 from weft.place.recipes import Merge, Prompt
 from weft.place.settlements import Settlements
 from weft.place.spec import Mesh
@@ -38,10 +40,13 @@ def run_interleaved(
     max_bytes: int | None = None,
     prefill: Literal["gather", "merge"] = "gather",
     tolerance: float = 1e-5,
+    live: bool = False,
+    gathered: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """Runs a step of a case whose pages hold `interleave.span` tokens on every rank, with its heads and tokens alone.
 
-    max_bytes: of a call of the transport. AssertionError where a rank's rows or cache are not as defined. Gives each
+    max_bytes: of a call of the transport. live: the transport takes row counts from device memory. gathered: each rank
+    has the queries of all. AssertionError where a rank's rows or cache are not as defined. Gives each
     rank's output and lse.
     """
     mesh, tables = Mesh(1, interleave.ranks, 1, interleave.ranks, interleave.ranks), case.batch.tables[0]
@@ -49,6 +54,8 @@ def run_interleaved(
     each = case.q.shape[1] // interleave.ranks
 
     def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
+        if live:
+            transport = LiveReference(transport)
         found = offer_of(transport, mesh, costs("cpu").of("reference", interleave.ranks))
         settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], {Merge: recipe, Prompt: prefill})
         settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
@@ -60,17 +67,42 @@ def run_interleaved(
         plan = backend.plan(case.batch, tables)
         v = None if isinstance(case.cache.spec, Latent) else case.v
         backend.store(plan, 1, case.k, v)
-        out, lse = backend.attend(plan, 1, case.q[:, own], case.scale, True, None, False)
+        q = case.q if gathered else case.q[:, own]
+        out, lse = backend.attend(plan, 1, q, case.scale, True, None, gathered)
         assert lse is not None
-        again, none = backend.attend(plan, 1, case.q[:, own], case.scale, False, None, False)
-        assert none is None and torch.equal(again, out), "the same step twice has the same bits"
+        again, none = backend.attend(plan, 1, q, case.scale, False, None, gathered)
         rows = check_rows(case, spans, out, lse, own, tolerance)
+        read = slice(rows if case.batch.starts is not None and case.batch.spans is None else None)
+        assert none is None and torch.equal(again[read], out[read]), "the same step twice has the same bits"
         slots = interleave.slots(tables.slots, transport.rank)
         mine, new = slots[:rows] >= 0, slots[slots >= 0].long()
         check_stored(cache, case, spans, new, mine, before)
         return out, lse
 
     return run_world(interleave.ranks, rank_main)
+
+
+class LiveReference(ReferenceTransport):
+    """Another rank's end that takes row counts from device memory. What lies behind the live rows is NaN."""
+
+    entry = replace(REFERENCE, takes_live_sizes=True)
+
+    def __init__(self, transport: ReferenceTransport):
+        super().__init__(transport._world, transport.rank)
+
+    def exchange(
+        self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
+    ) -> Tensor:
+        if not isinstance(sizes, LiveSizes):
+            return super().exchange(x, exchange, group, sizes, epilogue)
+        live = tuple(sizes.live.tolist())
+        assert all(0 <= n <= most for n, most in zip(live, sizes.capacity, strict=True))
+        place = group.index(self.rank)
+        found = super().exchange(x[: input_rows(exchange, live, place)], exchange, group, live)
+        nothing = float("nan") if x.is_floating_point() else 77
+        whole = x.new_full((result_rows(exchange, sizes.capacity, place), x.shape[1]), nothing)
+        whole[: len(found)] = found
+        return finish(whole, epilogue) if epilogue else whole
 
 
 def local_cache(case: Case, interleave: Interleave, place: int) -> KVCache:

@@ -20,9 +20,14 @@ from gpu import definitions
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
+from weft.attention.caches import Caches
 from weft.attention.forward_batch import PageTables, StateSlots
+from weft.attention.sdpa import SDPA
 from weft.comm.reference import ReferenceWorld
+from weft.comm.settler import Settler
 from weft.comm.step_rows import PaddedRows
+from weft.dcp.group import context_group
+from weft.dcp.interleave import Interleave
 from weft.engine.config import EngineConfig
 from weft.engine.messages import Chunk, Entry, GroupRows, Join, Result, Sampling, Step
 from weft.engine.request import SamplingParams, Sequence
@@ -31,9 +36,11 @@ from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.worker import Worker
-from weft.kv.cache_spec import PagedKV, Recurrent, Rule, Window
+from weft.kv.cache_spec import CacheGroup, PagedKV, Recurrent, Rule, Spec, Window, rule
 from weft.kv.tokens import token_array, token_bytes
 from weft.place.cost import costs
+from weft.place.recipes import Prompt
+from weft.place.settlements import Settlements
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
 
@@ -62,8 +69,23 @@ def test_a_graph_is_never_much_larger_than_its_step() -> None:
 
 def test_which_prompts_are_captured() -> None:
     paged, window, state = PagedKV(1, 8), Window(8, 1, 8), Recurrent(((2, 2),))
-    assert captures_prompts([paged, window, replace(state, by_starts=True)], Mesh(2, 2, 4, 1))
-    assert not captures_prompts([paged, state], Mesh()) and not captures_prompts([paged], Mesh(1, 2, 2, 1, dcp=2))
+
+    class Captured(SDPA):
+        captures_prompts = True
+
+    def caches(*specs: Spec, backend: type[SDPA] = SDPA, dcp: int = 1) -> Caches:
+        mesh = Mesh(1, dcp, 1, dcp, dcp)
+        group = context_group(Interleave(dcp, 4, 4), Settler(mesh, 0, {}, Settlements(mesh, [])))
+        groups = [CacheGroup(r, 1) for r in dict.fromkeys(map(rule, specs))]
+        layers = {str(i): spec for i, spec in enumerate(specs)}
+        return Caches(layers, groups, 4 * dcp, torch.float32, "cpu", backend, group)
+
+    assert captures_prompts(caches(paged, window, replace(state, by_starts=True)), {})
+    assert not captures_prompts(caches(paged, state), {})
+    sharded = caches(paged, window, backend=Captured, dcp=2)
+    assert captures_prompts(sharded, {Prompt: "auto"}) and captures_prompts(sharded, {Prompt: "merge"})
+    assert not captures_prompts(sharded, {Prompt: "gather"}), "as many tokens as a step may see"
+    assert not captures_prompts(caches(paged, dcp=2), {}), "a backend that cannot"
 
 
 class Ranks:

@@ -31,6 +31,7 @@ from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import (  # noqa: E402
     copied_prompts,
     copy_pages,
+    copy_rows,
     decode_attention,
     delta_chunks,
     dense,
@@ -275,6 +276,12 @@ def attend_to_copies(heads: int, kv_heads: int, dim: int) -> None:
     prefill_attention.prefill_attention(q, keys, values, page_table, starts, limits, 16, 0.1, out, bases=bases)
 
 
+def reorder(width: int, dtype: torch.dtype) -> None:
+    """Gathered tokens, in the order of their sequences."""
+    rows, index = empty(65536, width, dtype=dtype), empty(65536, dtype=INT)
+    copy_rows.copy_rows(rows, index, empty(1, dtype=INT), empty(65536, width, dtype=dtype))
+
+
 def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = None) -> torch.Tensor | SplitKPartials:
     """A product that comes in parts, where it does."""
     x, weight = empty(rows, width), empty(outputs, width)
@@ -497,6 +504,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "gated delta rule, prompts": (lambda: delta(4096, 32, 16, 8), ("HGMMA", "LDGSTS")),
     "embedding and angles": (lambda: begin_layers(64), ()),
     "merge": (lambda: merge_shards(8, 128, 512), ()),
+    "latents in another order": (lambda: reorder(576, torch.bfloat16), ()),
+    "bytes in another order": (lambda: reorder(144, torch.uint8), ()),
     "dispatch": (lambda: dispatch_rows(64, 8, 7168), ()),
     "dispatch, many rows": (lambda: dispatch_rows(4096, 2, 2048), ()),
     "ends of a step": (lambda: ends(64), ()),

@@ -6,15 +6,17 @@ sequences either the tokens are gathered, or outputs are merged, too (`weft.plac
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
+from weft.attention.expansion import MAX_TOKENS
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA, Plan, Prompt
 from weft.dcp.group import ContextGroup
@@ -22,8 +24,11 @@ from weft.kernels.float8 import FLOAT8, Fp8Vectors, Stored
 from weft.kernels.split_k import SplitKPartials
 from weft.kv.cache import KVCache, token_bytes
 from weft.kv.cache_spec import Latent, PagedKV, Window
-from weft.place.recipes import UNIT_BYTES, Merge
+from weft.place.recipes import QUERIES, TOKENS, UNIT_BYTES, Gather, Merge
 from weft.place.recipes import Prompt as PromptValue
+
+if TYPE_CHECKING:
+    from weft.attention.captured_prompts import CapturedPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +42,17 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ShardedPlan:
-    """The shared values of a step's layers. here: the plan over the tokens of this rank, without prompts. form: how
-    prompts attend, chosen by the first layer, since it knows the width of queries: a plan over the tokens of this rank,
-    or `Gathered`.
+    """The shared values of a step's layers. here: the plan over the tokens of this rank, without prompts. captured: the
+    host does not know the prompts, as in a CUDA graph. form: how prompts attend, chosen by the first layer, since it
+    knows the width of queries: a plan over the tokens of this rank, or `Gathered`; where captured, the device chooses.
     """
 
     batch: Batch
     pages: Tensor
     prompts: tuple[Prompt, ...]
     here: Plan
-    form: list[Plan | Gathered] = field(default_factory=list)
+    captured: bool = False
+    form: list[Plan | Gathered | CapturedPrompts] = field(default_factory=list)
 
 
 class ContextParallel:
@@ -62,7 +68,11 @@ class ContextParallel:
 
     def plan(self, batch: Batch, tables: PageTables) -> ShardedPlan:
         """See `Backend.plan`."""
-        group, split = self._group, self.local.split(batch)
+        group = self._group
+        if self.local.captures_prompts and batch.starts is not None and batch.spans is None:
+            stored = self.local.storable(group.slots(tables.slots))
+            return ShardedPlan(batch, tables.pages, (), Plan(stored, slice(len(batch.lengths)), None), captured=True)
+        split = self.local.split(batch)
         if split.longest is not None:
             split = replace(split, longest=group.interleave.max_length(split.longest))
         here = PageTables(tables.pages, group.slots(tables.slots))
@@ -100,6 +110,8 @@ class ContextParallel:
         more = lse, absorbed, gathered
         if here.rows is None:
             return self._merge(partial(local.decode, here.decode, layer), q, scale, *more)
+        if plan.captured:
+            return self._captured(plan, q, absorbed, gathered).attend(layer, q, scale, *more)
         form = self._form_of_prompts(plan, q, absorbed, gathered)
         if isinstance(form, Plan):
 
@@ -141,19 +153,15 @@ class ContextParallel:
         self, plan: ShardedPlan, q: Tensor, absorbed: Absorbed | None, gathered: bool
     ) -> Plan | Gathered:
         """How the step's prompts attend, and the data for it. All ranks of the group choose the same."""
-        if plan.form:
-            return plan.form[0]
+        form = plan.form[0] if plan.form else None
+        if isinstance(form, Plan | Gathered):
+            return form
         group, local = self._group, self.local
-        heads = q.shape[1] * (1 if gathered else group.interleave.ranks)
-        dim = self.cache.values.shape[-1] if absorbed is None else absorbed.values.shape[1]
-        assert not isinstance(self.cache.spec, Window), "its tokens are not sharded"
-        token = gathered_bytes(self.cache.spec, self.cache.keys.dtype)
         lengths = [prompt.context + prompt.rows for prompt in plan.prompts]
-        merge = Merge(heads, dim, q.element_size())
-        what = PromptValue(sum(map(group.interleave.max_length, lengths)), token, 0 if gathered else q[0].nbytes, merge)
-        if group.prefill(what, len(q)) == "merge":
+        seen = sum(map(group.interleave.max_length, lengths))
+        if group.prefill(self._seen(seen, q, absorbed, gathered), len(q)) == "merge":
             prompts = local.plan_prompts(plan.batch, plan.pages, plan.prompts, group.lengths)
-            plan.form.append(replace(plan.here, prompts=prompts))
+            form = replace(plan.here, prompts=prompts)
         else:
             sizes, where = group.interleave.gathered(lengths, plan.pages.device)
             slots = [
@@ -161,25 +169,71 @@ class ContextParallel:
                 for prompt, length in zip(plan.prompts, lengths, strict=True)
             ]
             prompts = local.plan_prompts(plan.batch, plan.pages, plan.prompts, gathered=where)
-            plan.form.append(Gathered(torch.cat(slots), sizes, prompts))
-        return plan.form[0]
+            form = Gathered(torch.cat(slots), sizes, prompts)
+        plan.form.append(form)
+        return form
+
+    def _captured(self, plan: ShardedPlan, q: Tensor, absorbed: Absorbed | None, gathered: bool) -> CapturedPrompts:
+        """How the prompts of a captured step attend: for any that fit its tensors, and alike on all ranks."""
+        from weft.attention.captured_prompts import CapturedPrompts  # a CPU need not have Triton
+
+        form = plan.form[0] if plan.form else None
+        if isinstance(form, CapturedPrompts):
+            return form
+        group, rows = self._group, len(q)
+        # As many tokens as one call takes, and as the plan gathers for a step of so many rows.
+        most = min(plan.pages.numel() * self.cache.page_size, MAX_TOKENS // group.interleave.ranks)
+        what = self._seen(most, q, absorbed, gathered)
+        most = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), most)
+
+        def merges(seen: int) -> bool:
+            return group.prefill(replace(what, seen=seen), rows) == "merge"
+
+        limit = bisect.bisect_left(range(1, most + 1), True, key=merges)
+        calls = 0 if gathered else group.rows_of_call(Gather(QUERIES, what.query_bytes, relaid=True, live=True), rows)
+        form = CapturedPrompts(self.local, group, plan.batch, plan.pages, plan.here.stored, limit, calls)
+        plan.form.append(form)
+        return form
+
+    def _seen(self, seen: int, q: Tensor, absorbed: Absorbed | None, gathered: bool) -> PromptValue:
+        """What prompts see, of so many tokens on a rank, to rows with such queries."""
+        heads = q.shape[1] * (1 if gathered else self._group.interleave.ranks)
+        dim = self.cache.values.shape[-1] if absorbed is None else absorbed.values.shape[1]
+        assert not isinstance(self.cache.spec, Window), "its tokens are not sharded"
+        token = gathered_bytes(self.cache.spec, self.cache.keys.dtype)
+        return PromptValue(seen, token, 0 if gathered else q[0].nbytes, Merge(heads, dim, q.element_size()))
 
     def _tokens(self, form: Gathered, layer: int) -> tuple[Stored, Stored]:
         """The keys and values of prompts' tokens on all ranks."""
-        cache, (heads, dim) = self.cache, self.cache.keys.shape[2:]
-        here = [kept[layer].index_select(0, form.slots).flatten(1) for kept in cache.tensors]
-        widths = [x.shape[1] for x in here]
-        if cache.exponents is not None:
-            here = [x.view(torch.uint8) for x in here]
-            here.append(here[0].new_empty(len(form.slots), -sum(widths) % UNIT_BYTES))
+        here = [x.index_select(0, form.slots) for x in rows_of(self.cache, layer)]
+        padding = row_widths(self.cache)[len(here) :]
+        here += [here[0].new_empty(len(form.slots), width) for width in padding]
         rows = self._group.tokens(here[0] if len(here) == 1 else torch.cat(here, dim=1), form.sizes)
-        parts = rows[:, : sum(widths)].split(widths, dim=1)
-        latent = isinstance(cache.spec, Latent)
-        vectors = [x.view(cache.keys.dtype).unflatten(1, (heads, dim)) for x in parts[: 2 - latent]]
-        keys, values = vectors[0], vectors[-1][..., : cache.values.shape[-1]]
-        if cache.exponents is None:
-            return keys, values
-        return Fp8Vectors(keys, parts[2 - latent].view(torch.int8)), Fp8Vectors(values, parts[-1].view(torch.int8))
+        return vectors_of(self.cache, rows)
+
+
+def rows_of(cache: KVCache, layer: int) -> list[Tensor]:
+    """What a layer's cache holds of each slot, as rows of one dtype, `[slots, width]` each."""
+    rows = [kept[layer].flatten(1) for kept in cache.tensors]
+    return rows if cache.exponents is None else [x.view(torch.uint8) for x in rows]
+
+
+def row_widths(cache: KVCache) -> list[int]:
+    """Elements of each of `rows_of`, and in FP8 of what makes a gathered token whole units of 16 bytes."""
+    widths = [x[0].flatten(1).shape[1] for x in cache.tensors]
+    return widths if cache.exponents is None else [*widths, -sum(widths) % UNIT_BYTES]
+
+
+def vectors_of(cache: KVCache, rows: Tensor) -> tuple[Stored, Stored]:
+    """The keys and values of gathered tokens, whose rows have `row_widths` side by side."""
+    (heads, dim), latent = cache.keys.shape[2:], isinstance(cache.spec, Latent)
+    parts = rows.split(row_widths(cache), dim=1)
+    vectors = [x.view(cache.keys.dtype).unflatten(1, (heads, dim)) for x in parts[: 2 - latent]]
+    keys, values = vectors[0], vectors[-1][..., : cache.values.shape[-1]]
+    if cache.exponents is None:
+        return keys, values
+    exponents = [x.view(torch.int8) for x in parts[2 - latent : len(cache.tensors)]]
+    return Fp8Vectors(keys, exponents[0]), Fp8Vectors(values, exponents[-1])
 
 
 def gathered_bytes(spec: PagedKV | Latent, dtype: torch.dtype) -> int:

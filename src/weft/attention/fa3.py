@@ -103,6 +103,8 @@ class FlashAttention3(PagedTriton):
     depends on its neighbours, and so may its last bits.
     """
 
+    captures_prompts = False  # graphs merge some, which the table refuses
+
     def __init__(self, cache: KVCache):
         super().__init__(cache)
         self.copies = False

@@ -44,8 +44,10 @@ def _all(tokens: Any) -> Any:
 
 class PagedTriton(SDPA):
     """A `weft.attention.backend.Backend` on a GPU. CUDA graphs may capture it with one row of each sequence, and with
-    prompts, too, where tokens are not sharded.
+    prompts, too.
     """
+
+    captures_prompts = True
 
     def __init__(self, cache: KVCache):
         super().__init__(cache)

@@ -65,9 +65,10 @@ class SDPA:
     override the plan and the attention of either.
 
     copies: whether prompts attend to copies of their tokens, of MAX_ELEMENTS elements in a step at the most.
+    captures_prompts: whether CUDA graphs may have prompts with tokens that are sharded over dcp.
     """
 
-    copies = False
+    copies = captures_prompts = False
 
     def __init__(self, cache: KVCache):
         self.cache = cache

@@ -40,7 +40,9 @@ class Settling(Protocol):
     mesh: Mesh
     rank: int
 
-    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor: ...
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor: ...
+
+    def rows_of_call(self, what: Gather, group: str, rows: int) -> int: ...
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
 
@@ -115,18 +117,20 @@ class Settler:
         """
         return self.settlements.cheapest(what, group, rows).recipe.name
 
-    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
         """All ranks' rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
 
-        sizes: rows of each rank. Raises CommError, and LayoutError where no transport takes one row of each rank.
+        sizes: rows of each rank; LiveSizes: for what is `live`, of up to `rows_of_call` rows. Raises CommError, and
+        LayoutError where no transport takes one row of each rank.
         """
+        calls, sizes = sizes, sizes.capacity if isinstance(sizes, LiveSizes) else sizes
         if not sum(sizes):
             return x
         plan, ranks = self._plan(what, group, max(sizes)), self.mesh.peers(group, self.rank)
         transport, kind = self._transports[plan.transport], exchange.all_gatherv(len(ranks))
         with self._counted(plan, (sum(sizes) - min(sizes)) * x.shape[1] * x.element_size(), x):
-            if plan.each >= max(sizes):
-                return in_a_range(transport, x, kind, ranks, sizes)
+            if plan.each >= max(sizes) or calls is not sizes:
+                return in_a_range(transport, x, kind, ranks, calls)
             out = x.new_empty(sum(sizes), x.shape[1])
             into = out.split(list(sizes))
             for begin in range(0, max(sizes), plan.each):
@@ -135,6 +139,11 @@ class Settler:
                 for run, rank_rows in zip(came.split(list(part)), into, strict=True):
                     rank_rows[begin : begin + len(run)] = run
         return out
+
+    def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
+        """How many of so many rows of each rank a call of the plan for them takes; 0 where no transport takes them."""
+        found = self.settlements.find(what, group, rows)
+        return 0 if found is None else min(found.each, rows)
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Attention over the ranks' shards of the keys, merged: this rank's heads, complete, `[T, H/n, D]` and
@@ -181,7 +190,8 @@ class Settler:
 def _covers(planned: Value, what: Value) -> bool:
     """Whether the plan of a value serves this one: a rank may have fewer rows that travel as one than planned."""
     if isinstance(planned, Gather) and isinstance(what, Gather):
-        return (planned.what, planned.relaid) == (what.what, what.relaid) and planned.row_bytes >= what.row_bytes
+        alike = (planned.what, planned.relaid, planned.live) == (what.what, what.relaid, what.live)
+        return alike and planned.row_bytes >= what.row_bytes
     return planned == what
 
 
@@ -192,9 +202,12 @@ class TraceSettler:
         self.mesh, self.rank = mesh, 0
         self.found: list[Settlement] = []
 
-    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes) -> Tensor:
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
         self._note(what, group)
         return x
+
+    def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
+        return rows
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self._note(Merge(out.shape[1], out.shape[2], out.element_size()), group)
@@ -220,7 +233,7 @@ def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
     return x.new_empty(tokens, heads // len(group), *rest)
 
 
-def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes) -> Tensor:
+def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes) -> Tensor:
     """`Transport.exchange`, as a range in torch's profiler that names the collective."""
     with record_function(f"{COLLECTIVE}{exchange.kind}"):
         return transport.exchange(x, exchange, group, sizes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.comm.settler import Settling
+from weft.comm.transport import LiveSizes
 from weft.dcp.interleave import Interleave
 from weft.place.recipes import QUERIES, TOKENS, Gather, Prompt
 
@@ -44,6 +45,18 @@ class ContextGroup:
     def tokens(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Cached tokens of all ranks `[sum(sizes), width]`, in rank order; rows: this rank's."""
         return self.settle.gather(Gather(TOKENS, rows.shape[1] * rows.element_size()), "dcp", rows, sizes)
+
+    def rows_of_call(self, what: Gather, rows: int) -> int:
+        """How many of so many rows of each rank a call takes; 0 where no transport has what they need."""
+        return self.settle.rows_of_call(what, "dcp", rows)
+
+    def gather_live(self, what: Gather, rows: Tensor, live: Tensor) -> Tensor:
+        """All ranks' rows, rank after rank, of which only the device knows how many there are.
+
+        rows: this rank's `[N, width]`, at most as many as `rows_of_call` says. live: int32 `[ranks]`, those of each
+        rank. Returns `[ranks · N, width]`.
+        """
+        return self.settle.gather(what, "dcp", rows, LiveSizes((len(rows),) * self.interleave.ranks, live))
 
     def merge(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's tokens. Returns own heads over all tokens."""

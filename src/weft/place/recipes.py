@@ -36,12 +36,14 @@ LSE_BYTES, UNIT_BYTES = 4, 16
 class Gather:
     """Rows of `row_bytes` bytes of each rank, for all ranks of the group. what: their name in plans.
 
-    relaid: the received rows are copied once more, into another layout.
+    relaid: the received rows are copied once more, into another layout. live: only the device knows how many rows each
+    rank has, so transports must take `LiveSizes`.
     """
 
     what: str
     row_bytes: int
     relaid: bool = False
+    live: bool = False
 
     def bytes(self, rows: int, ranks: int) -> int:
         """Bytes of the largest tensor of a call: all ranks' rows, padded to units of 16 bytes."""

@@ -164,6 +164,7 @@ class Settlements:
 
     def _has(self, offer: Offer, recipe: Recipe, value: Value, ranks: int) -> bool:
         counting = offer.live_sizes or not (recipe.live and self._captured)
+        counting &= offer.live_sizes or not (isinstance(value, Gather) and value.live)
         return counting and offer.kinds.issuperset(recipe.kinds(value, ranks))
 
     def _max_rows(self, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:

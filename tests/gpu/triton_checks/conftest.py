@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,6 +14,20 @@ from gpu.triton_checks.worker import INTERPRETED
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ranks be threads, of which the interpreter takes one at a time."""
+    from triton.runtime import interpreter
+
+    index, launch = threading.Lock(), interpreter.GridExecutor.__call__
+
+    def one_at_a_time(*args: Any, **options: Any) -> None:
+        with index:
+            launch(*args, **options)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", one_at_a_time)
 
 
 @pytest.fixture(params=[0] if INTERPRETED else [0, 1])  # the interpreter takes its time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from attention.oracle import Case, check, make_case, padded, roomy
 from dcp.interleaved import run_interleaved
 from weft.attention import paged_triton
 from weft.attention.backend import Absorbed, LatentSplit
+from weft.attention.captured_prompts import CapturedPrompts
 from weft.attention.expansion import ALIGNMENT, pays
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
@@ -87,35 +87,66 @@ def test_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: t
             check(PagedTriton(case.cache), case, spans)
 
 
-class OneAtATime(PagedTriton):
-    """The ranks are threads here, of which Triton's interpreter takes one at a time."""
-
-    turn = threading.Lock()
-
-    def plan_decode(self, *arguments: Any) -> Any:
-        with self.turn:
-            return super().plan_decode(*arguments)
-
-    def decode(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        with self.turn:
-            return super().decode(*arguments)
-
-    def prompts(self, *arguments: Any) -> None:
-        with self.turn:
-            super().prompts(*arguments)
-
-
+@pytest.mark.usefixtures("ranks")
 @DTYPES
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)
 def test_sharded_tokens(spec: PagedKV | Latent, dtype: torch.dtype, device: torch.device) -> None:
     """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts beside."""
     interleave = Interleave(2, 2, 4)
     case = on(device, padded(make_case(DECODE, seed=4, page=interleave.span, spec=spec, dtype=dtype), 6))
-    run_interleaved(OneAtATime, case, DECODE, interleave)
+    run_interleaved(PagedTriton, case, DECODE, interleave)
     spans = [(1, 12), (6, 2), (1, 0)]
     for prefill in ("gather", "merge"):
         case = on(device, make_case(spans, seed=3, page=interleave.span, spec=spec, dtype=dtype))
-        run_interleaved(OneAtATime, case, spans, interleave, prefill=prefill)
+        run_interleaved(PagedTriton, case, spans, interleave, prefill=prefill)
+
+
+SHARDED: dict[str, tuple[list[tuple[int, int]], tuple[int, int], dict[str, Any], bool]] = {
+    "gathered": ([(1, 12), (1, 0), (6, 2), (9, 0)], (25, 6), {}, True),
+    "too many tokens for a call": ([(5, 113)], (7, 2), dict(max_bytes=1500), False),
+    "queries in two calls": ([(1, 12), (1, 0), (3, 2), (3, 0)], (25, 6), dict(max_bytes=1500), True),
+    "merged": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(prefill="merge"), False),
+    "no counts on the device": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(live=False), False),
+    "queries of all heads": ([(3, 0), (2, 41)], (5, 2), dict(gathered=True), True),
+    "queries of all heads, merged": ([(1, 7), (5, 41)], (6, 2), dict(gathered=True, prefill="merge"), False),
+    "no prompts": ([(1, 7), (1, 2)], (4, 4), {}, False),
+    "an empty group": ([(0, 0)], (4, 4), {}, False),
+}
+"""Steps of up to so many rows and sequences, and whether their prompts gather the tokens that they see."""
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    "ranks_, spec, dtype",
+    [
+        (2, PagedKV(1, 8), torch.float32),
+        pytest.param(2, PagedKV(1, 8), FLOAT8, marks=pytest.mark.nightly),
+        pytest.param(2, Latent(12, 8), torch.float32, marks=pytest.mark.nightly),
+        (2, Latent(12, 8), FLOAT8),
+        pytest.param(4, PagedKV(1, 8), torch.float32, marks=pytest.mark.nightly),
+        pytest.param(4, PagedKV(1, 8), FLOAT8, marks=pytest.mark.nightly),
+        pytest.param(4, Latent(12, 8), torch.float32, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_sharded_tokens_of_prompts_in_graphs(
+    ranks_: int, spec: PagedKV | Latent, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device decides whether prompts gather tokens or are merged; the host knows neither rows nor tokens."""
+    found, attend = list[bool](), CapturedPrompts.attend
+
+    def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
+        found.append(prompts._tokens is not None and bool(prompts._tokens.held.any()))
+        return attend(prompts, *layer)
+
+    monkeypatch.setattr(CapturedPrompts, "attend", watched)
+    interleave = Interleave(ranks_, 2, 4)
+    for name, (spans, capacity, how, gathers) in SHARDED.items():
+        case = make_case(spans, seed=len(name), page=interleave.span, heads=ranks_, spec=spec, dtype=dtype)
+        case = roomy(case, *capacity)
+        found.clear()
+        run_interleaved(PagedTriton, on(device, case), spans, interleave, **dict(prefill="gather", live=True) | how)
+        assert {*found} == {gathers}, name
 
 
 @pytest.mark.parametrize("interleaved, dtype", [(False, torch.float32), (True, torch.float32), (True, FLOAT8)])

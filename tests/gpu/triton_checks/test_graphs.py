@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from support import small_model
-from triton.runtime import interpreter
 
+from dcp.interleaved import LiveReference
 from engine.conftest import byte_model, byte_tokenizer, generate_together, lose_last_tokens
 from engine.test_engine import GREEDY, config, prompts
 from engine.test_families import PLUGIN, small_hybrid
@@ -25,13 +25,16 @@ from engine.test_hybrids import SIZES
 from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
+from weft.attention.backend_registry import TRITON
+from weft.attention.captured_prompts import CapturedPrompts
+from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.step_rows import CapturedRows, EqualRows, PaddedRows
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.engine.worker import graph_inputs as inputs
 from weft.engine.worker import model_runner as runner
-from weft.engine.worker import sampler
+from weft.engine.worker import sampler, worker
 from weft.engine.worker import step_graphs as graphs
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
@@ -41,6 +44,8 @@ from weft.engine.worker.worker import Worker
 from weft.kernels import delta_rule
 from weft.kernels.triton import delta_chunks
 from weft.models import deltanet
+from weft.place.recipes import Prompt
+from weft.place.settlements import Settlements
 from weft.place.spec import Mesh
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="stands in for graphs where there are none")
@@ -190,29 +195,50 @@ def test_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path
         engine.check_idle()
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets ranks be threads, of which the interpreter takes one at a time."""
-    index, launch = threading.Lock(), interpreter.GridExecutor.__call__
-
-    def one_at_a_time(*args: Any, **options: Any) -> None:
-        with index:
-            launch(*args, **options)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", one_at_a_time)
-
-
 @pytest.mark.usefixtures("ranks")
-def test_sharded_tokens(captured: list[Shape], tmp_path: Path) -> None:
-    """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own."""
-    small_model("deepseek_v2", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
+@pytest.mark.parametrize(
+    "family, live",
+    [("deepseek_v2", True), pytest.param("deepseek_v2", False, marks=pytest.mark.nightly)]
+    + [pytest.param("qwen3_moe", live, marks=pytest.mark.nightly) for live in (True, False)],
+)
+def test_sharded_tokens(
+    family: str, live: bool, captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own.
+
+    Prompts that see few tokens gather them, others are merged. live: whether transports take counts on the device,
+    without which all are merged.
+    """
+    sizes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=1 + (family == "deepseek_v2"))
+    small_model(family, 2, tmp_path, seed=3, num_key_value_heads=4 if family == "deepseek_v2" else 1, **sizes)
     byte_tokenizer(tmp_path)
+    few = replace(PLAIN, max_tokens=2)
     with Engine(config(tmp_path, cuda_graphs=False)) as engine:
-        expected = [r.token_ids for r in engine.generate(FEW, PLAIN)]
+        expected = [r.token_ids for r in engine.generate(FEW[:3], few)]
     assert not captured
+    gathered, find, attend = list[bool](), Settlements._find, CapturedPrompts.attend
+
+    def few_are_gathered(self: Settlements, value: Any, *step: Any) -> Any:
+        if not isinstance(value, Prompt):
+            return find(self, value, *step)
+        name = "merge" if value.seen > 9 else "gather"
+        return next(plan for plan in self.options(value, *step) if plan.recipe.name == name)
+
+    def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
+        gathered.append(prompts._tokens is not None and bool(prompts._tokens.own))
+        return attend(prompts, *layer)
+
+    def transports(world: ReferenceWorld, make: Any = ReferenceWorld.transports) -> list[ReferenceTransport]:
+        return [LiveReference(t) if live else t for t in make(world)]
+
+    monkeypatch.setattr(Settlements, "_find", few_are_gathered)
+    monkeypatch.setattr(CapturedPrompts, "attend", watched)
+    monkeypatch.setattr(ReferenceWorld, "transports", transports)
+    monkeypatch.setattr(worker, "attention_backend", lambda *_, **__: replace(TRITON, device="any"))
     with Engine(config(tmp_path, attn_tp=2, moe_tp=2, dcp=2, dcp_interleave=2)) as engine:
-        assert [r.token_ids for r in engine.generate(FEW, PLAIN)] == expected
-        assert len(decode_rows_of(captured)) > 1 and not any(shape.prompts for shape in captured)
+        assert [r.token_ids for r in engine.generate(FEW[:3], few)] == expected
+        assert decode_rows_of(captured) and any(shape.prompts for shape in captured)
+        assert {*gathered} == {False, live}
         assert engine.stats().failures == 0
         engine.check_idle()
 

@@ -7,20 +7,23 @@ The last token, length, page tables and state slots of a row are on the device a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from weft.attention.caches import Caches
+from weft.attention.context_parallel import ContextParallel
 from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.device import fill
 from weft.engine.messages import GroupRows
 from weft.engine.worker.device_rows import DeviceRows
-from weft.kv.cache_spec import Recurrent, Rule, Spec
+from weft.kv.cache_spec import Rule
 from weft.kv.tokens import token_array
-from weft.place.spec import Mesh
+from weft.place.recipes import Prompt
+from weft.place.settlements import Recipes
 
 if TYPE_CHECKING:
     from weft.kernels.triton.decode_step import TablePieces
@@ -92,13 +95,17 @@ def prompt_capacities(max_rows: int) -> list[int]:
     return sorted({min(c, max_rows) for c in found})
 
 
-def captures_prompts(specs: Iterable[Spec], mesh: Mesh) -> bool:
-    """Whether steps with prompts have graphs. specs: the caches of the model's layers.
+def captures_prompts(caches: Caches, recipes: Recipes) -> bool:
+    """Whether steps with prompts have graphs. recipes: those asked for.
 
-    They have none where the host loops over the prompts of layers with recurrent states (`Recurrent.by_starts`), nor
-    where tokens are sharded over dcp, as the exchanges depend on the lengths of prompts.
+    They have none where the host loops over the prompts of layers with recurrent states (`Recurrent.by_starts`). Where
+    tokens are sharded over dcp, they have none where all prompts are to gather them, as any number may have to be
+    gathered, nor where the attention backend does not merge prompts.
     """
-    return mesh.dcp == 1 and all(spec.by_starts for spec in specs if isinstance(spec, Recurrent))
+    by_starts = all(states.spec.by_starts for _, states in caches.states)
+    sharded = [backend.local for _, backend in caches.paged if isinstance(backend, ContextParallel)]
+    gathers = recipes.get(Prompt) == "gather"
+    return by_starts and all(local.captures_prompts and not gathers for local in sharded)
 
 
 class DecodeInputs:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.attention.expansion import MAX_ELEMENTS
-from weft.attention.forward_batch import Batch
+from weft.attention.expansion import MAX_ELEMENTS, MAX_TOKENS
+from weft.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.attention.sdpa import SDPA
 from weft.comm.transport import Transport, serves_all
 from weft.engine.config import EngineConfig
 from weft.engine.worker.build_batch import SeqRows, build_batch
-from weft.engine.worker.graph_inputs import captures_prompts, decode_capacities
+from weft.engine.worker.graph_inputs import decode_capacities
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kv.cache import token_bytes
 from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
@@ -153,6 +153,15 @@ def step_of(
     return build_batch([0] * sum(rows), seqs, span, rules, device)
 
 
+def captured_form(batch: Batch, pages: int) -> Batch:
+    """A step with prompts as a CUDA graph has it: the host does not know these, and tables have so many pages."""
+
+    def wide(tables: PageTables | StateSlots) -> PageTables | StateSlots:
+        return replace(tables, pages=tables.pages[:, :1].repeat(1, pages)) if isinstance(tables, PageTables) else tables
+
+    return replace(batch, tables=tuple(map(wide, batch.tables)), spans=None)
+
+
 def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, model: ModelConfig) -> Memory:
     """Runs the largest steps on this rank's GPU. Collective: every rank of the mesh must."""
     steps, span = large_steps(config, model), config.interleave.span
@@ -166,17 +175,19 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     longest = steps[0][0]
     if (context := runner.merges_from(longest) or 0) and context + longest <= max_sequence_tokens(config, model):
         cases.insert(0, ([longest], context))  # with queries and outputs of all heads of a dcp group
-    for rows, context in cases:
-        batch = step_of(rows, [g.rule for g in groups], [g.size for g in groups], span, device, context)
+    batches = [step_of(n, [g.rule for g in groups], [g.size for g in groups], span, device, c) for n, c in cases]
+    if (prompts := runner.captures_prompts) and config.dcp > 1:
+        tokens = min(MAX_TOKENS, config.batch_sequences * max_sequence_tokens(config, model))
+        batches.insert(0, captured_form(batches[-3], -(-tokens // span)))
+    for batch in batches:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        runner.forward(batch, (sum(rows),) * config.attn_dp)
+        runner.forward(batch, (len(batch.tokens),) * config.attn_dp)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # Graphs share one pool, as large as the largest needs: with prompts it also attends as a decode step does. Each
     # decode graph keeps its logits; those with prompts share one place for theirs.
-    prompts = captures_prompts(specs.values(), config.mesh)
     sampled = sum(decode_capacities(config.batch_sequences)) + config.batch_sequences * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
     # Prompts are measured on top of few cached tokens, and more may be expanded or copied.
@@ -184,7 +195,7 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     expands = expands or any(isinstance(backend, SDPA) and backend.copies for _, backend in runner.caches.paged)
     largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * (expands and config.dcp == 1)
     graphs = peaks[-1] + largest * prompts + sampled * logits
-    del runner, batch
+    del runner, batch, batches
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

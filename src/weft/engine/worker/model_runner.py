@@ -136,8 +136,8 @@ class ModelRunner:
         return (*captured, eager)
 
     def capture(self, rows: DeviceRows, max_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures graphs of decode steps for up to as many rows as the table has, and where `captures_prompts` says
-        so, graphs of steps with prompts for up to `max_rows`. Collective; on GPUs only. progress(done, total).
+        """Captures graphs of decode steps for up to as many rows as the table has, and if it `captures_prompts`, graphs
+        of steps with prompts for up to `max_rows`. Collective; on GPUs only. progress(done, total).
         """
         # Plans of graphs hold only what reads counts on the device, where such a transport serves all ranks.
         counting = {name: t for name, t in self.transports.items() if t.takes_live_sizes}
@@ -148,7 +148,7 @@ class ModelRunner:
         chain, choice = self.planner.chain, self.planner.choice
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
         inputs: list[Inputs] = [DecodeInputs(rows, self.rules, self._page_size)]
-        if captures_prompts(cached_layers(self.model).values(), self.mesh):
+        if self.captures_prompts:
             inputs.append(PromptInputs(rows, self.rules, self._page_size, max_rows))
         self._graphs = StepGraphs(
             self.model,
@@ -172,6 +172,11 @@ class ModelRunner:
             for plan in (planner.plan(capacity), planner.naive(capacity)):
                 seconds.setdefault(graph_rows, {}).update(exchange_times(plan, able, full, weight))
         self.stats.graph_planner, self.stats.graph_seconds = planner, seconds
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether steps with prompts have graphs."""
+        return captures_prompts(self.caches, self.planner.settlements.recipes)
 
     def check(self) -> None:
         """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""

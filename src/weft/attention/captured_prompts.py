@@ -1,0 +1,209 @@
+"""Steps with prompts over sharded tokens inside a CUDA graph: what eager steps ask the host is decided on the device.
+
+A graph has both recipes of `weft.place.recipes.Prompt`. Sequences of one row are always merged, and come first. The
+prompts of a step either gather their tokens, or are merged with them: the device compares the tokens that they see with
+the number up to which the plan gathers for as many rows as the graph has. The exchanges of the other recipe carry no
+rows then, and its kernels find none. All ranks of a dcp group know the same lengths, so all decide alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.attention.backend import Absorbed
+from weft.attention.context_parallel import row_widths, rows_of, vectors_of
+from weft.attention.forward_batch import Batch
+from weft.attention.paged_triton import PagedTriton, Prompts
+from weft.attention.sdpa import SDPA, Plan
+from weft.dcp.group import ContextGroup
+from weft.kernels.float8 import Stored
+from weft.kernels.triton.copy_rows import copy_rows
+from weft.kernels.triton.latent_prompts import project_heads
+from weft.place.recipes import QUERIES, TOKENS, Gather
+
+PAGE = 16
+"""Of the gathered tokens: each sequence begins at a multiple of it."""
+
+
+class QueryCall(NamedTuple):
+    """One of the calls that gather queries: of the rows from `begin` to `end`.
+
+    live: int32 `[ranks]`, how many of them each rank sends. heads: int32 `[1]`, how many rows of `order` count. order:
+    int32 `[rows · ranks]`, for each row and rank the place of the rank's heads among those received.
+    """
+
+    begin: int
+    end: int
+    live: Tensor
+    heads: Tensor
+    order: Tensor
+
+
+class GatheredTokens(NamedTuple):
+    """The tokens that prompts gather, on the device; none are live where prompts are merged.
+
+    slots: int32 `[limit]`, of this rank's tokens, one sequence after the other. own: int32 `[1]`, how many of these are
+    live. held: int32 `[ranks]`, the same of each rank. order: int32 `[places]`, the received row of each place; −1:
+    none. places: int32 `[1]`, how many are taken. prompts: the plan over these places. rows: bool `[T]`, the rows that
+    attend so.
+    """
+
+    slots: Tensor
+    own: Tensor
+    held: Tensor
+    order: Tensor
+    places: Tensor
+    prompts: Prompts
+    rows: Tensor
+
+
+class CapturedPrompts:
+    """How all sequences of a captured step attend, for the step's layers.
+
+    local: attention over the tokens of this rank. pages: tables of the sequences. stored: where this rank stores rows.
+    limit: prompts that see more tokens on a rank are merged. query_rows: of a call that gathers queries; 0: no
+    transport reads their number on the device, and each call has as many as the graph.
+    """
+
+    def __init__(
+        self,
+        local: SDPA,
+        group: ContextGroup,
+        batch: Batch,
+        pages: Tensor,
+        stored: Tensor,
+        limit: int,
+        query_rows: int,
+    ):
+        assert isinstance(local, PagedTriton) and batch.starts is not None
+        self._local, self._group, starts, lengths = local, group, batch.starts, batch.lengths
+        counts, live, merged, self._tokens = starts.diff(), starts[-1:], starts, None
+        at = torch.arange(len(batch.tokens), dtype=torch.int32, device=starts.device)
+        if limit:
+            seen = lengths.where(counts > 1, 0).long()
+            held = torch.stack([group.interleave.length(seen, place) for place in range(group.interleave.ranks)])
+            gathers = held.sum(1).amax() <= limit
+            live = torch.where(gathers, (counts == 1).sum(), live).int()
+            seen, held, gathered = seen.where(gathers, 0), held.where(gathers, 0), starts.where(gathers, 0)
+            merged, rows = starts.where(~gathers, 0), (at >= live) & (at < starts[-1])
+            self._tokens = self._gathered(replace(batch, starts=gathered), pages, limit, seen, held, rows)
+        # The first rows are merged: int32 `[1]`, and bool `[T]`.
+        self._live, self._merged = live.contiguous(), at < live
+        decode = local.plan_decode(pages, group.lengths(lengths).where(counts == 1, 0))
+        prompts = local.plan_prompts(replace(batch, starts=merged), pages, (), group.lengths)
+        self._plan = Plan(stored, slice(len(lengths)), decode, prompts)
+        self._queries = self._query_calls(at, query_rows) if query_rows else None
+
+    def _gathered(
+        self, batch: Batch, pages: Tensor, limit: int, seen: Tensor, held: Tensor, rows: Tensor
+    ) -> GatheredTokens:
+        """seen, held: tokens of each sequence that are gathered, int64 `[B]`, and those of each rank, `[ranks, B]`."""
+        interleave, device, page_size = self._group.interleave, pages.device, self._local.cache.page_size
+        (ranks, sequences), mine = held.shape, held[self._group.place]
+        # This rank's tokens, one sequence after the other.
+        until = mine.cumsum(0)
+        token = torch.arange(limit, device=device)
+        sequence = torch.searchsorted(until, token, right=True).clamp(max=sequences - 1)
+        token = (token - (until - mine)[sequence]).clamp(max=pages.shape[1] * page_size - 1)
+        slots = pages[sequence, token // page_size] * page_size + token % page_size
+        # The places of all ranks' tokens in the order of each sequence, and the received rows that they take.
+        aligned = (seen + PAGE - 1) // PAGE * PAGE
+        until = aligned.cumsum(0)
+        bases = until - aligned
+        capacity = limit * ranks + PAGE * min(sequences, len(rows) // 2)  # as a prompt has two rows or more
+        place = torch.arange(-(-capacity // PAGE) * PAGE, device=device)
+        sequence = torch.searchsorted(until, place, right=True).clamp(max=sequences - 1)
+        token = place - bases[sequence]
+        begins = held.flatten().cumsum(0) - held.flatten()
+        row = begins[interleave.owner(token) * sequences + sequence] + interleave.local(token)
+        order = row.where(token < seen[sequence], -1).int()
+        tables = (bases[:, None] // PAGE + torch.arange(len(place) // PAGE, device=device)).int()
+        assert batch.starts is not None
+        prompts = Prompts(tables, batch.starts, (batch.positions + 1).int(), PAGE)
+        live = held.sum(1).int()
+        own = live[self._group.place : self._group.place + 1]
+        return GatheredTokens(slots.int(), own, live, order, until[-1:].int(), prompts, rows)
+
+    def _query_calls(self, at: Tensor, each: int) -> tuple[QueryCall, ...]:
+        """at: int32 `[T]`, the numbers of rows. each: rows of a call."""
+        calls, ranks = [], torch.arange(self._group.interleave.ranks, dtype=torch.int32, device=at.device)
+        for begin in range(0, len(at), each):
+            end = min(begin + each, len(at))
+            count = (self._live - begin).clamp(0, end - begin)
+            order = at[: end - begin, None] + count * ranks
+            calls.append(QueryCall(begin, end, count.repeat(len(ranks)), count * len(ranks), order.flatten()))
+        return tuple(calls)
+
+    def attend(
+        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `weft.attention.backend.Backend.attend`."""
+        local, group, own = self._local, self._group, q
+        if gathered:
+            own = q.chunk(group.interleave.ranks, dim=1)[group.place]
+        else:
+            q = self._all_heads(q)
+        q = q if absorbed is None else _query(q, absorbed, self._merged)
+        part, part_sums = local.attend(self._plan, layer, q, scale, True, None, False)
+        assert part_sums is not None
+        if absorbed is not None:
+            part = _output(part, absorbed, self._merged)
+        out, total = group.merge(part, part_sums, self._live)
+        sums = total if lse else None
+        if (tokens := self._tokens) is None:
+            return out, sums
+        keys, values = self._gather(tokens, layer)
+        if absorbed is None:
+            local.prompts(tokens.prompts, own, keys, values, scale, out, sums)
+            return out, sums
+        mine = absorbed.part(group.place, group.interleave.ranks)
+        query = _query(own, mine, tokens.rows)
+        latents = local.unfilled(query, False)[0]
+        local.prompts(tokens.prompts, query, keys, values, scale, latents, sums)
+        _output(latents, mine, tokens.rows, out)
+        return out, sums
+
+    def _all_heads(self, q: Tensor) -> Tensor:
+        """As `ContextGroup.heads`, of live rows alone where transports take their number."""
+        if self._queries is None:
+            return self._group.heads(q)
+        ranks, (rows, heads, dim) = self._group.interleave.ranks, q.shape
+        what, found = Gather(QUERIES, q[0].nbytes, relaid=True, live=True), q.new_empty(rows, ranks * heads, dim)
+        own, all_ = q.reshape(rows, heads * dim), found.view(rows * ranks, heads * dim)
+        for call in self._queries:
+            came = self._group.gather_live(what, own[call.begin : call.end], call.live)
+            copy_rows(came, call.order, call.heads, all_[call.begin * ranks : call.end * ranks])
+        return found
+
+    def _gather(self, tokens: GatheredTokens, layer: int) -> tuple[Stored, Stored]:
+        """The keys and values of all ranks' tokens, `[places, …]`, in the order of each sequence."""
+        rows, widths = rows_of(self._local.cache, layer), row_widths(self._local.cache)
+        own = rows[0].new_empty(len(tokens.slots), sum(widths))
+        for kept, to in zip(rows, own.split(widths, dim=1), strict=False):  # behind them there may be padding
+            copy_rows(kept, tokens.slots, tokens.own, to)
+        what = Gather(TOKENS, own.shape[1] * own.element_size(), live=True)
+        came = self._group.gather_live(what, own, tokens.held)
+        found = own.new_empty(len(tokens.order), own.shape[1])
+        copy_rows(came, tokens.order, tokens.places, found)
+        return vectors_of(self._local.cache, found)
+
+
+def _query(q: Tensor, absorbed: Absorbed, rows: Tensor) -> Tensor:
+    """`Absorbed.query` of these rows alone."""
+    assert absorbed.keys is not None
+    n, width = absorbed.keys.shape[1:]
+    whole = q.new_empty(*q.shape[:2], width + q.shape[2] - n)
+    project_heads(q[..., :n], absorbed.keys, rows, whole[..., :width])
+    whole[..., width:] = q[..., n:]
+    return whole
+
+
+def _output(out: Tensor, absorbed: Absorbed, rows: Tensor, to: Tensor | None = None) -> Tensor:
+    """`Absorbed.output` of these rows alone."""
+    to = out.new_empty(*out.shape[:2], absorbed.values.shape[1]) if to is None else to
+    project_heads(out, absorbed.values.transpose(1, 2), rows, to)
+    return to

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed
-from weft.attention.context_parallel import row_widths, rows_of, vectors_of
 from weft.attention.forward_batch import Batch
+from weft.attention.gathered_tokens import row_widths, rows_of, vectors_of
 from weft.attention.paged_triton import PagedTriton, Prompts
 from weft.attention.sdpa import SDPA, Plan
 from weft.dcp.group import ContextGroup

@@ -18,13 +18,14 @@ from torch import Tensor
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
 from weft.attention.expansion import MAX_TOKENS
 from weft.attention.forward_batch import Batch, PageTables
+from weft.attention.gathered_tokens import gathered_bytes, row_widths, rows_of, vectors_of
 from weft.attention.sdpa import SDPA, Plan, Prompt
 from weft.dcp.group import ContextGroup
-from weft.kernels.float8 import FLOAT8, Fp8Vectors, Stored
+from weft.kernels.float8 import Stored
 from weft.kernels.split_k import SplitKPartials
-from weft.kv.cache import KVCache, token_bytes
-from weft.kv.cache_spec import Latent, PagedKV, Window
-from weft.place.recipes import QUERIES, TOKENS, UNIT_BYTES, Gather, Merge
+from weft.kv.cache import KVCache
+from weft.kv.cache_spec import Window
+from weft.place.recipes import QUERIES, TOKENS, Gather, Merge
 from weft.place.recipes import Prompt as PromptValue
 
 if TYPE_CHECKING:
@@ -182,14 +183,14 @@ class ContextParallel:
             return form
         group, rows = self._group, len(q)
         # As many tokens as one call takes, and as the plan gathers for a step of so many rows.
-        most = min(plan.pages.numel() * self.cache.page_size, MAX_TOKENS // group.interleave.ranks)
-        what = self._seen(most, q, absorbed, gathered)
-        most = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), most)
+        tokens = min(plan.pages.numel() * self.cache.page_size, MAX_TOKENS // group.interleave.ranks)
+        what = self._seen(tokens, q, absorbed, gathered)
+        tokens = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), tokens)
 
         def merges(seen: int) -> bool:
             return group.prefill(replace(what, seen=seen), rows) == "merge"
 
-        limit = bisect.bisect_left(range(1, most + 1), True, key=merges)
+        limit = bisect.bisect_left(range(1, tokens + 1), True, key=merges)
         calls = 0 if gathered else group.rows_of_call(Gather(QUERIES, what.query_bytes, relaid=True, live=True), rows)
         form = CapturedPrompts(self.local, group, plan.batch, plan.pages, plan.here.stored, limit, calls)
         plan.form.append(form)
@@ -210,33 +211,3 @@ class ContextParallel:
         here += [here[0].new_empty(len(form.slots), width) for width in padding]
         rows = self._group.tokens(here[0] if len(here) == 1 else torch.cat(here, dim=1), form.sizes)
         return vectors_of(self.cache, rows)
-
-
-def rows_of(cache: KVCache, layer: int) -> list[Tensor]:
-    """What a layer's cache holds of each slot, as rows of one dtype, `[slots, width]` each."""
-    rows = [kept[layer].flatten(1) for kept in cache.tensors]
-    return rows if cache.exponents is None else [x.view(torch.uint8) for x in rows]
-
-
-def row_widths(cache: KVCache) -> list[int]:
-    """Elements of each of `rows_of`, and in FP8 of what makes a gathered token whole units of 16 bytes."""
-    widths = [x[0].flatten(1).shape[1] for x in cache.tensors]
-    return widths if cache.exponents is None else [*widths, -sum(widths) % UNIT_BYTES]
-
-
-def vectors_of(cache: KVCache, rows: Tensor) -> tuple[Stored, Stored]:
-    """The keys and values of gathered tokens, whose rows have `row_widths` side by side."""
-    (heads, dim), latent = cache.keys.shape[2:], isinstance(cache.spec, Latent)
-    parts = rows.split(row_widths(cache), dim=1)
-    vectors = [x.view(cache.keys.dtype).unflatten(1, (heads, dim)) for x in parts[: 2 - latent]]
-    keys, values = vectors[0], vectors[-1][..., : cache.values.shape[-1]]
-    if cache.exponents is None:
-        return keys, values
-    exponents = [x.view(torch.int8) for x in parts[2 - latent : len(cache.tensors)]]
-    return Fp8Vectors(keys, exponents[0]), Fp8Vectors(values, exponents[-1])
-
-
-def gathered_bytes(spec: PagedKV | Latent, dtype: torch.dtype) -> int:
-    """Bytes of a cached token as ranks gather it. In FP8 exponents follow the values, to whole units of 16 bytes."""
-    size = token_bytes(spec, dtype)
-    return size if dtype != FLOAT8 else -(-size // UNIT_BYTES) * UNIT_BYTES

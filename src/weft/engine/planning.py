@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from weft.attention.caches import Caches, cached_layers
-from weft.attention.context_parallel import gathered_bytes
+from weft.attention.gathered_tokens import gathered_bytes
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.engine.worker.build_batch import build_batch

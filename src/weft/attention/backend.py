@@ -107,8 +107,8 @@ class Absorbed:
 
     def part(self, place: int, parts: int) -> Absorbed:
         """The heads of the rank at `place` of so many."""
-        keys = None if self.keys is None else self.keys.chunk(parts)[place]
-        return Absorbed(keys, self.values.chunk(parts)[place])
+        keys, up = (None if x is None else x.chunk(parts)[place] for x in (self.keys, self.up))
+        return Absorbed(keys, self.values.chunk(parts)[place], up)
 
     def query(self, q: Tensor) -> Tensor:
         """`[T, heads, n + rest]` → `[T, heads, width + rest]`."""

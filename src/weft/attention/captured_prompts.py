@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed
+from weft.attention.expansion import plan_expansion
 from weft.attention.forward_batch import Batch
 from weft.attention.gathered_tokens import row_widths, rows_of, vectors_of
 from weft.attention.paged_triton import PagedTriton, Prompts
 from weft.attention.sdpa import SDPA, Plan
 from weft.dcp.group import ContextGroup
-from weft.kernels.float8 import Stored
+from weft.kernels.float8 import Stored, plain
 from weft.kernels.triton.copy_rows import copy_rows
 from weft.kernels.triton.latent_prompts import project_heads
+from weft.kv.cache_spec import Latent
 from weft.place.recipes import QUERIES, TOKENS, Gather
 
 PAGE = 16
@@ -49,7 +51,7 @@ class GatheredTokens(NamedTuple):
     slots: int32 `[limit]`, of this rank's tokens, one sequence after the other. own: int32 `[1]`, how many of these are
     live. held: int32 `[ranks]`, the same of each rank. order: int32 `[places]`, the received row of each place; −1:
     none. places: int32 `[1]`, how many are taken. prompts: the plan over these places. rows: bool `[T]`, the rows that
-    attend so.
+    attend so, without those of prompts that are expanded.
     """
 
     slots: Tensor
@@ -123,7 +125,11 @@ class CapturedPrompts:
         order = row.where(token < seen[sequence], -1).int()
         tables = (bases[:, None] // PAGE + torch.arange(len(place) // PAGE, device=device)).int()
         assert batch.starts is not None
-        prompts = Prompts(tables, batch.starts, (batch.positions + 1).int(), PAGE)
+        spec, expansion = self._local.cache.spec, None
+        if isinstance(spec, Latent) and spec.expanded is not None and self._local.cache.exponents is None:
+            expansion = plan_expansion(spec, batch.starts, batch.lengths, len(rows), len(place))
+            rows = rows & expansion.absorbed
+        prompts = Prompts(tables, batch.starts, (batch.positions + 1).int(), PAGE, expansion)
         live = held.sum(1).int()
         own = live[self._group.place : self._group.place + 1]
         return GatheredTokens(slots.int(), own, live, order, until[-1:].int(), prompts, rows)
@@ -165,6 +171,10 @@ class CapturedPrompts:
         latents = local.unfilled(query, False)[0]
         local.prompts(tokens.prompts, query, keys, values, scale, latents, sums)
         _output(latents, mine, tokens.rows, out)
+        if tokens.prompts.expansion is not None and mine.keys is not None and mine.up is not None:
+            assert not lse, "the log-sum-exps of expanded prompts are not computed"
+            first = own[..., : mine.keys.shape[1]]
+            local.expand(tokens.prompts, plain(keys), first, query, mine.up, scale, out)
         return out, sums
 
     def _all_heads(self, q: Tensor) -> Tensor:

@@ -168,14 +168,14 @@ class PagedTriton(SDPA):
         assert not lse, "the log-sum-exps of expanded prompts are not computed"
         seen = out.new_empty(*out.shape[:2], absorbed.values.shape[1])
         project_heads(out, absorbed.values.transpose(1, 2), plan.prompts.expansion.absorbed, seen)
-        self._expand(plan.prompts, layer, absorbed.plain, query, absorbed.up, scale, seen)
+        self.expand(plan.prompts, self.cache.keys[layer], absorbed.plain, query, absorbed.up, scale, seen)
         return seen, sums
 
-    def _expand(
-        self, prompts: Prompts, layer: int, plain: Tensor, q: Tensor, up: Tensor, scale: float, out: Tensor
+    def expand(
+        self, prompts: Prompts, latents: Tensor, plain: Tensor, q: Tensor, up: Tensor, scale: float, out: Tensor
     ) -> None:
-        """Fills the rows of prompts that attend with keys and values of heads."""
-        expansion, latents, (heads, width, rank) = prompts.expansion, self.cache.keys[layer], up.shape
+        """Fills the rows of prompts that attend with keys and values of heads, from latents `[slots, 1, width]`."""
+        expansion, (heads, width, rank) = prompts.expansion, up.shape
         assert expansion is not None
         places, tokens = expansion.places, (expansion.lengths, expansion.live, prompts.page_size)
         group = max(1, min(heads, MAX_ELEMENTS // (places * width)))

@@ -216,7 +216,7 @@ def test_sharded_tokens(
     with Engine(config(tmp_path, cuda_graphs=False)) as engine:
         expected = [r.token_ids for r in engine.generate(FEW[:3], few)]
     assert not captured
-    gathered, find, attend = list[bool](), Settlements._find, CapturedPrompts.attend
+    gathered, expanded, find, attend = list[bool](), list[bool](), Settlements._find, CapturedPrompts.attend
 
     def few_are_gathered(self: Settlements, value: Any, *step: Any) -> Any:
         if not isinstance(value, Prompt):
@@ -226,6 +226,8 @@ def test_sharded_tokens(
 
     def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
         gathered.append(prompts._tokens is not None and bool(prompts._tokens.own))
+        expansion = prompts._tokens and prompts._tokens.prompts.expansion
+        expanded.append(bool(expansion) and bool((expansion.bases >= 0).any()))
         return attend(prompts, *layer)
 
     def transports(world: ReferenceWorld, make: Any = ReferenceWorld.transports) -> list[ReferenceTransport]:
@@ -238,7 +240,7 @@ def test_sharded_tokens(
     with Engine(config(tmp_path, attn_tp=2, moe_tp=2, dcp=2, dcp_interleave=2)) as engine:
         assert [r.token_ids for r in engine.generate(FEW[:3], few)] == expected
         assert decode_rows_of(captured) and any(shape.prompts for shape in captured)
-        assert {*gathered} == {False, live}
+        assert {*gathered} == {False, live} and any(expanded) == (live and family == "deepseek_v2")
         assert engine.stats().failures == 0
         engine.check_idle()
 

@@ -193,7 +193,7 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     # Prompts are measured on top of few cached tokens, and more may be expanded or copied.
     expands = any(isinstance(spec, Latent) and spec.expanded for spec in specs.values())
     expands = expands or any(isinstance(backend, SDPA) and backend.copies for _, backend in runner.caches.paged)
-    largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * (expands and config.dcp == 1)
+    largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * (expands and (prompts or config.dcp == 1))
     graphs = peaks[-1] + largest * prompts + sampled * logits
     del runner, batch, batches
     gc.collect()

@@ -25,7 +25,7 @@ from weft.kv.cache_spec import Latent
 from weft.place.cost import costs
 from weft.place.exchange import Exchange, input_rows, result_rows
 from weft.place.recipes import Merge, Prompt
-from weft.place.settlements import Settlements
+from weft.place.settlements import Recipes, Settlements
 from weft.place.spec import Mesh
 
 Make = Callable[[KVCache], SDPA]
@@ -46,24 +46,17 @@ def run_interleaved(
     """Runs a step of a case whose pages hold `interleave.span` tokens on every rank, with its heads and tokens alone.
 
     max_bytes: of a call of the transport. live: the transport takes row counts from device memory. gathered: each rank
-    has the queries of all. AssertionError where a rank's rows or cache are not as defined. Gives each
-    rank's output and lse.
+    has the queries of all. AssertionError where a rank's rows or cache are not as defined. Gives each rank's output and
+    lse.
     """
-    mesh, tables = Mesh(1, interleave.ranks, 1, interleave.ranks, interleave.ranks), case.batch.tables[0]
+    tables, each = case.batch.tables[0], case.q.shape[1] // interleave.ranks
     assert isinstance(tables, PageTables)
-    each = case.q.shape[1] // interleave.ranks
 
     def rank_main(transport: ReferenceTransport) -> tuple[Tensor, Tensor]:
-        if live:
-            transport = LiveReference(transport)
-        found = offer_of(transport, mesh, costs("cpu").of("reference", interleave.ranks))
-        settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], {Merge: recipe, Prompt: prefill})
-        settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
-        group = context_group(interleave, settler)
-        assert group is not None
-        cache = local_cache(case, interleave, transport.rank)
+        backend = sharded(make, case, interleave, transport, {Merge: recipe, Prompt: prefill}, max_bytes, live)
+        own = slice(transport.rank * each, (transport.rank + 1) * each)
+        cache = backend.cache
         before = [x.clone() for x in cache.tensors]
-        backend, own = ContextParallel(make(cache), group), slice(transport.rank * each, (transport.rank + 1) * each)
         plan = backend.plan(case.batch, tables)
         v = None if isinstance(case.cache.spec, Latent) else case.v
         backend.store(plan, 1, case.k, v)
@@ -80,6 +73,25 @@ def run_interleaved(
         return out, lse
 
     return run_world(interleave.ranks, rank_main)
+
+
+def sharded(
+    make: Make,
+    case: Case,
+    interleave: Interleave,
+    transport: ReferenceTransport,
+    recipes: Recipes,
+    max_bytes: int | None = None,
+    live: bool = False,
+) -> ContextParallel:
+    """The backend of a rank that holds its part of the case's cache. Arguments as for `run_interleaved`."""
+    mesh = Mesh(1, interleave.ranks, 1, interleave.ranks, interleave.ranks)
+    transport = LiveReference(transport) if live else transport
+    found = offer_of(transport, mesh, costs("cpu").of("reference", interleave.ranks))
+    settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], recipes)
+    group = context_group(interleave, Settler(mesh, transport.rank, {"reference": transport}, settlements))
+    assert group is not None
+    return ContextParallel(make(local_cache(case, interleave, transport.rank)), group)
 
 
 class LiveReference(ReferenceTransport):

@@ -5,25 +5,28 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from support import run_world
 from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded, roomy
-from dcp.interleaved import run_interleaved
+from dcp.interleaved import run_interleaved, sharded
 from weft.attention import paged_triton
 from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.captured_prompts import CapturedPrompts
 from weft.attention.expansion import ALIGNMENT, pays
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
+from weft.comm.reference import ReferenceTransport
 from weft.dcp.interleave import Interleave
 from weft.kernels.float8 import FLOAT8
 from weft.kv.cache_spec import Latent, PagedKV, Window
 from weft.models.layers import Builder, HeadNorm
 from weft.models.rotary import RotaryTable
+from weft.place.recipes import Prompt
 from weft.place.spec import Mesh
 
 DECODE = [(1, 7), (1, 0), (1, 20), (1, 3)]
@@ -147,6 +150,38 @@ def test_sharded_tokens_of_prompts_in_graphs(
         found.clear()
         run_interleaved(PagedTriton, on(device, case), spans, interleave, **dict(prefill="gather", live=True) | how)
         assert {*found} == {gathers}, name
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("prefill", ["gather", "merge"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_sharded_latent_projections_in_graphs(
+    gathered: bool, prefill: Literal["gather", "merge"], device: torch.device
+) -> None:
+    """Prompts that are expanded, that attend absorbed, and decode rows, as one rank of torch's backend has them."""
+    rotary, latent, heads, nope, value, spans = 4, 24, 4, 6, 5, [(1, 12), (6, 2), (2, 61), (9, 0)]
+    spec = Latent(latent + rotary, latent, (nope, value))
+    expands = [bool(pays(spec, n, n + context)) for n, context in spans[1:]]
+    assert expands == [True, False, True]
+    interleave = Interleave(2, 2, 4)
+    case = make_case(spans, seed=3, page=interleave.span, heads=heads, spec=spec)
+    torch.manual_seed(5)
+    up = torch.randn(heads, nope + value, latent).to(device) / latent**0.5
+    absorbed = Absorbed(*up.split([nope, value], dim=1), up)
+    case = on(device, replace(roomy(case, 25, 6), q=torch.randn(25, heads, nope + rotary)))
+    whole = SDPA(copy.deepcopy(case.cache))
+    plan = whole.plan(case.batch, case.batch.tables[0])
+    whole.store(plan, 1, case.k.nan_to_num(), None)
+    expected = whole.attend(plan, 1, case.q.nan_to_num(), 0.3, False, absorbed, False)[0]
+
+    def rank_main(transport: ReferenceTransport) -> Tensor:
+        backend = sharded(PagedTriton, case, interleave, transport, {Prompt: prefill}, live=True)
+        plan, q = backend.plan(case.batch, case.batch.tables[0]), case.q.chunk(2, dim=1)[transport.rank]
+        backend.store(plan, 1, case.k, None)
+        return backend.attend(plan, 1, case.q if gathered else q, 0.3, False, absorbed, gathered)[0]
+
+    found, rows = torch.cat(run_world(2, rank_main), dim=1), sum(n for n, _ in spans)
+    assert torch.allclose(found[:rows], expected[:rows], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("interleaved, dtype", [(False, torch.float32), (True, torch.float32), (True, FLOAT8)])

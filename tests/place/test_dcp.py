@@ -39,6 +39,16 @@ def test_exchanges_and_reads_are_weighed() -> None:
         assert (length - 1) * batch * saved < context.exchange_us(batch, PRICED) <= length * batch * saved
 
 
+def test_what_only_the_device_counts_goes_by_transports_that_read_it_there() -> None:
+    """The quickest does not; and of many rows a call takes as many as fit."""
+    quick, able = replace(OFFER, live_sizes=False), replace(OFFER, transport="able", max_bytes=64 * 2 * 10)
+    settlements, live = Settlements(MESH, [quick, able]), replace(QUERIES, live=True)
+    assert settlements.cheapest(QUERIES, "dcp", 16).transport == "made up"
+    found = settlements.cheapest(live, "dcp", 16)
+    assert (found.transport, found.each) == ("able", 10)
+    assert Settlements(MESH, [quick]).find(live, "dcp", 16) is None
+
+
 def test_prompts_take_the_form_that_moves_less() -> None:
     merge = Merge(heads=4, dim=10, element_bytes=2)
     asked = Prompt(seen=100, query_bytes=50, token_bytes=200, merge=merge)

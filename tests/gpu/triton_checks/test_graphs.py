@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import small_model
+from support import run_world, small_config, small_model
 
 from dcp.interleaved import LiveReference
 from engine.conftest import byte_model, byte_tokenizer, generate_together, lose_last_tokens
@@ -26,9 +26,11 @@ from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from weft.attention.backend_registry import TRITON
+from weft.attention.caches import cached_layers
 from weft.attention.captured_prompts import CapturedPrompts
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.step_rows import CapturedRows, EqualRows, PaddedRows
+from weft.dcp.group import ContextGroup
 from weft.engine.config import EngineError
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
@@ -38,12 +40,14 @@ from weft.engine.worker import sampler, worker
 from weft.engine.worker import step_graphs as graphs
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.memory import measure
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
 from weft.kernels import delta_rule
 from weft.kernels.triton import delta_chunks
 from weft.models import deltanet
+from weft.models.load import dummy_model
 from weft.place.recipes import Prompt
 from weft.place.settlements import Settlements
 from weft.place.spec import Mesh
@@ -243,6 +247,41 @@ def test_sharded_tokens(
         assert {*gathered} == {False, live} and any(expanded) == (live and family == "deepseek_v2")
         assert engine.stats().failures == 0
         engine.check_idle()
+
+
+@pytest.mark.usefixtures("ranks")
+def test_sharded_tokens_are_measured_as_graphs_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many tokens as may be gathered, beside the steps that are measured without prompts in graphs."""
+    sizes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=1, num_key_value_heads=1)
+    small_config("qwen3_moe", 2, **sizes).save_pretrained(tmp_path)
+    of_ranks = dict(
+        attn_tp=2, moe_tp=2, dcp=2, load_format="dummy", max_running=2, max_batch_tokens=4, max_model_len=32
+    )
+    made = config(tmp_path, **of_ranks)
+    model, seen, make = made.read_model(), list[tuple[bool, int]](), CapturedPrompts.__init__
+
+    def watched(prompts: CapturedPrompts, local: Any, group: Any, batch: Any, pages: Any, *limits: Any) -> None:
+        make(prompts, local, group, batch, pages, *limits)
+        seen.append((batch.spans is None, len(prompts._tokens.slots)))
+
+    for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name, value in (("memory_allocated", 0), ("max_memory_allocated", 9), ("mem_get_info", (300, 400))):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(CapturedPrompts, "__init__", watched)
+
+    def rank_main(transport: Any) -> None:
+        weights = dummy_model(model, made.mesh, transport.rank)
+
+        def runner_of(groups: Any) -> runner.ModelRunner:
+            among = [LiveReference(transport)], groups, made.page_size
+            return runner.ModelRunner(weights, made.mesh, transport.rank, *among, attention=TRITON)
+
+        measure(runner_of, cached_layers(weights), made, model)
+
+    monkeypatch.setattr(ContextGroup, "prefill", lambda *_: "gather")
+    run_world(2, rank_main)
+    assert seen == [(True, 2 * 32 // 2)] * 2
 
 
 @pytest.mark.usefixtures("ranks")

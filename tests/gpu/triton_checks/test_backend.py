@@ -122,10 +122,10 @@ SHARDED: dict[str, tuple[list[tuple[int, int]], tuple[int, int], dict[str, Any],
 @pytest.mark.parametrize(
     "ranks_, spec, dtype",
     [
-        (2, PagedKV(1, 8), torch.float32),
-        pytest.param(2, PagedKV(1, 8), FLOAT8, marks=pytest.mark.nightly),
+        (2, PagedKV(1, 8), FLOAT8),
+        pytest.param(2, PagedKV(1, 8), torch.float32, marks=pytest.mark.nightly),
         pytest.param(2, Latent(12, 8), torch.float32, marks=pytest.mark.nightly),
-        (2, Latent(12, 8), FLOAT8),
+        pytest.param(2, Latent(12, 8), FLOAT8, marks=pytest.mark.nightly),
         pytest.param(4, PagedKV(1, 8), torch.float32, marks=pytest.mark.nightly),
         pytest.param(4, PagedKV(1, 8), FLOAT8, marks=pytest.mark.nightly),
         pytest.param(4, Latent(12, 8), torch.float32, marks=pytest.mark.nightly),

@@ -176,7 +176,7 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     if (context := runner.merges_from(longest) or 0) and context + longest <= max_sequence_tokens(config, model):
         cases.insert(0, ([longest], context))  # with queries and outputs of all heads of a dcp group
     batches = [step_of(n, [g.rule for g in groups], [g.size for g in groups], span, device, c) for n, c in cases]
-    if (prompts := runner.captures_prompts) and config.dcp > 1:
+    if (prompts := config.cuda_graphs and runner.captures_prompts) and config.dcp > 1:
         tokens = min(MAX_TOKENS, config.batch_sequences * max_sequence_tokens(config, model))
         batches.insert(0, captured_form(batches[-3], -(-tokens // span)))
     for batch in batches:

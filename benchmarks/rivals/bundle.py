@@ -1,15 +1,20 @@
-"""Packs vLLM 0.25.1, and what it needs, for a machine with Hopper GPUs that reaches no package index.
+"""Packs an engine, and what it needs, for a machine with Hopper GPUs that reaches no package index.
 
 Left out: what the packages of that machine have (--have names them, one a line), and what a Hopper GPU does not run in
 bfloat16. Most of a wheel is code for other GPUs: what cannot be left out of a library is zeroed, so that it compresses
-away. torch there must be 2.11.0. Prepare, with the Python version of that machine:
+away. torch there must be 2.11.0. Prepare, with the Python version of that machine, for vLLM 0.25.1:
 
     python3.12 -m venv env && env/bin/pip install torch==2.11.0 -r benchmarks/rivals/requirements-vllm-0.25.1.txt
-    env/bin/pip install --no-deps flashinfer-python==0.6.13 cuda-tile tabulate
-    pip download --no-deps vllm==0.25.1 && unzip -d vllm-0.25.1 vllm-0.25.1*.whl
-    env/bin/python benchmarks/rivals/bundle.py vllm-0.25.1 --have have.txt --out vllm.tar.xz
+    env/bin/pip install --no-deps vllm==0.25.1 flashinfer-python==0.6.13 cuda-tile tabulate
+    env/bin/python benchmarks/rivals/bundle.py vllm --have have.txt --out vllm.tar.xz
 
-About 65 MB. Unpacked there into a folder, that folder is the PYTHONPATH: compare.py --path vllm=FOLDER.
+and for SGLang 0.5.17, of whose requirements only those are installed that text in, text out imports:
+
+    python3.12 -m venv env && env/bin/pip install torch==2.11.0 torchvision==0.26.0
+    env/bin/pip install --no-deps -r benchmarks/rivals/requirements-sglang-0.5.17.txt
+    env/bin/python benchmarks/rivals/bundle.py sglang --have have.txt --out sglang.tar.xz
+
+Unpacked there into a folder, that folder is the PYTHONPATH: compare.py --path vllm=FOLDER.
 """
 
 from __future__ import annotations
@@ -21,44 +26,78 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 HOPPER = 90
-REPLACED = {"protobuf"}
-"""Packages that vLLM needs newer than most machines have them."""
-UNUSED = {"cryptography", "nvidia-cutlass-dsl", "pycparser", "cffi"}
-UNUSED_FILES = re.compile(
-    r"flashinfer/data/|mistral_common/data/|pycountry/(locales|databases)|/tests?/|\.a$|cudnn/.*\.h$|nvtx/.*\.pyx"
-    r"|xgrammar/.*(include|3rdparty)|^include/|__pycache__"
-)
-UNUSED_OF_VLLM = re.compile(
-    r"_vllm_fa2_C|vllm-rs$|third_party/deep_gemm/(include|_C.cpython-3(10|11|13|14))|third_party/fmha_sm100|_qutlass_C"
-    r"|/static/|__pycache__|fused_moe/configs/(?!.*H[12]00)"
-)
-TRIMMED = re.compile(r"vllm/_(moe_)?C_stable_libtorch\.abi3\.so$")
+UNUSED_FILES = r"flashinfer/data/|/tests?/|\.a$|xgrammar/.*(include|3rdparty)|^include/|__pycache__"
 MULTICAST = '        """Create multicast object, exchange handle, map memory, and bind."""\n'
 """FlashInfer's, which some hosts must not use."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What of an environment an engine takes along.
+
+    replaced: packages that it needs in another version than most machines have them. unused, unused_files: packages,
+    and a pattern of files, that are left out. trimmed: a pattern of the libraries whose code for other GPUs is zeroed.
+    kernels: beside it, by library, a pattern of the kernels that are kept. stubs: modules that are imported and not
+    used, and what is written instead.
+    """
+
+    replaced: frozenset[str]
+    unused: frozenset[str]
+    unused_files: str
+    trimmed: str
+    kernels: Mapping[str, bytes] = field(default_factory=dict)
+    stubs: Mapping[str, str] = field(default_factory=dict)
+
+
+ENGINES = {
+    "vllm": Contents(
+        replaced=frozenset({"protobuf"}),
+        unused=frozenset({"cryptography", "nvidia-cutlass-dsl", "pycparser", "cffi"}),
+        unused_files=r"mistral_common/data/|pycountry/(locales|databases)|cudnn/.*\.h$|nvtx/.*\.pyx|vllm/(_vllm_fa2_C"
+        r"|.*vllm-rs$|third_party/deep_gemm/(include|_C.cpython-3(10|11|13|14))|third_party/fmha_sm100|_qutlass_C"
+        r"|.*/static/|.*fused_moe/configs/(?!.*H[12]00))",
+        trimmed=r"vllm/_(moe_)?C_stable_libtorch\.abi3\.so$",
+    ),
+    "sglang": Contents(
+        replaced=frozenset({"transformers", "tokenizers"}),
+        unused=frozenset(),
+        unused_files=r"sglang/(multimodal_gen|test|benchmark|eval)/|sglang/srt/(server|grpc|multimodal)/_core\."
+        r"|sglang/.*device_name=(?!.*H[12]00)|sgl_kernel/(sm100/|infllm_ops|flashmla_ops)",
+        trimmed=r"sgl_kernel/.*\.so$",
+        # FlashAttention 3 with heads of 128 in bfloat16: any other takes a file of its own, 500 MB in all.
+        kernels={
+            "flash_ops": rb"ILi128EEE(NS7_ILi\d+EEESA_|SA_SA_)EEELi128ENS_10bfloat16_tEf|FwdCombine|prepare_varlen"
+        },
+        stubs={"soundfile.py": "", "IPython/__init__.py": "", "IPython/display.py": "HTML = display = None\n"},
+    ),
+}
 FATBIN, ELF = 0xBA55ED50, 2
 
 
-def collect(wheel: Path, have: set[str], out: Path) -> None:
-    """Copies the packages of this environment that are not in `have`, and an unpacked wheel of vLLM."""
+def collect(contents: Contents, have: set[str], out: Path) -> None:
+    """Copies the packages of this environment that are not in `have`."""
+    unused_files, trimmed = re.compile(f"{UNUSED_FILES}|{contents.unused_files}"), re.compile(contents.trimmed)
     for package in importlib.metadata.distributions():
-        if (name := plain(package.metadata["Name"])) in have - REPLACED or name in UNUSED:
+        if (name := plain(package.metadata["Name"])) in have - contents.replaced or name in contents.unused:
             continue
-        for file in package.files or []:
-            source = Path(str(package.locate_file(file)))
-            if not str(file).startswith("..") and not UNUSED_FILES.search(str(file)) and source.is_file():
-                _copy(source, out / file)
-    for library in out.rglob("*.so*"):
-        subprocess.run(["strip", "--strip-unneeded", library], stderr=subprocess.DEVNULL)
-    for source in wheel.rglob("*"):
-        name = str(source.relative_to(wheel))
-        if source.is_file() and not UNUSED_OF_VLLM.search(name):
-            _copy(source, out / name)
-            if TRIMMED.search(name):
-                (out / name).write_bytes(trim(bytearray(source.read_bytes())))
+        for file in map(str, package.files or []):
+            source, to = Path(str(package.locate_file(file))), out / file
+            if file.startswith("..") or unused_files.search(file) or not source.is_file():
+                continue
+            _copy(source, to)
+            if trimmed.search(file):
+                kernels = next((kept for part, kept in contents.kernels.items() if part in file), b"")
+                to.write_bytes(trim(bytearray(source.read_bytes()), kernels))
+            elif ".so" in source.suffixes:
+                subprocess.run(["strip", "--strip-unneeded", to], stderr=subprocess.DEVNULL)
+    for file, text in contents.stubs.items():
+        (out / file).parent.mkdir(parents=True, exist_ok=True)
+        (out / file).write_text(text)
     multicast = out / "flashinfer/comm/mnnvl.py"
     text = multicast.read_text()
     assert text.count(MULTICAST) == 1, "FlashInfer's multicast is set up elsewhere in this version"
@@ -75,9 +114,11 @@ def _copy(source: Path, to: Path) -> None:
     shutil.copy2(source, to)
 
 
-def trim(library: bytearray) -> bytearray:
+def trim(library: bytearray, kernels: bytes = b"") -> bytearray:
     """Zeroes the GPU code in a shared library's fatbins that Hopper does not run: other machine code, and PTX where
-    there is machine code for Hopper, or it is for newer GPUs."""
+    there is machine code for Hopper, or it is for newer GPUs; and code in which the pattern `kernels` finds no name.
+    """
+    kept = re.compile(kernels)
     for start, size in _fatbin_sections(library):
         at = start
         while at < start + size - 16:
@@ -88,7 +129,8 @@ def trim(library: bytearray) -> bytearray:
             entries = list(_entries(library, at + header, at + header + body))
             here = any(kind == ELF and arch == HOPPER for kind, arch, _, _ in entries)
             for kind, arch, code, length in entries:
-                if not (arch == HOPPER if kind == ELF else not here and arch <= HOPPER):
+                runs = arch == HOPPER if kind == ELF else not here and arch <= HOPPER
+                if not runs or not kept.search(library, code, code + length):
                     library[code : code + length] = bytes(length)
             at += header + body
     return library
@@ -116,14 +158,15 @@ def _entries(library: bytearray, at: int, end: int) -> Iterator[tuple[int, int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path, help="vLLM's wheel, unpacked")
+    parser.add_argument("engine", choices=ENGINES, help="installed in this Python's environment")
     parser.add_argument("--have", type=Path, required=True, help="a file: packages of that machine, one a line")
-    parser.add_argument("--out", type=Path, default=Path("vllm.tar.xz"))
+    parser.add_argument("--out", type=Path, help="left out, ENGINE.tar.xz")
     args = parser.parse_args()
+    out = args.out or Path(f"{args.engine}.tar.xz")
     with tempfile.TemporaryDirectory() as folder:
-        collect(args.wheel, {plain(name) for name in args.have.read_text().split()}, Path(folder))
-        subprocess.run(["tar", "-C", folder, "-cf", args.out, "-I", "xz -T2", "."], check=True)
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:.1f} MB")
+        collect(ENGINES[args.engine], {plain(name) for name in args.have.read_text().split()}, Path(folder))
+        subprocess.run(["tar", "-C", folder, "-cf", out, "-I", "xz -T2", "."], check=True)
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

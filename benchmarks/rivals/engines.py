@@ -62,9 +62,13 @@ def _vllm(o: Options) -> list[str]:
 
 
 def _sglang(o: Options) -> list[str]:
-    fixed = ["-m", "sglang.launch_server", "--model-path", str(o.model), "--port", str(o.port)]
-    fixed += ["--tp-size", str(o.ranks), "--mem-fraction-static", str(o.memory)]
-    return fixed + _option("--max-running-requests", o.sequences) + _option("--chunked-prefill-size", o.tokens)
+    fixed = ["-m", "sglang.launch_server", "--model-path", str(o.model), "--port", str(o.port), "--device", o.device]
+    fixed += ["--tp-size", str(o.ranks), "--attention-backend", "fa3", "--moe-runner-backend", "triton"]
+    fixed += ["--sampling-backend", "pytorch"]  # Greedy outputs need none; FlashInfer's would compile for minutes.
+    # A share of what is free at its start, for weights and cache: what it leaves is for activations and graphs.
+    fixed += ["--mem-fraction-static", f"{o.memory / (1 - o.before):.3f}"]
+    fixed += _option("--max-running-requests", o.sequences) + _option("--chunked-prefill-size", o.tokens)
+    return fixed + _option("--max-prefill-tokens", o.tokens)
 
 
 def _weft_cache(get: Callable[[str], str]) -> float:
@@ -78,7 +82,7 @@ def _vllm_cache(get: Callable[[str], str]) -> float:
 
 
 def _sglang_cache(get: Callable[[str], str]) -> float:
-    return float(json.loads(get("/get_server_info"))["max_total_num_tokens"])
+    return float(json.loads(get("/server_info"))["max_total_num_tokens"])
 
 
 @dataclass(frozen=True)
@@ -98,10 +102,11 @@ VLLM = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOS
 VLLM |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": "{caches}/vllm", "TRITON_CACHE_DIR": "{caches}/triton"}
 # Without NVLink multicast, for more ranks than one.
 VLLM |= {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+SGLANG = {"TRITON_CACHE_DIR": "{caches}/triton", "TVM_FFI_CACHE_DIR": "{caches}/tvm-ffi", "NCCL_NVLS_ENABLE": "0"}
 KINDS = {
     "weft": EngineKind(_weft, _weft_cache, {}),
     "vllm": EngineKind(_vllm, _vllm_cache, OFFLINE | VLLM),
-    "sglang": EngineKind(_sglang, _sglang_cache, OFFLINE | {"TRITON_CACHE_DIR": "{caches}/triton"}),
+    "sglang": EngineKind(_sglang, _sglang_cache, OFFLINE | SGLANG),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -76,10 +77,41 @@ def test_the_fatbins_of_a_library_keep_what_hopper_runs(script: Any) -> None:
     sections = struct.pack("<IIQQQQIIQQ", 1, 0, 0, 0, 64, len(section), 0, 0, 0, 0)
     sections += struct.pack("<IIQQQQIIQQ", 0, 0, 0, 0, 64 + len(section), len(names), 0, 0, 0, 0)
     library = bytes(header) + section + names + sections
-    trimmed = bytes(script("bundle")["trim"](bytearray(library)))
+    trim = script("bundle")["trim"]
+    trimmed = bytes(trim(bytearray(library)))
     kept = {arch: bytes([arch] * 16) in trimmed[64 : 64 + len(section)] for arch in (80, 90, 100, 120)}
     assert len(trimmed) == len(library) and kept == {80: True, 90: True, 100: False, 120: False}
     assert trimmed.count(bytes([90] * 16)) == 1 and trimmed.count(bytes([80] * 16)) == 1  # PTX 90, machine code 80
+    named = bytes(trim(bytearray(library), re.escape(bytes([90] * 16))))  # of what Hopper runs, only such kernels
+    assert named.count(bytes([90] * 16)) == 1 and bytes([80] * 16) not in named
+
+
+def installed(folder: Path, name: str, files: dict[str, str]) -> None:
+    """A package of an environment, as pip leaves it there."""
+    about = f"{name}-1.0.dist-info"
+    files |= {f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"}
+    for file, text in (files | {f"{about}/RECORD": "".join(f'"{file}",,\n' for file in files)}).items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+
+
+def test_a_bundle_has_what_the_other_machine_lacks_and_the_engine_uses(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment, out, names = tmp_path / "env", tmp_path / "out", script("bundle")
+    multicast = "def set_up():\n" + names["MULTICAST"] + "        pass\n"
+    installed(environment, "flashinfer-python", {"flashinfer/comm/mnnvl.py": multicast, "flashinfer/data/a.h": ""})
+    configs = {f"sglang/configs/E=8,device_name={gpu}.json": "{}" for gpu in ("NVIDIA_H200", "AMD_MI300X")}
+    installed(environment, "sglang", {"sglang/srt/server.py": "", "sglang/multimodal_gen/a.py": ""} | configs)
+    for name in ("numpy", "Transformers", "tokenizers", "typing_extensions"):
+        installed(environment, name, {f"{name}.py": ""})
+    monkeypatch.setattr(sys, "path", [str(environment)])
+    names["collect"](names["ENGINES"]["sglang"], {"numpy", "transformers", "typing-extensions"}, out)
+    found = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file() and "dist-info" not in str(file)}
+    stubs = {"soundfile.py", "IPython/__init__.py", "IPython/display.py"}
+    kept = {"flashinfer/comm/mnnvl.py", "sglang/srt/server.py", "sglang/configs/E=8,device_name=NVIDIA_H200.json"}
+    assert found == stubs | kept | {"Transformers.py", "tokenizers.py"}
+    assert "no multicast here" in (out / "flashinfer/comm/mnnvl.py").read_text()
 
 
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(script: Any, tmp_path: Path) -> None:
@@ -97,12 +129,14 @@ def test_where_engines_name_the_size_of_their_cache(script: Any) -> None:
     said = {
         "weft": 'weft_kv_cache_tokens{group="0"} 96.0\nweft_kv_cache_tokens{group="1"} 96.0\n',
         "vllm": 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="12"} 1.0\n',
-        "sglang": '{"max_total_num_tokens": 192, "status": "ready"}',
+        # Of SGLang 0.5.17; its internal states name the same, once for each rank of data.
+        "sglang": '{"mem_fraction_static": 0.818, "status": "ready", "max_total_num_tokens": 192, '
+        '"max_req_input_len": 186, "internal_states": [{"max_running_requests": 256}], "version": "0.5.17"}',
     }
+    paths = {"weft": "/metrics", "vllm": "/metrics", "sglang": "/server_info"}
     kinds = script("engines")["KINDS"]
-    assert {name: kind.cache(lambda path, name=name: said[name]) for name, kind in kinds.items()} == dict.fromkeys(
-        said, 192
-    )
+    found = {name: kind.cache(lambda path, name=name: {paths[name]: said[name]}[path]) for name, kind in kinds.items()}
+    assert found == dict.fromkeys(said, 192)
 
 
 def test_the_table_has_means_over_rounds_and_what_is_better(script: Any, tmp_path: Path) -> None:
@@ -185,27 +219,31 @@ def test_the_limit_of_time_ends_a_load_and_keeps_what_there_is(
 
 
 @pytest.mark.parametrize(
-    "extra, weft, vllm",
+    "extra, weft, vllm, sglang",
     [
         (
             [],
             "--gpu-memory-fraction 0.9 --max-running 256 --max-batch-tokens 8192",
             "--gpu-memory-utilization 0.9 --max-num-seqs 256 --max-num-batched-tokens 8192",
+            "--mem-fraction-static 0.900 --max-running-requests 256 --chunked-prefill-size 8192 "
+            "--max-prefill-tokens 8192",
         ),
-        (["--defaults"], "--gpu-memory-fraction 0.9", "--gpu-memory-utilization 0.9"),
+        (["--defaults"], "--gpu-memory-fraction 0.9", "--gpu-memory-utilization 0.9", "--mem-fraction-static 0.900"),
         (
-            ["--together", "--memory", "0.8", "--sequences", "7", "--tokens", "70"],
-            "--gpu-memory-fraction 0.4 --max-running 7 --max-batch-tokens 70",
-            "--gpu-memory-utilization 0.4 --max-num-seqs 7 --max-num-batched-tokens 70",
+            ["--together", "--memory", "0.75", "--sequences", "7", "--tokens", "70"],
+            "--gpu-memory-fraction 0.25 --max-running 7 --max-batch-tokens 70",
+            "--gpu-memory-utilization 0.25 --max-num-seqs 7 --max-num-batched-tokens 70",
+            "--mem-fraction-static 0.250 --max-running-requests 7 --chunked-prefill-size 70 --max-prefill-tokens 70",
         ),
     ],
 )
 def test_the_commands_that_engines_start_with(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: list[str], weft: str, vllm: str
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: list[str], weft: str, vllm: str, sglang: str
 ) -> None:
     names, asked = script("compare"), []
     (tmp_path / "config.json").write_text('{"vocab_size": 100}')
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--model", str(tmp_path), "--out", str(tmp_path / "out"), *extra])
+    fixed = ["--engines", "weft", "vllm", "sglang", "--model", str(tmp_path), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *fixed, *extra])
     found = without_processes(names, monkeypatch)
 
     def started(kind: Any, installed: Any, options: Any, log: Path, limit_s: float) -> None:
@@ -215,8 +253,18 @@ def test_the_commands_that_engines_start_with(
     monkeypatch.setitem(found, "RunningEngine", started)
     with pytest.raises(SystemExit) as ended:
         names["main"]()
-    assert ended.value.code and len(asked) >= 2
-    assert asked[0].endswith(weft) and asked[1].endswith(vllm)
+    assert ended.value.code and len(asked) >= 3
+    assert all(command.endswith(end) for command, end in zip(asked, (weft, vllm, sglang), strict=False)), asked
+
+
+def test_the_share_of_memory_beside_an_engine_that_runs(script: Any) -> None:
+    """Weft counts all that is taken, vLLM its own, and SGLang what is free at its start."""
+    names = script("engines")
+    options = names["Options"](Path("model"), 0, memory=0.45, before=0.45)
+    commands = {name: kind.command(options) for name, kind in names["KINDS"].items()}
+    flags = {"weft": "--gpu-memory-fraction", "vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+    shares = {name: command[command.index(flags[name]) + 1] for name, command in commands.items()}
+    assert shares == {"weft": "0.9", "vllm": "0.45", "sglang": "0.818"}
 
 
 @pytest.mark.nightly

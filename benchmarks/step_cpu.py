@@ -147,6 +147,7 @@ def no_capture(graphs: StepGraphs, progress: Any = None) -> None:
     graphs.token_ring.rows.fill_(TOKEN)
 
 
+@torch.inference_mode()
 def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: float) -> float:
     """Seconds a step, of the first thread alone."""
     StepGraphs.capture = no_capture  # type: ignore[method-assign]

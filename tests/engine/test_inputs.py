@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from support import small_model
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.conftest import byte_tokenizer
 from engine.test_hybrids import SIZES
+from engine.test_rank_step import CountedOps
 from gpu import definitions
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
@@ -208,18 +208,6 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
                 scheduler.finish(sequence)
     scheduler.check_idle()
     assert cached and min(seen.values()) > 0 and len(seen) == 6, dict(seen)
-
-
-class CountedOps(TorchDispatchMode):
-    """Counts torch's operators: on a GPU each takes the host microseconds to queue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_many_that_join_at_once_cost_the_host_no_more_operators_than_one() -> None:

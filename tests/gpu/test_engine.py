@@ -262,6 +262,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         prompt, params = [5 + request] * length, hows[request % 3]
         scheduler.add(Sequence(request, token_array(prompt), length, params, 3, 60, frozenset()))
 
+    @torch.inference_mode()
     def step(number: int) -> None:
         scheduled = scheduler.schedule()
         in_flight.append((scheduled, worker.step(Step(number, (scheduled.rows,)))))
@@ -296,6 +297,7 @@ SERVED: dict[str, Callable[[Path], Any]] = {"weft": lambda directory: None} | FA
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", SERVED)
+@torch.inference_mode()
 def test_no_kernel_is_compiled_while_requests_are_served(
     name: str, dtype: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,10 +117,10 @@ class PaddedRows(StepRows):
 
         Raises ValueError where they do not fit.
         """
-        mesh, rank = self.mesh, self.rank
-        _check_counts(counts, self.capacity)
         if counts == self._counts:
             return
+        mesh, rank = self.mesh, self.rank
+        _check_counts(counts, self.capacity)
         filled = [*counts, *(mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world))]
         filled += [mesh.row_count(rows, rank, counts) for rows in NAMED_ROWS]
         for (src, dst), index in self._indices.items():

@@ -50,6 +50,8 @@ class DeviceRows:
     def apply(self, group_rows: GroupRows) -> None:
         """As `RowTable.apply`, by one copy, which is queued on torch's current stream. ValueError for an entry beyond a
         table."""
+        if not (group_rows.joins or group_rows.entries):
+            return
         at, values = array("q"), array("i")
         for join in group_rows.joins:
             row, how = join.row, join.sampling
@@ -63,8 +65,7 @@ class DeviceRows:
         for entry in group_rows.entries:
             at.append(self._place(entry.row, entry.group, entry.index))
             values.append(entry.value)
-        if at:
-            _put(self._all, at, values)
+        _put(self._all, at, values)
 
     def _place(self, row: int, group: int, index: int) -> int:
         """Where a table's entry is among all that is here."""

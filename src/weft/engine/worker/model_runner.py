@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -196,7 +197,7 @@ class ModelRunner:
         self.stats.ran(counts, shape.rows)
         return self._graphs.replay(shape, group_rows, counts)
 
-    def sampled_tokens(self, count: int) -> Callable[[], Tensor]:
+    def sampled_tokens(self, count: int) -> Callable[[], np.ndarray]:
         """A function that waits for the last replay's tokens (`PinnedTokenRing.wait`)."""
         assert self._graphs is not None
         return self._graphs.token_ring.wait(count)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from weft.engine.worker.row_table import NO_TOKEN
 
@@ -27,6 +27,7 @@ class PinnedTokenRing:
 
     def __init__(self, max_rows: int, on_gpu: bool):
         self.rows = torch.full((STEPS, max_rows), NO_TOKEN, dtype=torch.int32, pin_memory=on_gpu)
+        self._tokens = self.rows.numpy()  # a part of it costs the host much less than a part of a tensor
         # A thread that waits sleeps.
         self._written = [torch.cuda.Event(blocking=True) for _ in range(STEPS)] if on_gpu else []
         self._unread = [False] * STEPS
@@ -36,7 +37,7 @@ class PinnedTokenRing:
         """Call it once a graph was queued: its place is the next one."""
         self._step += 1
 
-    def wait(self, sampled: int) -> Callable[[], Tensor]:
+    def wait(self, sampled: int) -> Callable[[], np.ndarray]:
         """A function that waits, on any thread, for the first `sampled` tokens of the graph that was queued last.
         Call this once nothing else changes them. Raises AssertionError where the tokens that were in the place before
         were not read.
@@ -44,11 +45,11 @@ class PinnedTokenRing:
         place = self._step % STEPS
         assert not self._unread[place], f"nobody read the tokens of {STEPS} steps"
         self._unread[place] = True
-        written, tokens = self._written[place] if self._written else None, self.rows[place, :sampled]
+        written, tokens = self._written[place] if self._written else None, self._tokens[place, :sampled]
         if written is not None:
             written.record()
 
-        def read() -> Tensor:
+        def read() -> np.ndarray:
             if written is not None:
                 written.synchronize()
             self._unread[place] = False

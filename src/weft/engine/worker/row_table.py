@@ -136,8 +136,10 @@ class RowTable:
 
         split: the graph samples from a split vocabulary, where min_p is such a need.
         """
+        if not (self.cut or group_rows.adjust or (split and self.floored)):
+            return []
         more = self.cut.union((row for row, _ in group_rows.adjust), self.floored if split else ())
-        return [at for at, row in enumerate(group_rows.sampled_rows) if row in more] if more else []
+        return [at for at, row in enumerate(group_rows.sampled_rows) if row in more]
 
     def resample(
         self,

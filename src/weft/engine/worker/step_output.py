@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ class StepOutput:
         read_tokens: waits for the tokens where they need no copy.
     """
 
-    def __init__(self, rows: GroupRows, tokens: Tensor, read_tokens: Callable[[], Tensor] | None = None):
+    def __init__(self, rows: GroupRows, tokens: Tensor, read_tokens: Callable[[], np.ndarray] | None = None):
         self._rows, self._tokens, self._read_tokens = rows, tokens, read_tokens
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
         self._counts: list[Sequence[int]] = []
@@ -78,7 +79,7 @@ class StepOutput:
         """Begins the copies."""
         if self._read_tokens is None:
             copied = to_host([self._tokens])
-            self._read_tokens = lambda: copied()[0]
+            self._read_tokens = lambda: copied()[0].numpy()
         if self._found:
             self._wait = to_host([tensor for found in self._found for tensor in found])
 
@@ -90,7 +91,7 @@ class StepOutput:
         if NO_TOKEN in tokens:
             row = self._rows.sampled_rows[tokens.index(NO_TOKEN)]
             raise AssertionError(f"row {row} of the table was stepped without a last token")
-        return tokens, zlib.crc32(sampled.numpy().tobytes())
+        return tokens, zlib.crc32(sampled.tobytes())
 
     def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
         """(one for each sampled token, or none where no row asks; one tuple for each scored chunk)."""

@@ -119,6 +119,7 @@ class Worker:
         self.device_rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
         self.runner.capture(self.device_rows, self.config.batch_tokens, progress)
 
+    @torch.inference_mode()
     def warm_up(self, longest: int, progress: Callable[[int, int], None]) -> None:
         """Runs the steps of `warm_steps` eagerly, before graphs are captured, and forgets them. Collective.
 
@@ -135,11 +136,11 @@ class Worker:
         self.runner.stats.forget()
         self.table.forget()
 
-    @torch.inference_mode()
     def step(self, step: Step) -> Finish:
         """Begins a step. On a GPU it may still run when this returns, and the next one may begin before it ends.
 
-        The result of the DP group's leader has the tokens.
+        The result of the DP group's leader has the tokens. The caller is in inference mode, which would take a good
+        part of a step's CPU time to enter.
         """
         group = self.mesh.group_of(self.rank)
         rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
@@ -185,6 +186,7 @@ class Worker:
 
         return finish
 
+    @torch.inference_mode()
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
         """Carries out the controller's messages until Stop. send: is called on two threads."""
         send(Ready(self.rank, self.groups, self.runner.planned(self.config.batch_tokens)))

@@ -16,6 +16,7 @@ from weft.bench.reproduce import Measured, better, measure
 from weft.bench.seeds import SEEDS, Metric, Seed, Setup
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
+from weft.place.show import columns
 
 Name = Literal["reduce-scatterv", "mixed", "deferred", "cpu-shm", "dcp", "all"]
 
@@ -88,18 +89,13 @@ def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Meas
     lines = [f"{name}: {seed.title} ({seed.source})", f"  it measured: {seed.original}"]
     lines += [f"  here: {each}" for each in differs]
     lines += [f"  loads: {'; '.join(map(str, setup.loads))}", ""]
-    head = ("", "pull request", "compared with", "Weft", "times better")
-    cells = [head]
+    cells: list[tuple[str, ...]] = [("", "pull request", "compared with", "Weft", "times better")]
     for row in setup.rows:
         quoted = "" if row.quoted is None else quote(row.metric, *row.quoted)
         before, after = (measured.value(row, variant) for variant in (row.before, row.after))
         what = f"{row.metric}, {setup.loads[row.load].concurrency} at once: {row.before} → {row.after}"
         cells.append((what, quoted, cell(before), cell(after), cell(measured.ratio(row))))
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    lines += [
-        "  ".join([c[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(c[1:], widths[1:], strict=True))]) for c in cells
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *columns(cells)]) + "\n"
 
 
 def cell(figure: float | None) -> str:

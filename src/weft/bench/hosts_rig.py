@@ -106,12 +106,10 @@ class Host:
         """Processes, shared memory, temporary files (among them sockets) that are there; looks again for wait_s."""
         deadline = time.monotonic() + wait_s
         while True:
-            # torch keeps one cache folder a user, for whoever imports its compiler.
-            here = (path for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_"))
             found = {
                 "processes": [f"{pid} {command}" for pid, command in sorted(self.processes().items())],
                 "segments": sorted(os.listdir(f"/proc/{self.pid}/root/dev/shm")),
-                "files": sorted(str(p.relative_to(self.temporary)) for top in here for p in (top, *top.rglob("*"))),
+                "files": files_below(self.temporary),
             }
             if not any(found.values()) or time.monotonic() >= deadline:
                 return found
@@ -159,6 +157,12 @@ def _join(hosts: Sequence[Host]) -> None:
     for host in hosts:
         host.run("ip", "address", "add", f"{host.address}/24", "dev", host.link)
         host.mend()
+
+
+def files_below(temporary: Path) -> list[str]:
+    """What lies in a folder for temporary files, but for what torch keeps of a user who imports its compiler."""
+    here = (path for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))
+    return sorted(str(path.relative_to(temporary)) for top in here for path in (top, *top.rglob("*")))
 
 
 def started_by(process: subprocess.Popen[str]) -> int:

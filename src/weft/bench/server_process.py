@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weft.bench.hosts_rig import Host, started_by
+from weft.bench.hosts_rig import Host, files_below, started_by
 
 SERVE = (sys.executable, "-m", "weft.cli.main", "serve")
 START_S = 600.0
@@ -122,9 +122,7 @@ class ServerProcess:
         deadline = time.monotonic() + wait_s
         while True:
             processes = [str(pid) for pid, started in sorted(self.seen) if _started(pid) == started]
-            # torch keeps one cache folder a user, for whoever imports its compiler; it is not this server's.
-            here = (p for p in self.temporary.iterdir() if not p.name.startswith("torchinductor_"))
-            files = sorted(str(p.relative_to(self.temporary)) for top in here for p in (top, *top.rglob("*")))
+            files = files_below(self.temporary)
             if not (processes or files) or time.monotonic() > deadline:
                 return {"processes": processes, "files": files}
             time.sleep(0.2)

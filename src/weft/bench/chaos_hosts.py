@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from weft.bench.chaos_one_host import stop_for_a_while
+from weft.bench.chaos_one_host import send, stop_for_a_while
 from weft.bench.faults import HEAR_S, RANK_S, Fault, Moment
 from weft.bench.health import Health
 from weft.bench.hosts_rig import Host, arguments, joined_hosts, started_by, stopped
@@ -222,11 +222,7 @@ def kinds(chaos: HostsChaos, strangers: dict[str, tuple[list[str], str]]) -> dic
 
 
 def _kill(pid: int) -> Moment | None:
-    at = time.monotonic()
-    with suppress(ProcessLookupError):  # another fault was faster
-        os.kill(pid, signal.SIGKILL)
-        return Moment(at)
-    return None
+    return send(pid, signal.SIGKILL)
 
 
 def _strangers(

@@ -44,13 +44,7 @@ class OneHostChaos:
 
     def signal(self, rank: int, number: int) -> Moment | None:
         """Sends a rank a signal."""
-        if (pid := self.served.ranks().get(rank)) is None:
-            return None
-        at = time.monotonic()
-        with suppress(ProcessLookupError):  # another fault was faster
-            os.kill(pid, number)
-            return Moment(at)
-        return None
+        return None if (pid := self.served.ranks().get(rank)) is None else send(pid, number)
 
     def pause(self, rank: int) -> None:
         """Stops a rank for a while."""
@@ -61,11 +55,7 @@ class OneHostChaos:
     def kill_forker(self) -> Moment | None:
         """Kills the process that forks ranks."""
         self.served.ranks()  # notes who lives
-        if (pid := forker_of(self.served.pid)) is None:
-            return None
-        at = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
-        return Moment(at)
+        return None if (pid := forker_of(self.served.pid)) is None else send(pid, signal.SIGKILL)
 
     def leave(self) -> None:
         """A client asks, and leaves."""
@@ -125,6 +115,15 @@ def kinds(chaos: OneHostChaos, ranks: int) -> dict[str, Fault]:
         "a client never finishes its headers": Fault(chaos.half_a_header),
         "the log's disk is full": Fault(chaos.full_disk),
     }
+
+
+def send(pid: int, number: int) -> Moment | None:
+    """Sends a process a signal; None where it has ended."""
+    at = time.monotonic()
+    with suppress(ProcessLookupError):  # another fault was faster
+        os.kill(pid, number)
+        return Moment(at)
+    return None
 
 
 def stop_for_a_while(pid: int, seconds: float) -> None:

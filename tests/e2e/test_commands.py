@@ -64,15 +64,12 @@ def test_readme_holds_the_two_commands() -> None:
             assert re.search(rf"^{rest[0]}:", makefile, re.MULTILINE), f"no make target {rest[0]}"
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft") and " serve" not in c])
 def test_readme_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *rest = shlex.split(command)[1:]
     monkeypatch.chdir(ROOT)
-    if name == "bench":  # it spawns ranks, which run their parent's main module first: that must not be pytest's
-        done = weft(name, *rest)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        code, out, err = weft_here(name, *rest)
+    code, out, err = weft_here(name, *rest)
     assert code == 0, err
     wanted = {"plan": "saving", "generate": "The answer is 7 (seven)", "eval": "exact match", "bench": "shm"}
     assert wanted[name] in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.bench import ranks
 from weft.bench.baselines import DeepSpeed, build_deepspeed
 from weft.cli import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency, cmd_tune
 from weft.place.cost import cache_folder
@@ -50,12 +48,6 @@ def no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in MODULES.values():
         monkeypatch.setattr(module, "run_ranks", measured)
-
-
-@pytest.fixture
-def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are forked need not import torch. `test_commands` runs README's benchmark as users do."""
-    monkeypatch.setattr(ranks.mp, "get_context", lambda method: multiprocessing.get_context("fork"))
 
 
 def refused(*arguments: str) -> str:

@@ -2,8 +2,9 @@
 
 A graph has both recipes of `weft.place.recipes.Prompt`. Sequences of one row are always merged, and come first. The
 prompts of a step either gather their tokens, or are merged with them: the device compares the tokens that they see with
-the number up to which the plan gathers for as many rows as the graph has. The exchanges of the other recipe carry no
-rows then, and its kernels find none. All ranks of a dcp group know the same lengths, so all decide alike.
+the number up to which the plan gathers for as many rows as the graph has. Latent vectors that are gathered can be
+expanded, so more are gathered where that saves enough operations. The exchanges of the other recipe carry no rows then,
+and its kernels find none. All ranks of a dcp group know the same lengths, so all decide alike.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed
-from weft.attention.expansion import plan_expansion
+from weft.attention.expansion import plan_expansion, saved_operations
 from weft.attention.forward_batch import Batch
-from weft.attention.gathered_tokens import row_widths, rows_of, vectors_of
+from weft.attention.gathered_tokens import gathered_bytes, row_widths, rows_of, vectors_of
 from weft.attention.paged_triton import PagedTriton, Prompts
 from weft.attention.sdpa import SDPA, Plan
 from weft.dcp.group import ContextGroup
@@ -29,6 +30,21 @@ from weft.place.recipes import QUERIES, TOKENS, Gather
 
 PAGE = 16
 """Of the gathered tokens: each sequence begins at a multiple of it."""
+BYTE_OPERATIONS = 350
+"""Operations of absorbed attention that take as long as a gathered byte: on an H200 120 TFLOP/s against 340 GB/s."""
+
+
+class TokenLimits(NamedTuple):
+    """How many tokens of a rank prompts gather.
+
+    gathered: up to so many always. expanded: up to so many where expansion saves enough. each: of a call. heads: of
+    queries on a rank.
+    """
+
+    gathered: int
+    expanded: int
+    each: int
+    heads: int
 
 
 class QueryCall(NamedTuple):
@@ -45,19 +61,30 @@ class QueryCall(NamedTuple):
     order: Tensor
 
 
+class TokenCall(NamedTuple):
+    """One of the calls that gather tokens: those of each rank from number `begin` to `end`.
+
+    live: int32 `[ranks]`, how many of them each rank sends. order: int32 `[places]`, the received row of each place;
+    −1: none.
+    """
+
+    begin: int
+    end: int
+    live: Tensor
+    order: Tensor
+
+
 class GatheredTokens(NamedTuple):
     """The tokens that prompts gather, on the device; none are live where prompts are merged.
 
-    slots: int32 `[limit]`, of this rank's tokens, one sequence after the other. own: int32 `[1]`, how many of these are
-    live. held: int32 `[ranks]`, the same of each rank. order: int32 `[places]`, the received row of each place; −1:
-    none. places: int32 `[1]`, how many are taken. prompts: the plan over these places. rows: bool `[T]`, the rows that
-    attend so, without those of prompts that are expanded.
+    slots: int32, of this rank's tokens, one sequence after the other. own: int32 `[1]`, how many of these are live.
+    places: int32 `[1]`, how many places all ranks' tokens take, in the order of each sequence. prompts: the plan over
+    these. rows: bool `[T]`, the rows that attend so, without those of prompts that are expanded.
     """
 
     slots: Tensor
     own: Tensor
-    held: Tensor
-    order: Tensor
+    calls: tuple[TokenCall, ...]
     places: Tensor
     prompts: Prompts
     rows: Tensor
@@ -67,8 +94,8 @@ class CapturedPrompts:
     """How all sequences of a captured step attend, for the step's layers.
 
     local: attention over the tokens of this rank. pages: tables of the sequences. stored: where this rank stores rows.
-    limit: prompts that see more tokens on a rank are merged. query_rows: of a call that gathers queries; 0: no
-    transport reads their number on the device, and each call has as many as the graph.
+    query_rows: of a call that gathers queries; 0: no transport reads their number on the device, and each call has as
+    many as the graph.
     """
 
     def __init__(
@@ -78,21 +105,23 @@ class CapturedPrompts:
         batch: Batch,
         pages: Tensor,
         stored: Tensor,
-        limit: int,
+        limits: TokenLimits,
         query_rows: int,
     ):
         assert isinstance(local, PagedTriton) and batch.starts is not None
         self._local, self._group, starts, lengths = local, group, batch.starts, batch.lengths
         counts, live, merged, self._tokens = starts.diff(), starts[-1:], starts, None
         at = torch.arange(len(batch.tokens), dtype=torch.int32, device=starts.device)
-        if limit:
+        if limits.gathered:
             seen = lengths.where(counts > 1, 0).long()
             held = torch.stack([group.interleave.length(seen, place) for place in range(group.interleave.ranks)])
-            gathers = held.sum(1).amax() <= limit
+            capacity, gathers = self._gathers(limits, counts, seen, held.sum(1).amax())
             live = torch.where(gathers, (counts == 1).sum(), live).int()
             seen, held, gathered = seen.where(gathers, 0), held.where(gathers, 0), starts.where(gathers, 0)
             merged, rows = starts.where(~gathers, 0), (at >= live) & (at < starts[-1])
-            self._tokens = self._gathered(replace(batch, starts=gathered), pages, limit, seen, held, rows)
+            self._tokens = self._gathered(
+                replace(batch, starts=gathered), pages, capacity, limits.each, seen, held, rows
+            )
         # The first rows are merged: int32 `[1]`, and bool `[T]`.
         self._live, self._merged = live.contiguous(), at < live
         decode = local.plan_decode(pages, group.lengths(lengths).where(counts == 1, 0))
@@ -100,10 +129,30 @@ class CapturedPrompts:
         self._plan = Plan(stored, slice(len(lengths)), decode, prompts)
         self._queries = self._query_calls(at, query_rows) if query_rows else None
 
+    def _gathers(self, limits: TokenLimits, counts: Tensor, seen: Tensor, tokens: Tensor) -> tuple[int, Tensor]:
+        """How many tokens of a rank may be gathered at all, and whether these are, bool `[]`.
+
+        counts, seen: rows and tokens of each sequence; tokens: of all prompts on the rank that has the largest number.
+        """
+        cache, gathers = self._local.cache, tokens <= limits.gathered
+        if not self._expands:
+            return limits.gathered, gathers
+        assert isinstance(cache.spec, Latent)
+        saved = saved_operations(cache.spec, counts.long(), seen).where(counts > 1, 0).clamp(min=0).sum() * limits.heads
+        token_bytes = gathered_bytes(cache.spec, cache.keys.dtype) * (self._group.interleave.ranks - 1)
+        gains = saved > (tokens - limits.gathered) * (token_bytes * BYTE_OPERATIONS)
+        return limits.expanded, gathers | (gains & (tokens <= limits.expanded))
+
+    @property
+    def _expands(self) -> bool:
+        spec = self._local.cache.spec
+        return isinstance(spec, Latent) and spec.expanded is not None and self._local.cache.exponents is None
+
     def _gathered(
-        self, batch: Batch, pages: Tensor, limit: int, seen: Tensor, held: Tensor, rows: Tensor
+        self, batch: Batch, pages: Tensor, limit: int, each: int, seen: Tensor, held: Tensor, rows: Tensor
     ) -> GatheredTokens:
-        """seen, held: tokens of each sequence that are gathered, int64 `[B]`, and those of each rank, `[ranks, B]`."""
+        """limit, each: tokens of a rank, and of a call. seen, held: tokens of each sequence that are gathered, int64
+        `[B]`, and those of each rank, `[ranks, B]`."""
         interleave, device, page_size = self._group.interleave, pages.device, self._local.cache.page_size
         (ranks, sequences), mine = held.shape, held[self._group.place]
         # This rank's tokens, one sequence after the other.
@@ -120,19 +169,25 @@ class CapturedPrompts:
         place = torch.arange(-(-capacity // PAGE) * PAGE, device=device)
         sequence = torch.searchsorted(until, place, right=True).clamp(max=sequences - 1)
         token = place - bases[sequence]
-        begins = held.flatten().cumsum(0) - held.flatten()
-        row = begins[interleave.owner(token) * sequences + sequence] + interleave.local(token)
-        order = row.where(token < seen[sequence], -1).int()
+        owner, totals = interleave.owner(token), held.sum(1)
+        number = (held.cumsum(1) - held)[owner, sequence] + interleave.local(token)  # among those of its rank
+        calls = []
+        for begin in range(0, limit, each):
+            end = min(begin + each, limit)
+            live = (totals - begin).clamp(0, end - begin)
+            row = (live.cumsum(0) - live)[owner] + number - begin
+            comes = (token < seen[sequence]) & (number >= begin) & (number < end)
+            calls.append(TokenCall(begin, end, live.int(), row.where(comes, -1).int()))
         tables = (bases[:, None] // PAGE + torch.arange(len(place) // PAGE, device=device)).int()
         assert batch.starts is not None
         spec, expansion = self._local.cache.spec, None
-        if isinstance(spec, Latent) and spec.expanded is not None and self._local.cache.exponents is None:
+        if self._expands:
+            assert isinstance(spec, Latent)
             expansion = plan_expansion(spec, batch.starts, batch.lengths, len(rows), len(place))
             rows = rows & expansion.absorbed
         prompts = Prompts(tables, batch.starts, (batch.positions + 1).int(), PAGE, expansion)
-        live = held.sum(1).int()
-        own = live[self._group.place : self._group.place + 1]
-        return GatheredTokens(slots.int(), own, live, order, until[-1:].int(), prompts, rows)
+        own = totals[self._group.place : self._group.place + 1].int()
+        return GatheredTokens(slots.int(), own, tuple(calls), until[-1:].int(), prompts, rows)
 
     def _query_calls(self, at: Tensor, each: int) -> tuple[QueryCall, ...]:
         """at: int32 `[T]`, the numbers of rows. each: rows of a call."""
@@ -196,9 +251,10 @@ class CapturedPrompts:
         for kept, to in zip(rows, own.split(widths, dim=1), strict=False):  # behind them there may be padding
             copy_rows(kept, tokens.slots, tokens.own, to)
         what = Gather(TOKENS, own.shape[1] * own.element_size(), live=True)
-        came = self._group.gather_live(what, own, tokens.held)
-        found = own.new_empty(len(tokens.order), own.shape[1])
-        copy_rows(came, tokens.order, tokens.places, found)
+        found = own.new_empty(len(tokens.calls[0].order), own.shape[1])
+        for call in tokens.calls:
+            came = self._group.gather_live(what, own[call.begin : call.end], call.live)
+            copy_rows(came, call.order, tokens.places, found)
         return vectors_of(self._local.cache, found)
 
 

@@ -176,23 +176,23 @@ class ContextParallel:
 
     def _captured(self, plan: ShardedPlan, q: Tensor, absorbed: Absorbed | None, gathered: bool) -> CapturedPrompts:
         """How the prompts of a captured step attend: for any that fit its tensors, and alike on all ranks."""
-        from weft.attention.captured_prompts import CapturedPrompts  # a CPU need not have Triton
+        from weft.attention.captured_prompts import CapturedPrompts, TokenLimits  # a CPU need not have Triton
 
         form = plan.form[0] if plan.form else None
         if isinstance(form, CapturedPrompts):
             return form
         group, rows = self._group, len(q)
-        # As many tokens as one call takes, and as the plan gathers for a step of so many rows.
         tokens = min(plan.pages.numel() * self.cache.page_size, MAX_TOKENS // group.interleave.ranks)
         what = self._seen(tokens, q, absorbed, gathered)
-        tokens = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), tokens)
+        each = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), tokens)
 
         def merges(seen: int) -> bool:
             return group.prefill(replace(what, seen=seen), rows) == "merge"
 
-        limit = bisect.bisect_left(range(1, tokens + 1), True, key=merges)
+        limit = bisect.bisect_left(range(1, tokens + 1), True, key=merges) if each else 0
+        limits = TokenLimits(limit, tokens, each, what.merge.heads // group.interleave.ranks)
         calls = 0 if gathered else group.rows_of_call(Gather(QUERIES, what.query_bytes, relaid=True, live=True), rows)
-        form = CapturedPrompts(self.local, group, plan.batch, plan.pages, plan.here.stored, limit, calls)
+        form = CapturedPrompts(self.local, group, plan.batch, plan.pages, plan.here.stored, limits, calls)
         plan.form.append(form)
         return form
 

@@ -58,12 +58,18 @@ class Expansion(NamedTuple):
     places: int
 
 
-def pays(spec: Latent, rows: Number, length: Number) -> Number:
-    """Whether a sequence of so many rows is expanded; length: its tokens, the rows included. Int64 tensors or ints."""
+def saved_operations(spec: Latent, rows: Number, length: Number) -> Number:
+    """Operations of a head that a sequence of so many rows saves by expansion; length: its tokens, the rows included.
+    Int64 tensors or ints."""
     assert spec.expanded is not None
     n, value_dim = spec.expanded
     saved = spec.width + spec.value_width - (n + spec.width - spec.value_width + value_dim)
-    return rows * (2 * length - rows + 1) * saved > 2 * spec.value_width * (n + value_dim) * (length - rows)
+    return rows * (2 * length - rows + 1) * saved - 2 * spec.value_width * (n + value_dim) * (length - rows)
+
+
+def pays(spec: Latent, rows: Number, length: Number) -> Number:
+    """Whether a sequence is expanded. Arguments as for `saved_operations`."""
+    return saved_operations(spec, rows, length) > 0
 
 
 def plan_expansion(spec: Latent, starts: Tensor, lengths: Tensor, rows: int, longest: int) -> Expansion:

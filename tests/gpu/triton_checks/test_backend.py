@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded, roomy
 from dcp.interleaved import run_interleaved, sharded
-from weft.attention import paged_triton
+from weft.attention import captured_prompts, paged_triton
 from weft.attention.backend import Absorbed, LatentSplit
 from weft.attention.captured_prompts import CapturedPrompts
 from weft.attention.expansion import ALIGNMENT, pays
 from weft.attention.paged_triton import PagedTriton
 from weft.attention.sdpa import SDPA
 from weft.comm.reference import ReferenceTransport
+from weft.dcp.group import ContextGroup
 from weft.dcp.interleave import Interleave
 from weft.kernels.float8 import FLOAT8
 from weft.kv.cache_spec import Latent, PagedKV, Window
 from weft.models.layers import Builder, HeadNorm
 from weft.models.rotary import RotaryTable
-from weft.place.recipes import Prompt
 from weft.place.spec import Mesh
 
 DECODE = [(1, 7), (1, 0), (1, 20), (1, 3)]
@@ -106,7 +106,7 @@ def test_sharded_tokens(spec: PagedKV | Latent, dtype: torch.dtype, device: torc
 
 SHARDED: dict[str, tuple[list[tuple[int, int]], tuple[int, int], dict[str, Any], bool]] = {
     "gathered": ([(1, 12), (1, 0), (6, 2), (9, 0)], (25, 6), {}, True),
-    "too many tokens for a call": ([(5, 113)], (7, 2), dict(max_bytes=1500), False),
+    "tokens in several calls": ([(5, 113), (3, 30)], (9, 2), dict(max_bytes=1500), True),
     "queries in two calls": ([(1, 12), (1, 0), (3, 2), (3, 0)], (25, 6), dict(max_bytes=1500), True),
     "merged": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(prefill="merge"), False),
     "no counts on the device": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(live=False), False),
@@ -139,7 +139,7 @@ def test_sharded_tokens_of_prompts_in_graphs(
     found, attend = list[bool](), CapturedPrompts.attend
 
     def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
-        found.append(prompts._tokens is not None and bool(prompts._tokens.held.any()))
+        found.append(prompts._tokens is not None and bool(prompts._tokens.places))
         return attend(prompts, *layer)
 
     monkeypatch.setattr(CapturedPrompts, "attend", watched)
@@ -153,12 +153,24 @@ def test_sharded_tokens_of_prompts_in_graphs(
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("prefill", ["gather", "merge"])
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gathered, cheap, saves", [(False, 99, 1), (True, 1, 0), (False, 1, 1 << 40), (True, 0, 0)])
 def test_sharded_latent_projections_in_graphs(
-    gathered: bool, prefill: Literal["gather", "merge"], device: torch.device
+    gathered: bool, cheap: int, saves: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that are expanded, that attend absorbed, and decode rows, as one rank of torch's backend has them."""
+    """Prompts that are expanded, that attend absorbed, and decode rows, as one rank of torch's backend has them.
+
+    cheap: as many tokens are gathered at the price of a merge, and more where expansion saves operations, `saves` for
+    each byte; 0: no prompt gathers.
+    """
+    made, attend = list[bool](), CapturedPrompts.attend
+
+    def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
+        made.append(prompts._tokens is not None and bool(prompts._tokens.places))
+        return attend(prompts, *layer)
+
+    monkeypatch.setattr(CapturedPrompts, "attend", watched)
+    monkeypatch.setattr(ContextGroup, "prefill", lambda _, what, rows: "gather" if what.seen <= cheap else "merge")
+    monkeypatch.setattr(captured_prompts, "BYTE_OPERATIONS", saves)
     rotary, latent, heads, nope, value, spans = 4, 24, 4, 6, 5, [(1, 12), (6, 2), (2, 61), (9, 0)]
     spec = Latent(latent + rotary, latent, (nope, value))
     expands = [bool(pays(spec, n, n + context)) for n, context in spans[1:]]
@@ -175,13 +187,14 @@ def test_sharded_latent_projections_in_graphs(
     expected = whole.attend(plan, 1, case.q.nan_to_num(), 0.3, False, absorbed, False)[0]
 
     def rank_main(transport: ReferenceTransport) -> Tensor:
-        backend = sharded(PagedTriton, case, interleave, transport, {Prompt: prefill}, live=True)
+        backend = sharded(PagedTriton, case, interleave, transport, {}, live=True)
         plan, q = backend.plan(case.batch, case.batch.tables[0]), case.q.chunk(2, dim=1)[transport.rank]
         backend.store(plan, 1, case.k, None)
         return backend.attend(plan, 1, case.q if gathered else q, 0.3, False, absorbed, gathered)[0]
 
     found, rows = torch.cat(run_world(2, rank_main), dim=1), sum(n for n, _ in spans)
     assert torch.allclose(found[:rows], expected[:rows], rtol=1e-4, atol=1e-5)
+    assert {*made} == {cheap == 99 or (cheap > 0 and saves == 0)}
 
 
 @pytest.mark.parametrize("interleaved, dtype", [(False, torch.float32), (True, torch.float32), (True, FLOAT8)])

@@ -201,20 +201,21 @@ def test_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path
 
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize(
-    "family, live",
-    [("deepseek_v2", True), pytest.param("deepseek_v2", False, marks=pytest.mark.nightly)]
-    + [pytest.param("qwen3_moe", live, marks=pytest.mark.nightly) for live in (True, False)],
+    "family, live, groups",
+    [("deepseek_v2", True, 1), pytest.param("deepseek_v2", False, 1, marks=pytest.mark.nightly)]
+    + [pytest.param("qwen3_moe", live, 1, marks=pytest.mark.nightly) for live in (True, False)]
+    + [pytest.param("qwen3_moe", True, 2, marks=pytest.mark.nightly)],
 )
 def test_sharded_tokens(
-    family: str, live: bool, captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, live: bool, groups: int, captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode context parallelism: the table's pages stand for a page of either rank; attention makes them its own.
 
     Prompts that see few tokens gather them, others are merged. live: whether transports take counts on the device,
-    without which all are merged.
+    without which all are merged. groups: of data parallelism; each decides by its own prompts.
     """
     sizes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=1 + (family == "deepseek_v2"))
-    small_model(family, 2, tmp_path, seed=3, num_key_value_heads=4 if family == "deepseek_v2" else 1, **sizes)
+    small_model(family, 2 * groups, tmp_path, seed=3, num_key_value_heads=4 if family == "deepseek_v2" else 1, **sizes)
     byte_tokenizer(tmp_path)
     few = replace(PLAIN, max_tokens=2)
     with Engine(config(tmp_path, cuda_graphs=False)) as engine:
@@ -241,7 +242,8 @@ def test_sharded_tokens(
     monkeypatch.setattr(CapturedPrompts, "attend", watched)
     monkeypatch.setattr(ReferenceWorld, "transports", transports)
     monkeypatch.setattr(worker, "attention_backend", lambda *_, **__: replace(TRITON, device="any"))
-    with Engine(config(tmp_path, attn_tp=2, moe_tp=2, dcp=2, dcp_interleave=2)) as engine:
+    layout = dict(attn_dp=groups, attn_tp=2, ep=groups, moe_tp=2)
+    with Engine(config(tmp_path, dcp=2, dcp_interleave=2, **layout)) as engine:
         assert [r.token_ids for r in engine.generate(FEW[:3], few)] == expected
         assert decode_rows_of(captured) and any(shape.prompts for shape in captured)
         assert {*gathered} == {False, live} and any(expanded) == (live and family == "deepseek_v2")

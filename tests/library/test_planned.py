@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from library.worlds import run_ranks
+from library.worlds import run_ranks, summed
 from weft.kernels.torch_reference import rms_norm
 from weft.library.communicator import Communicator
 
@@ -64,12 +64,6 @@ def run_example(name: str, folder: Path) -> None:
 def test_examples(name: str, said: str, tmp_path: Path) -> None:
     run_ranks(2, tmp_path, run_example, name, tmp_path)
     assert said in (tmp_path / "printed-0").read_text()
-
-
-def summed(x: Tensor) -> Tensor:
-    total = x.clone()
-    dist.all_reduce(total)
-    return total
 
 
 def by_hand(model: Any, mesh: weft.Mesh, x: Tensor, rows: list[int]) -> Tensor:

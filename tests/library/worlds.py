@@ -28,6 +28,18 @@ def run_ranks(world: int, directory: Path, work: Work, *args: Any) -> None:
     mp.start_processes(_rank_main, (world, str(directory), work, args), nprocs=world, start_method="fork")
 
 
+def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A rank's small whole numbers, whose sums are exact; every rank can work them out."""
+    return torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum by gloo."""
+    out = x.clone()
+    dist.all_reduce(out)
+    return out
+
+
 def poison(comm: Communicator) -> None:
     """Leaves NaN where the next results will lie, so that what is not written shows."""
     held = [comm.transport.empty(comm.max_bytes // 4, like=torch.empty(0)).fill_(float("nan")) for _ in range(3)]

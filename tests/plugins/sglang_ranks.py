@@ -23,22 +23,10 @@ from torch import Tensor
 from weft_sglang import groups
 from weft_sglang.groups import comm_of
 
-from library.worlds import run_ranks
+from library.worlds import numbers, run_ranks, summed
 from weft.kernels.torch_reference import rms_norm, softmax_merge
 
 WORLD = 2
-
-
-def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A rank's small whole numbers, whose sums are exact; every rank can work them out."""
-    return torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def summed(x: Tensor) -> Tensor:
-    """The sum by gloo."""
-    out = x.clone()
-    dist.all_reduce(out)
-    return out
 
 
 def same(a: Tensor, b: Tensor) -> None:

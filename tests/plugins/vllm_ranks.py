@@ -19,23 +19,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.platforms import current_platform
 
-from library.worlds import run_ranks
+from library.worlds import numbers, run_ranks, summed
 from weft.kernels.torch_reference import rms_norm, softmax_merge
 
 WORLD = 2
 SMALL = {"weft": {"max_bytes": 1 << 16}}
-
-
-def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A rank's small whole numbers, whose sums are exact; every rank can work them out."""
-    return torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-def summed(x: Tensor) -> Tensor:
-    """The sum by gloo."""
-    out = x.clone()
-    dist.all_reduce(out)
-    return out
 
 
 def group_of(name: str, config: VllmConfig) -> GroupCoordinator:

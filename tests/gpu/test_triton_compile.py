@@ -282,6 +282,13 @@ def reorder(width: int, dtype: torch.dtype) -> None:
     copy_rows.copy_rows(rows, index, empty(1, dtype=INT), empty(65536, width, dtype=dtype))
 
 
+def copy_float8(kv_heads: int, dim: int, kinds: int) -> None:
+    """What vectors in FP8 stand for."""
+    stored, page_table, bases = cache(100_000, kv_heads, dim, True), empty(16, 2048, dtype=INT), empty(16, dtype=INT)
+    copied = empty(kinds, 65536, kv_heads, dim)
+    copy_pages.copy_pages(stored, stored, page_table, bases, bases, empty(1, dtype=INT), 16, copied)
+
+
 def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = None) -> torch.Tensor | SplitKPartials:
     """A product that comes in parts, where it does."""
     x, weight = empty(rows, width), empty(outputs, width)
@@ -455,6 +462,8 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "latent attention, FP8 cache": (lambda: attend_to_latents(128, True), ("HMMA", "LDGSTS")),
     "prompts, FP8 cache": (lambda: attend_prompts(16, 2, 128, 128, True), ("HGMMA", "LDGSTS")),
     "prompts, latents, FP8 cache": (lambda: attend_prompts(128, 1, 576, 512, True), ()),
+    "copies, FP8 cache": (lambda: copy_float8(4, 128, 2), ()),
+    "copies, latents, FP8 cache": (lambda: copy_float8(1, 576, 1), ()),
     "norm, rotary, FP8 cache": (lambda: norm_and_rotate(64, True), ()),
     "latents, rotary, FP8 cache": (lambda: norm_latents(64, 128, True), ()),
     "prompts": (lambda: attend_prompts(16, 2, 128, 128), ("HGMMA", "LDGSTS")),

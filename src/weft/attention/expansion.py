@@ -5,8 +5,7 @@ multiplications; with keys and values expanded, n + rotary + value_dim, after va
 token of the sequence. Absorbing takes as many for each row. So a prompt without cached tokens is always expanded, and
 one row never is. The choice follows from the sequence's rows and tokens alone, the same on all ranks.
 
-Prompts over keys and values of heads may attend to copies of their tokens in a row. The places of these are found
-likewise.
+Prompts may attend to copies of their tokens in a row. The places of these are found likewise.
 """
 
 from __future__ import annotations
@@ -72,32 +71,50 @@ def pays(spec: Latent, rows: Number, length: Number) -> Number:
     return saved_operations(spec, rows, length) > 0
 
 
-def plan_expansion(spec: Latent, starts: Tensor, lengths: Tensor, rows: int, longest: int) -> Expansion:
+def plan_expansion(
+    spec: Latent, starts: Tensor, lengths: Tensor, rows: int, longest: int, copies: Copies | None = None
+) -> Expansion:
     """The expansion of a step, without waiting for the device.
 
     starts, lengths: as in `Batch`. rows: of the step. longest: capacity of a sequence's page table, in tokens.
+    copies: where given, sequences without a copy attend absorbed.
     """
     sequences, counts = len(lengths), starts.diff().long()
     places = min(MAX_TOKENS, sequences * _aligned(longest))
-    bases, live = _places((counts > 1) & pays(spec, counts, lengths.long()), lengths, places)
+    chosen = (counts > 1) & pays(spec, counts, lengths.long())
+    bases, live = _places(chosen if copies is None else chosen & (copies.bases >= 0), lengths, places)
     at = torch.arange(rows, dtype=torch.int32, device=starts.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), at, right=True)
     others = (bases < 0).index_select(0, sequence.clamp(max=sequences - 1)) & (sequence < sequences)
     return Expansion(bases, lengths, live, others, places)
 
 
-def plan_copies(spec: PagedKV, starts: Tensor, lengths: Tensor, rows: int, longest: int) -> Copies | None:
+def plan_copies(
+    spec: PagedKV | Latent, starts: Tensor, lengths: Tensor, rows: int, longest: int, short: bool = False
+) -> Copies | None:
     """The copies of a step, without waiting for the device; None where so few rows have none. Arguments as for
-    `plan_expansion`.
+    `plan_expansion`. short: sequences of few rows are copied, too.
     """
-    if rows <= MIN_MEAN_ROWS:
+    if rows <= MIN_MEAN_ROWS and not short:
         return None
-    places = min(MAX_TOKENS, len(lengths) * _aligned(longest), MAX_ELEMENTS // (2 * spec.heads * spec.dim))
+    elements = spec.width if isinstance(spec, Latent) else 2 * spec.heads * spec.dim
+    places = min(MAX_TOKENS, len(lengths) * _aligned(longest), MAX_ELEMENTS // elements)
     counts, wide = starts.diff().long(), lengths.long()
-    chosen = (counts > 1) & (counts * (2 * wide - counts + 1) > 2 * MIN_MEAN_ROWS * wide)
+    chosen = counts > 1
+    if not short:
+        chosen &= counts * (2 * wide - counts + 1) > 2 * MIN_MEAN_ROWS * wide
     places = places // ALIGNMENT * ALIGNMENT
     bases, live = _places(chosen, lengths, places)
     return Copies(bases, lengths, live, places)
+
+
+def pages_of_copies(copies: Copies, longest: int) -> Tensor:
+    """The copies as pages of ALIGNMENT tokens: int32 `[B, W]`, valid in rows of sequences with a base.
+
+    longest: capacity of a sequence's page table, in tokens.
+    """
+    page = torch.arange(_aligned(longest) // ALIGNMENT, dtype=torch.int32, device=copies.bases.device)
+    return (copies.bases // ALIGNMENT)[:, None] + page
 
 
 def _aligned(tokens: Number) -> Number:

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from weft.attention.backend import Absorbed, HeadSplit, LatentSplit
-from weft.attention.expansion import MAX_ELEMENTS, Copies, Expansion, plan_copies, plan_expansion
+from weft.attention.expansion import (
+    ALIGNMENT,
+    MAX_ELEMENTS,
+    Copies,
+    Expansion,
+    pages_of_copies,
+    plan_copies,
+    plan_expansion,
+)
 from weft.attention.forward_batch import Batch, PageTables
 from weft.attention.sdpa import SDPA, Plan, Prompt, Split
 from weft.kernels.float8 import Stored, plain
@@ -23,12 +31,22 @@ from weft.kernels.triton.multiply_heads import multiply_heads
 from weft.kernels.triton.norm_rope_cache import latent_rope_cache, norm_rope_cache
 from weft.kernels.triton.prefill_attention import expanded_prefill_attention, prefill_attention
 from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV
+from weft.kv.cache_spec import Latent, PagedKV, Window
+
+
+class CopiedPages(NamedTuple):
+    """Copies as pages, for kernels that read such. pages: of ALIGNMENT tokens. skipped: int32 `[B]`, below 0 for the
+    sequences that attend to copies as they are: those that have one and are not expanded.
+    """
+
+    pages: Tensor
+    skipped: Tensor
 
 
 class Prompts(NamedTuple):
     """Sequences of several rows, as `prefill_attention` takes them. expansion: of those that attend to keys and values
-    expanded from latent vectors. copies: of those that attend to copies of their tokens."""
+    expanded from latent vectors. copies: of those that attend to copies of their tokens. copied_pages: of an FP8 cache.
+    copied: a layer's copies, `[kinds, places, heads, dim]`."""
 
     pages: Tensor
     starts: Tensor
@@ -36,6 +54,8 @@ class Prompts(NamedTuple):
     page_size: int
     expansion: Expansion | None = None
     copies: Copies | None = None
+    copied_pages: CopiedPages | None = None
+    copied: Tensor | None = None
 
 
 def _all(tokens: Any) -> Any:
@@ -51,8 +71,11 @@ class PagedTriton(SDPA):
 
     def __init__(self, cache: KVCache):
         super().__init__(cache)
-        spec = cache.spec
-        self.copies = isinstance(spec, PagedKV) and copies_pages(spec.dim, cache.keys.element_size())
+        spec, self.float8 = cache.spec, cache.exponents is not None
+        if self.float8:  # converts each vector once, and not for each block of rows
+            self.copies = not isinstance(spec, Window)
+        else:
+            self.copies = isinstance(spec, PagedKV) and copies_pages(spec.dim, cache.keys.element_size())
 
     def split(self, batch: Batch) -> Split:
         """Without page tables of their own for decode rows, where all rows are such."""
@@ -85,15 +108,22 @@ class PagedTriton(SDPA):
         gathered: Sequence[Tensor] | None = None,
     ) -> Prompts:
         assert batch.starts is not None
-        limits, spec, expansion, copies = here(batch.positions + 1).int(), self.cache.spec, None, None
+        limits, spec = here(batch.positions + 1).int(), self.cache.spec
         if gathered is None:
-            step = batch.starts, batch.lengths, len(limits), pages.shape[1] * self.cache.page_size
+            expansion, copies, copied_pages = None, None, None
+            longest = pages.shape[1] * self.cache.page_size
+            step = batch.starts, batch.lengths, len(limits), longest
             whole = here is _all and len(pages) > 0  # tokens that are sharded are neither expanded nor copied
-            if whole and isinstance(spec, Latent) and spec.expanded is not None and self.cache.exponents is None:
-                expansion = plan_expansion(spec, *step)
-            if whole and isinstance(spec, PagedKV) and self.copies:
-                copies = plan_copies(spec, *step)
-            return Prompts(pages.contiguous(), batch.starts, limits, self.cache.page_size, expansion, copies)
+            if whole and self.copies and not isinstance(spec, Window):
+                copies = plan_copies(spec, *step, short=self.float8)
+            if whole and isinstance(spec, Latent) and spec.expanded is not None:
+                expansion = plan_expansion(spec, *step, copies)
+            if copies is not None and self.float8:
+                bases = -1 if expansion is None else expansion.bases
+                skipped = torch.where(copies.bases < 0, 0, bases).int()
+                copied_pages = CopiedPages(pages_of_copies(copies, longest), skipped)
+            where = pages.contiguous(), batch.starts, limits, self.cache.page_size
+            return Prompts(*where, expansion, copies, copied_pages)
         return Prompts(self.gathered_pages(pages, prompts, gathered), batch.starts, limits, 1)
 
     def gathered_pages(self, pages: Tensor, prompts: Sequence[Prompt], gathered: Sequence[Tensor]) -> Tensor:
@@ -162,14 +192,28 @@ class PagedTriton(SDPA):
             out[at], total = self.decode(plan.decode, layer, query[at], scale, lse)
             if sums is not None and total is not None:
                 sums[at] = total
-        self.prompts(plan.prompts, query, *self.cache.of_layer(layer), scale, out, sums)
+        prompts, tokens = plan.prompts, self.cache.of_layer(layer)
+        if isinstance(prompts, Prompts) and prompts.copies is not None:
+            prompts = prompts._replace(copied=self._copied(prompts, prompts.copies, query, *tokens))
+        self.prompts(prompts, query, *tokens, scale, out, sums)
         if absorbed is None or absorbed.plain is None or absorbed.up is None:
             return out if absorbed is None else absorbed.output(out), sums
         assert not lse, "the log-sum-exps of expanded prompts are not computed"
         seen = out.new_empty(*out.shape[:2], absorbed.values.shape[1])
-        project_heads(out, absorbed.values.transpose(1, 2), plan.prompts.expansion.absorbed, seen)
-        self.expand(plan.prompts, self.cache.keys[layer], absorbed.plain, query, absorbed.up, scale, seen)
+        project_heads(out, absorbed.values.transpose(1, 2), prompts.expansion.absorbed, seen)
+        latents = tokens[0]
+        if prompts.copied is not None:
+            latents = prompts.copied[0]
+            prompts = prompts._replace(pages=prompts.copied_pages.pages, page_size=ALIGNMENT)
+        self.expand(prompts, plain(latents), absorbed.plain, query, absorbed.up, scale, seen)
         return seen, sums
+
+    def _copied(self, prompts: Prompts, copies: Copies, q: Tensor, keys: Stored, values: Stored) -> Tensor:
+        """A layer's copies, in q's dtype."""
+        copied = q.new_empty(1 if isinstance(self.cache.spec, Latent) else 2, copies.places, *keys.shape[1:])
+        where = prompts.pages, copies.bases, copies.lengths, copies.live, prompts.page_size
+        copy_pages(keys, values, *where, copied)
+        return copied
 
     def expand(
         self, prompts: Prompts, latents: Tensor, plain: Tensor, q: Tensor, up: Tensor, scale: float, out: Tensor
@@ -177,8 +221,9 @@ class PagedTriton(SDPA):
         """Fills the rows of prompts that attend with keys and values of heads, from latents `[slots, 1, width]`."""
         expansion, (heads, width, rank) = prompts.expansion, up.shape
         assert expansion is not None
+        taken = 0 if prompts.copied is None else prompts.copied.numel()
         places, tokens = expansion.places, (expansion.lengths, expansion.live, prompts.page_size)
-        group = max(1, min(heads, MAX_ELEMENTS // (places * width)))
+        group = max(1, min(heads, (MAX_ELEMENTS - taken) // (places * width)))
         memory = out.new_empty(places * group * width)
         for i in range(0, heads, group):
             of = slice(i, min(heads, i + group))
@@ -220,11 +265,15 @@ class PagedTriton(SDPA):
     def prompts(
         self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
     ) -> None:
-        pages, starts, limits, page_size, expansion, copies = plan
+        pages, starts, limits, page_size, expansion, copies, copied_pages, copied = plan
         bases = None if expansion is None else expansion.bases
         if copies is not None:
-            bases, copied = copies.bases, q.new_empty(2, copies.places, *keys.shape[1:])
-            copy_pages(plain(keys), plain(values), pages, bases, copies.lengths, copies.live, page_size, copied)
-            copied_prefill_attention(q, copied, starts, limits, bases, scale, out, lse=sums)
+            bases, latent = copies.bases, isinstance(self.cache.spec, Latent)
+            if not latent and copies_pages(q.shape[2], q.element_size()):
+                copied_prefill_attention(q, copied, starts, limits, bases, scale, out, lse=sums)
+            else:
+                of_copies = (copied_pages.pages, starts, limits, ALIGNMENT, scale, out)
+                k, v = copied[0], copied[-1][..., : values.shape[-1]]
+                prefill_attention(q, k, v, *of_copies, lse=sums, bases=copied_pages.skipped)
         where = (pages, starts, limits, page_size, scale, out)
         prefill_attention(q, keys, values, *where, window=self.cache.window, lse=sums, bases=bases)

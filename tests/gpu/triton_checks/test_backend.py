@@ -252,6 +252,8 @@ def test_latent_projections(
         plan = backend.plan(case.batch, case.batch.tables[0])
         query, left = backend.store_latent(plan, 1, q.clone(), kv, parts, absorbed)
         outs.append(backend.attend(plan, 1, query, 0.3, False, left, False)[0][:live])
+    expands = isinstance(plan.prompts, paged_triton.Prompts) and plan.prompts.expansion is not None
+    assert expands == (expanded and (more > 0 or any(n > 1 for n, _ in spans))), "prompts are expanded, also of FP8"
     # A value that lies between two of FP8 may be rounded to either.
     assert torch.allclose(*outs, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.05)
     pages = made.cache.num_pages * made.cache.page_size  # behind them torch's backend puts what is stored nowhere

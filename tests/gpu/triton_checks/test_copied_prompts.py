@@ -21,6 +21,7 @@ from gpu.triton_checks.worker import INTERPRETED
 from weft.attention import expansion, paged_triton
 from weft.attention.forward_batch import PageTables
 from weft.attention.paged_triton import PagedTriton
+from weft.kernels.float8 import Stored, to_vectors
 from weft.kernels.triton import copied_prompts as kernels
 from weft.kernels.triton.copy_pages import copy_pages
 from weft.kernels.triton.prefill_attention import PrefillTile, prefill_attention
@@ -32,7 +33,7 @@ LONG = ((150, 90), (1, 9), (0, 3), (2, 17), (130, 0))
 
 
 def attend_copied(
-    step: Step, q: Tensor, keys: Tensor, values: Tensor, chosen: Tensor, tile: PrefillTile | None
+    step: Step, q: Tensor, keys: Stored, values: Stored, chosen: Tensor, tile: PrefillTile | None
 ) -> tuple[Tensor, Tensor]:
     """(output, lse) where the chosen sequences, bool `[B]`, attend to copies, and the others over pages."""
     spans = step.starts.diff()
@@ -50,15 +51,28 @@ def attend_copied(
     return out, lse
 
 
-@pytest.mark.parametrize("spans, dim, tile", [(SPANS, 16, SMALL), (LONG, 128, None), (((300, 0),), 128, None)], ids=str)
+@pytest.mark.parametrize(
+    "spans, dim, tile, float8",
+    [
+        (SPANS, 16, SMALL, False),
+        (SPANS, 16, SMALL, True),
+        (LONG, 128, None, False),
+        (((300, 0),), 128, None, False),
+        (((300, 0),), 128, None, True),
+    ],
+    ids=str,
+)
 def test_copied_prompts(
-    spans: tuple[tuple[int, int], ...], dim: int, tile: PrefillTile | None, device: torch.device
+    spans: tuple[tuple[int, int], ...], dim: int, tile: PrefillTile | None, float8: bool, device: torch.device
 ) -> None:
     step = Step(spans, 4, dim, torch.float16, device)
     q = torch.randn(len(step.limits), 6, dim, device=device).half()
     keys, values = step.cache[:, :2], step.cache[:, 2:]
+    wide = [x.double() for x in (q, keys, values)]
+    if float8:
+        keys, values = to_vectors(keys), to_vectors(values)
+        wide[1:] = [torch.ldexp(x.values.double(), x.exponents[..., None]) for x in (keys, values)]
     paged = attend(step, q, keys, values, tile=tile)
-    wide = (x.double() for x in (q, keys, values))
     wanted, lse = definitions.decode_attention(*wide, step.pages[step.sequence], step.limits, PAGE, 0.3, None)
     every = torch.ones(len(spans), dtype=torch.bool, device=device)
     for chosen in (every, torch.arange(len(spans), device=device) % 2 == 0):
@@ -108,7 +122,7 @@ def test_backend(capacity: int, device: torch.device, monkeypatch: pytest.Monkey
         (100, PagedKV(2, 128), torch.float16, True),
         (89, PagedKV(2, 128), torch.bfloat16, False),
         (90, PagedKV(2, 128), torch.float32, False),
-        (90, PagedKV(2, 128), torch.float8_e4m3fn, False),
+        (90, PagedKV(2, 128), torch.float8_e4m3fn, True),
         (90, PagedKV(2, 64), torch.bfloat16, False),
         (90, Window(40, 2, 128), torch.bfloat16, False),
         (90, Latent(128, 128), torch.bfloat16, False),

@@ -9,10 +9,13 @@ from torch import Tensor
 from gpu import definitions
 from gpu.triton_checks.test_decode_attention import PAGE, close, paged
 from gpu.triton_checks.test_prefill_attention import SPANS, Step, attend
-from weft.kernels.float8 import FLOAT8, Fp8Vectors, to_vectors
+from gpu.triton_checks.worker import INTERPRETED
+from weft.attention.expansion import _places
+from weft.kernels.float8 import FLOAT8, Fp8Vectors, take, to_vectors
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.triton import decode_attention as decode
 from weft.kernels.triton import norm_rope_cache as kernels
+from weft.kernels.triton.copy_pages import copy_pages
 from weft.kernels.triton.prefill_attention import PrefillTile
 
 NAN = float("nan")
@@ -142,6 +145,8 @@ def test_latent_decode_rows(dtype: torch.dtype, device: torch.device) -> None:
 )
 def test_prompts(dtype: torch.dtype, window: int | None, packed: bool, device: torch.device) -> None:
     torch.manual_seed(0)
+    if INTERPRETED and dtype == torch.bfloat16:
+        dtype = torch.float16  # the interpreter has no products in bfloat16
     step = Step(SPANS, 4, 24, torch.float32, device)
     cache = step.cache
     cache[:, 2:] *= torch.randn(len(cache), 2, 1, device=device).mul(2).exp()
@@ -166,6 +171,26 @@ def test_latent_prompts(device: torch.device) -> None:
     of_rows = (step.pages[step.sequence], step.limits, PAGE, 0.3)
     wanted, _ = definitions.decode_attention(q.double(), wide, wide[..., :16], *of_rows)
     assert close(out[step.several], wanted[step.several], 2e-6)
+
+
+@pytest.mark.parametrize("heads, dim, dtype", [(2, 24, torch.float32), (2, 160, torch.float16)], ids=str)
+def test_copies_are_what_the_vectors_stand_for(heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    step = Step(SPANS, 2 * heads, dim, torch.float32, device)
+    keys, values = in_float8(step.cache[:, :heads], True), in_float8(step.cache[:, heads:], True)
+    lengths = torch.tensor([rows + context for rows, context in SPANS], dtype=torch.int32, device=device)
+    chosen = torch.arange(len(SPANS), device=device) % 2 == 0
+    bases, live = _places(chosen, lengths, 1024)
+    latent = in_float8(step.cache[:, :1])
+    for stored in ((keys, values), (latent, Fp8Vectors(latent.values[..., : dim - 8], latent.exponents))):
+        kinds = 1 if stored[0] is latent else 2
+        copied = torch.full((kinds, 1024, *stored[0].shape[1:]), NAN, dtype=dtype, device=device)
+        copy_pages(*stored, step.pages, bases, lengths, live, PAGE, copied)
+        for kind, wanted in zip(copied, stored, strict=False):
+            for sequence in range(0, len(SPANS), 2):
+                n, base = int(lengths[sequence]), int(bases[sequence])
+                slots = step.pages[sequence].long()[:, None] * PAGE + torch.arange(PAGE, device=device)
+                assert torch.equal(kind[base : base + n], take(wanted, slots.flatten()[:n], dtype))
+                assert not kind[base + n : base + n + -n % 128].any()
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -26,7 +26,7 @@ def _see_copied(
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         score = tl.where((first + tl.arange(0, BLOCK_N))[None, :] < limit[:, None], score, float("-inf"))
-    return fold(score, v, top, total, acc, scale, 0, False, MASKED)
+    return fold(score, v, top, total, acc, scale, MASKED)
 
 
 @kernel(do_not_specialize=["sequences"])

@@ -1,9 +1,10 @@
 """Vectors of a cache in FP8 (`weft.kernels.float8.Fp8Vectors`), inside the kernels that write and read them.
 
-Attention multiplies in float16, where activations have 16 bits: an e4m3 is exact in it and takes one instruction for
-two, while one more rounding and four more instructions make a bfloat16 of them. Queries fit float16 by a power of two
-of each head. The exponents of keys scale scores. Those of values are added to the scores' logarithm, so that weights
-are at most 1 as they are without.
+Decode attention multiplies in float16, where activations have 16 bits: an e4m3 is exact in it and takes one instruction
+for two, while one more rounding and four more instructions make a bfloat16 of them. Queries fit float16 by a power of
+two of each head. The exponents of keys scale scores. Those of values are added to the scores' logarithm, so that
+weights are at most 1 as they are without. Prompts multiply what the vectors stand for: a copy has it, or each block
+converts its tokens.
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ def fit_queries(main, rest, scale, REST: tl.constexpr, DTYPE: tl.constexpr, FLOA
         main = (main.to(tl.float32) * power_of_two(-exponent)).to(DTYPE)
         scale *= power_of_two(exponent)
     return main, rest, scale
+
+
+@triton.jit
+def dequantised(x, exponents, there, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
+    """Elements x as `DTYPE`, in FP8 times the powers of two at `exponents`, where `there`: exact but in float16."""
+    if FLOAT8:
+        x = x.to(tl.float32) * power_of_two(tl.load(exponents, mask=there, other=0))
+    return x.to(DTYPE)
 
 
 @triton.jit

@@ -8,7 +8,8 @@ cut into chunks. A program finds its block and its sequence on the device.
 On Hopper and later, and for keys and values of 128 elements of two bytes, sequences of many rows attend to a copy of
 their pages' tokens in a row, which tensor descriptors load by whole tiles (`weft.kernels.triton.copied_prompts`):
 on an H200 a prompt of 8,192 tokens takes 0.74 of the time, the copy included. Other sequences, GPUs, shapes and dtypes,
-windows, latent vectors and caches in FP8 attend over pages. Both take the same blocks in the same order.
+windows and latent vectors attend over pages. Both take the same blocks in the same order. Of a cache in FP8 all
+prompts attend to copies of what its vectors stand for (`weft.attention.paged_triton`), but for windows.
 """
 
 from __future__ import annotations
@@ -22,14 +23,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Stored
 from weft.kernels.triton.decode_attention import LN2, LOG2E
-from weft.kernels.triton.float8_cache import (
-    fit_queries,
-    load_exponents,
-    parts_of,
-    product_dtype,
-    scale_scores,
-    unscaled,
-)
+from weft.kernels.triton.float8_cache import dequantised, parts_of
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
@@ -114,14 +108,14 @@ def _load(at, there, width: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.conste
 
 
 @triton.jit
-def fold(score, v, top, total, acc, scale, of_values, FLOAT8: tl.constexpr, MASKED: tl.constexpr):
+def fold(score, v, top, total, acc, scale, MASKED: tl.constexpr):
     """(greatest scores, sums, output) with those of a block of tokens. MASKED: some scores may be −inf."""
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
     finite = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top  # -inf minus -inf would be NaN
     keep = tl.exp2(top - finite)  # exactly 1 where a row sees nothing of these tokens
     p = tl.exp2(score * scale - finite[:, None])
     acc = tl.dot(p.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-    return new_top, total * keep + tl.sum(unscaled(p, of_values, FLOAT8), 1), acc
+    return new_top, total * keep + tl.sum(p, 1), acc
 
 
 @triton.jit
@@ -137,25 +131,25 @@ def _see(
     page = tl.load(row_pages + token // PAGE, mask=there, other=0) if MASKED else tl.load(row_pages + token // PAGE)
     slot = page.to(tl.int64) * PAGE + token % PAGE
     kept = base + token if WHICH == 1 else slot
-    of_keys, of_values = load_exponents(k_exponents, v_exponents, slot * e_slot, there, FLOAT8)
     dtype: tl.constexpr = main.dtype
-    v = _load(v_at + kept[:, None] * v_slot + tl.arange(0, BLOCK_V)[None, :], there, V, BLOCK_V, MASKED).to(dtype)
+    e_at, seen = slot[:, None] * e_slot, there[:, None]
+    v = _load(v_at + kept[:, None] * v_slot + tl.arange(0, BLOCK_V)[None, :], there, V, BLOCK_V, MASKED)
+    v = dequantised(v, v_exponents + e_at, seen, dtype, FLOAT8)
     k = v
     if not LATENT:
-        k = _load(k_at + kept[:, None] * k_slot + tl.arange(0, BLOCK_D)[None, :], there, D, BLOCK_D, MASKED).to(dtype)
+        k = _load(k_at + kept[:, None] * k_slot + tl.arange(0, BLOCK_D)[None, :], there, D, BLOCK_D, MASKED)
+        k = dequantised(k, k_exponents + e_at, seen, dtype, FLOAT8)
     score = tl.dot(main, tl.trans(k), input_precision="ieee")
     if REST > 0:
-        more = _load(rest_at + slot[:, None] * rest_slot, there, REST, BLOCK_REST, MASKED).to(dtype)
+        more = _load(rest_at + slot[:, None] * rest_slot, there, REST, BLOCK_REST, MASKED)
+        more = dequantised(more, k_exponents + e_at, seen, dtype, FLOAT8)
         score = tl.dot(rest, tl.trans(more), score, input_precision="ieee")
-    if FLOAT8:
-        score = scale_scores(score, scale, of_keys, of_values, FLOAT8)
-        scale = 1.0
     if MASKED:
         seen = token[None, :] < limit[:, None]
         if WINDOW > 0:
             seen = seen & (token[None, :] >= limit[:, None] - WINDOW)
         score = tl.where(seen, score, float("-inf"))
-    return fold(score, v, top, total, acc, scale, of_values, FLOAT8, MASKED)
+    return fold(score, v, top, total, acc, scale, MASKED)
 
 
 @kernel(do_not_specialize=["sequences", "pages_row"])
@@ -169,7 +163,6 @@ def _attend(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, LN2: tl.constexpr,
 ):  # fmt: skip
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
-    DTYPE: tl.constexpr = product_dtype(q.dtype.element_ty, FLOAT8)
     item, sequence, block = block_of(starts, bases, sequences, tl.program_id(1), WHICH, BLOCK_B, BLOCK_T)
     if item < 0:
         return
@@ -184,7 +177,6 @@ def _attend(
     if REST > 0:
         q_at = q_rest + row.to(tl.int64)[:, None] * q_rest_row + head[:, None] * q_rest_head
         rest = tl.load(q_at + r[None, :], mask=real[:, None] & (r < REST)[None, :], other=0.0)
-    main, rest, scale = fit_queries(main, rest, scale_log2, REST, DTYPE, FLOAT8)
     base = 0
     if WHICH == 1:
         base = tl.load(bases + sequence).to(tl.int64)
@@ -201,14 +193,14 @@ def _attend(
         for first in range(0, whole, BLOCK_N):
             top, total, acc = _see(
                 first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at,
-                k_exponents + kv_head, v_exponents + kv_head, scale, k_slot, rest_slot, v_slot, e_slot, D, V, REST,
+                k_exponents + kv_head, v_exponents + kv_head, scale_log2, k_slot, rest_slot, v_slot, e_slot, D, V, REST,
                 LATENT, FLOAT8, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_REST, False,
             )  # fmt: skip
     for first in range(tl.maximum(whole, begin // BLOCK_N * BLOCK_N), end, BLOCK_N):
         top, total, acc = _see(
             first, top, total, acc, main, rest, limit, begin, end, row_pages, base, k_at, rest_at, v_at,
-            k_exponents + kv_head, v_exponents + kv_head, scale, k_slot, rest_slot, v_slot, e_slot, D, V, REST, LATENT,
-            FLOAT8, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_REST, True,
+            k_exponents + kv_head, v_exponents + kv_head, scale_log2, k_slot, rest_slot, v_slot, e_slot, D, V, REST,
+            LATENT, FLOAT8, PAGE, WINDOW, WHICH, BLOCK_N, BLOCK_D, BLOCK_V, BLOCK_REST, True,
         )  # fmt: skip
     store_rows(out, lse, row, head, real, top, total, acc, out_row, out_head, HEADS, V, LSE, BLOCK_V, LN2)
 

@@ -31,11 +31,13 @@ class Latent:
 
     expanded: (elements of a head's own part of a key, elements of a head's value) where prompts may be computed with
     keys and values of heads, expanded from the vectors; None: all rows attend to the vectors.
+    heads: of a rank, that share the vector. Kernels choose by it how they cut rows.
     """
 
     width: int
     value_width: int
     expanded: tuple[int, int] | None = None
+    heads: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,8 @@ class LatentAttention(Layer):
         share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims), shared_by=b.mesh.dcp)
         self.kv_up = b.empty(share.stop - share.start, c.kv_rank)
         self.sources["kv_up"] = [Source(f"{path}.kv_b_proj.weight", (ups, c.kv_rank), (share,))]
-        self.cache = Latent(c.kv_rank + c.rope_dim, c.kv_rank, (c.nope_dim, c.value_dim))
+        heads = (share.stop - share.start) // sum(self.up_dims)
+        self.cache = Latent(c.kv_rank + c.rope_dim, c.kv_rank, (c.nope_dim, c.value_dim), heads)
         self.out = RowLinear(
             b, f"{path}.o_proj", c.num_heads * c.value_dim, c.hidden_size, over="attn_tp", unit=c.value_dim
         )

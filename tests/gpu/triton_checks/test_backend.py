@@ -64,6 +64,17 @@ def test_decode(spec: PagedKV | Window | Latent, dtype: torch.dtype, device: tor
     check(PagedTriton(case.cache), case, DECODE)
 
 
+def test_heads_that_share_a_vector_decide_how_rows_are_cut(device: torch.device) -> None:
+    for heads, short in ((16, None), (64, None), (128, 1024)):
+        case = on(device, make_case(DECODE, seed=1, spec=Latent(576, 512, heads=heads)))
+        pages, lengths = (
+            torch.zeros(2, 4, dtype=torch.int32, device=device),
+            torch.ones(2, dtype=torch.int32, device=device),
+        )
+        *_, splits = PagedTriton(case.cache).plan_decode(pages, lengths)
+        assert splits.cut.short == short
+
+
 @DTYPES
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
 def test_padding_rows(spec: PagedKV | Window | Latent, dtype: torch.dtype, device: torch.device) -> None:

@@ -129,6 +129,18 @@ def test_a_longer_row_has_longer_splits(device: torch.device) -> None:
     )
 
 
+def test_rows_that_are_not_short_have_longer_splits(device: torch.device) -> None:
+    lengths = (300, 64, 0, 65, 130)
+    latents, pages, length = paged(lengths, 1, 40, torch.float32, device)
+    q = torch.randn(len(lengths), 20, 40, device=device)
+    tile = kernels.tile_of(512, 20)
+    splits = order_splits(length, pages.shape[1] * PAGE, None, None, kernels.Cut(32, 8, 2, 64))
+    found = kernels.latent_decode_attention(q, latents, 32, pages, length, PAGE, 0.2, splits=splits, tile=tile)
+    wide = latents.double()
+    wanted, _ = definitions.decode_attention(q.double(), wide, wide[..., :32], pages, length, PAGE, 0.2)
+    assert close(found, wanted, 2e-6)
+
+
 def test_layers_share_the_order_of_a_step(device: torch.device) -> None:
     cache, pages, length = paged((40, 3), 2, 16, torch.float32, device)
     q = torch.randn(2, 1, 16, device=device)

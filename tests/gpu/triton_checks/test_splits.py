@@ -15,7 +15,7 @@ CUT = Cut(8, 4, 2)
 def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]]:
     """First token and the one behind the last of each split of a row, by the definition."""
     seen = min(length, window or length)
-    span = cut.tokens
+    span = cut.tokens * (2 if cut.short is not None and seen > cut.short else 1)
     while span * cut.splits < seen:
         span *= 2
     borders = list(range(length - seen, length - span // 4 * cut.spare, span)) or [0]
@@ -23,7 +23,7 @@ def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 1000])
-@pytest.mark.parametrize("spare", [0, 2])
+@pytest.mark.parametrize(("spare", "short"), [(0, None), (2, None), (2, 16)])
 @pytest.mark.parametrize("window", [None, 13])
 @pytest.mark.parametrize(
     "lengths",
@@ -31,9 +31,9 @@ def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]
     ids=str,
 )
 def test_items_are_the_splits_longest_first(
-    lengths: tuple[int, ...], window: int | None, spare: int, at_once: int, device: torch.device
+    lengths: tuple[int, ...], window: int | None, spare: int, short: int | None, at_once: int, device: torch.device
 ) -> None:
-    cut = CUT._replace(spare=spare)
+    cut = CUT._replace(spare=spare, short=short)
     splits = [splits_of(length, window, cut) for length in lengths]
     run = max(1, -(-sum(map(len, splits)) // at_once))
     wanted = []
@@ -48,12 +48,12 @@ def test_items_are_the_splits_longest_first(
     sizes = [end - start for _, start, end, *_ in items]
     assert sizes == sorted(sizes, reverse=True)
     for (row, *_), span in zip(items, spans, strict=True):
-        assert span == cut.tokens if len(splits[row]) < 2 else splits[row][0][1] - splits[row][0][0]
+        assert span in (cut.tokens, 2 * cut.tokens) if len(splits[row]) < 2 else splits[row][0][1] - splits[row][0][0]
     assert len(wanted) <= len(found.items) == len(lengths) * found.max_splits
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_no_longer_sequence_has_more_splits(head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 8), (256, 8), (512, 16), (512, 128)])
+def test_no_longer_sequence_has_more_splits(head_dim: int, group: int) -> None:
     """Memory is measured with an answer of MAX_SPLIT_TOKENS tokens: it has as many splits as any."""
-    cut = cut_of(head_dim)
+    cut = cut_of(head_dim, group)
     assert cut.tokens * cut.splits <= MAX_SPLIT_TOKENS

@@ -13,12 +13,13 @@ from weft.kernels.triton.splits import row_splits
 def _merge_splits(
     part, part_lse, lengths, out, lse, max_splits, out_row, out_head,
     HEADS: tl.constexpr, D: tl.constexpr, LSE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, SPARE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, LN2: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, SPARE: tl.constexpr, SHORT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    LN2: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
-    seen, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MAX_SPLITS, SPARE)
+    seen, _, splits = row_splits(tl.load(lengths + row), WINDOW, TOKENS, MAX_SPLITS, SPARE, SHORT)
     splits = tl.where(seen > 0, splits, 0)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     at = (row.to(tl.int64) * HEADS + head) * max_splits

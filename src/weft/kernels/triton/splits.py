@@ -30,11 +30,13 @@ class Cut(NamedTuple):
     tokens: minimum of a split, a power of two.
     splits: maximum of a row, a power of two; longer rows have longer splits.
     spare: in quarters of a split, by how much a row's last split may be longer than the others.
+    short: rows of more tokens have splits of twice the minimum, or more; None: all have the same minimum.
     """
 
     tokens: int
     splits: int
     spare: int
+    short: int | None = None
 
 
 class Splits(NamedTuple):
@@ -54,7 +56,10 @@ class Splits(NamedTuple):
 
 
 @triton.jit
-def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPARE: tl.constexpr):
+def row_splits(
+    length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPARE: tl.constexpr,
+    SHORT: tl.constexpr,
+):  # fmt: skip
     """(tokens that a row sees, tokens of each of its splits but the last, splits); one split where it sees none."""
     seen = length
     if WINDOW > 0:
@@ -66,6 +71,8 @@ def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: t
     span |= span >> 8
     span |= span >> 16
     span = tl.maximum(span + 1, TOKENS)
+    if SHORT is not None:
+        span = tl.where(seen > SHORT, tl.maximum(span, 2 * TOKENS), span)
     spare = span // 4 * SPARE
     splits = tl.maximum(tl.cdiv(tl.maximum(seen - spare, 0), span), 1)
     return seen, span, splits
@@ -74,20 +81,20 @@ def row_splits(length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: t
 @kernel(do_not_specialize=["rows", "at_once"])
 def _order_splits(
     lengths, items, total, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SPARE: tl.constexpr, BLOCK_R: tl.constexpr,
+    SPARE: tl.constexpr, SHORT: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """A program finds the places of one row's items: all except the last have one size and follow one another."""
     overlap.begin()
     row, any_row = tl.program_id(0), tl.arange(0, BLOCK_R)
     length = tl.load(lengths + row)
     any_length = tl.load(lengths + any_row, mask=any_row < rows, other=0)
-    any_seen, any_span, any_splits = row_splits(any_length, WINDOW, TOKENS, MAX_SPLITS, SPARE)
+    any_seen, any_span, any_splits = row_splits(any_length, WINDOW, TOKENS, MAX_SPLITS, SPARE, SHORT)
     per_item = tl.maximum(tl.cdiv(tl.sum(tl.where(any_row < rows, any_splits, 0), 0), at_once), 1)  # splits of an item
     any_others = tl.cdiv(any_splits, per_item) - 1
     any_last = any_seen - any_others * any_span * per_item
     if row == 0:
         tl.store(total, tl.sum(tl.where(any_row < rows, any_others + 1, 0), 0))
-    seen, span, splits = row_splits(length, WINDOW, TOKENS, MAX_SPLITS, SPARE)
+    seen, span, splits = row_splits(length, WINDOW, TOKENS, MAX_SPLITS, SPARE, SHORT)
     others = tl.cdiv(splits, per_item) - 1
     last = seen - others * span * per_item
     longer = (any_span > span) | ((any_span == span) & (any_row < row))
@@ -121,7 +128,7 @@ def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int 
     if rows:
         _order_splits[(rows,)](
             lengths, items, total, rows, at_once or rows * max_splits, WINDOW=window or 0, TOKENS=cut.tokens,
-            MAX_SPLITS=cut.splits, SPARE=cut.spare, BLOCK_R=max(32, next_power_of_2(rows)),
+            MAX_SPLITS=cut.splits, SPARE=cut.spare, SHORT=cut.short, BLOCK_R=max(32, next_power_of_2(rows)),
             num_warps=1 if rows <= 256 else 4, **overlap.options(),
         )  # fmt: skip
     return Splits(items, total, max_splits, window or 0, at_once is not None, cut)

@@ -71,11 +71,12 @@ def test_kernels_belong_to_the_step_that_launched_them(graph: bool) -> None:
 
 
 def test_a_kernel_begins_when_the_one_before_on_its_stream_has_ended() -> None:
-    early = [("_up", 0.0, 100.0), ("_down", 40.0, 130.0), ("_sum_choices", 90.0, 120.0)]
+    early = [("_up_prompts", 0.0, 100.0), ("_down", 40.0, 130.0), ("_sum_choices", 90.0, 120.0)]
     steps = [late(early, 1000.0 * n) for n in range(4)]
     found = trace(steps, True)
     events = read_rank(found, about(0, 4, []), PAIR)[:3]
     assert [(e.begin - 1e15 - 2000, e.end - 1e15 - 2000) for e in events] == [(0, 100), (100, 130), (120, 120)]
+    assert {e.kind for e in events} == {"experts"}
     for event in found["traceEvents"]:
         event.get("args", {})["stream"] = event["name"]  # side by side on streams of their own
     assert [e.begin - 1e15 - 2000 for e in read_rank(found, about(0, 4, []), PAIR)[:3]] == [0, 40, 90]

@@ -147,6 +147,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, arch: int) -> Iterator[list[Compil
         assert all(0 < n < 1 << 16 for n in grid[1:]) and 0 < grid[0] < 1 << 31
         tensors = [isinstance(arg, torch.Tensor) for arg in args]
         assert tensors == sorted(tensors, reverse=True), "a launch's tensors come first (launch.Kernel)"
+        assert None not in [arg for arg in args if not isinstance(arg, torch.Tensor)], "a launch compares its numbers"
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if kernel.metadata.shared > GPUS[arch].shared_bytes:  # as Triton has it where there is a GPU
             raise OutOfResources(kernel.metadata.shared, GPUS[arch].shared_bytes, "shared memory")
@@ -305,7 +306,7 @@ def route_rows(rows: int) -> None:
 def routed(rows: int, held: int, tile_rows: int) -> route.Routing:
     """What `route.route` gives for so many rows, of which a single one is not sorted."""
     tiles = (8 * rows + held * (tile_rows - 1)) // tile_rows
-    order = (empty(tiles * tile_rows, dtype=INT), empty(tiles, dtype=INT)) if rows > 1 else (None, None)
+    order = tuple(empty(n, dtype=INT) for n in (tiles * tile_rows, tiles, 1)) if rows > 1 else (None, None)
     return route.Routing(empty(rows, 8, dtype=FLOAT), empty(rows, 8, dtype=INT), tile_rows, *order)
 
 
@@ -478,7 +479,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "experts, 64 rows": (lambda: mix_experts(64), ("HMMA", "LDGSTS")),
     "experts, 256 rows": (lambda: mix_experts(256), ("HGMMA", "LDGSTS")),
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
-    "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS")),
+    "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS", "UTMALDG")),
     "experts with biases": (lambda: mix_experts(4096, 32, 720, 2880, True), ("HGMMA", "LDGSTS")),
     "FP8 experts, 1 row": (lambda: mix_float8_experts(1, 64, 768, 2048), ("QGMMA", "LDGSTS")),
     "FP8 experts, 128 rows": (lambda: mix_float8_experts(128, 32, 2048, 7168), ("HMMA", "LDGSTS")),
@@ -503,6 +504,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "routes, 1 row": (lambda: route_rows(1), ("HGMMA",)),
     "routes, 64 rows": (lambda: route_rows(64), ("HGMMA",)),
     "routes, 4096 rows": (lambda: route_rows(4096), ()),
+    "routes, 8192 rows": (lambda: route_rows(8192), ()),
     "routes in groups": (lambda: route_in_groups(64), ()),
     "rms norm": (lambda: rms_norm.rms_norm(empty(64, 7168), empty(7168), 1e-6, empty(64, 7168)), ()),
     "rms norm, quantised": (lambda: norm_and_quantise(64, 7168), ()),

@@ -14,7 +14,7 @@ from weft.hidden import Hidden
 from weft.kernels import ops
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.torch_reference import choose
-from weft.kernels.triton import fused_experts
+from weft.kernels.triton import fused_experts, prompt_experts
 from weft.kernels.triton import route as kernels
 from weft.kernels.triton.experts_tiles import ExpertsTile
 from weft.models.layers import Builder
@@ -48,6 +48,7 @@ def assert_order(routing: kernels.Routing) -> None:
             assert real and all(expert[pair] == owner for pair in real)
             assert tile == real + [pairs] * (len(tile) - len(real))
             seen += real
+    assert routing.used is not None and routing.used.item() == sum(owner >= 0 for owner in routing.tile_expert.tolist())
     assert seen == sorted((pair for pair in range(pairs) if expert[pair] >= 0), key=lambda pair: (expert[pair], pair))
 
 
@@ -75,11 +76,20 @@ def test_routes(case: tuple[int, ...], seed: int, device: torch.device) -> None:
         assert_order(found)
 
 
-@pytest.mark.parametrize("pairs", [0, 1, 33, 200, 2048, 2049, 6000])
-@pytest.mark.parametrize("held", [1, 5])
-def test_sorts_pairs(pairs: int, held: int, device: torch.device) -> None:
+@pytest.mark.parametrize("pairs", [1, 33, 200, 2048, 2049, 6000])
+@pytest.mark.parametrize("held, tile_rows, places", [(1, 16, False), (5, 16, False), (5, 128, True), (130, 16, True)])
+def test_sorts_pairs(
+    pairs: int, held: int, tile_rows: int, places: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """places: as many pairs are sorted."""
+    monkeypatch.setattr(kernels, "MIN_PLACED", 0 if places else 1 << 30)
     expert = torch.randint(-1, held, (pairs, 1), device=device).int()
-    assert_order(kernels.sort_pairs(torch.ones(pairs, 1, device=device), expert, held, 16))
+    assert_order(kernels.sort_pairs(torch.ones(pairs, 1, device=device), expert, held, tile_rows))
+
+
+def test_no_pairs_are_not_sorted(device: torch.device) -> None:
+    found = kernels.sort_pairs(torch.ones(0, 2, device=device), torch.ones(0, 2, device=device).int(), 5, 16)
+    assert found.order is not None and not found.order.numel()
 
 
 RULES = {
@@ -216,6 +226,55 @@ def test_experts_with_limits_and_biases_and_a_shared_one(
         definitions.experts(x.double(), weight, expert, gate_up.double(), down.double(), limit, alpha, *wide) + shared
     )
     assert (out.double() - wanted).norm() <= 2e-6 * wanted.norm()
+
+
+RAGGED = {
+    "counts about a half and a whole tile": ([1, 64, 65, 0, 127, 129, 0], 3, "plain"),
+    "biases and limits": ([64, 0, 65], 1, "biases"),
+    "one expert has all rows, and a shared one": ([0, 0, 200, 0], 1, "shared"),
+    "no expert has a row": ([0, 0], 2, "plain"),
+}
+"""(pairs of each expert, experts of a token, form)."""
+
+
+def routed_to(counts: list[int], k: int, elsewhere: int, device: torch.device) -> kernels.Routing:
+    """So many pairs for each expert, `elsewhere` for others, in any order, in the tiles of many rows; the last rows
+    are padding."""
+    expert = torch.tensor([e for e, n in enumerate(counts) for _ in range(n)] + [-1] * elsewhere)
+    expert = expert[torch.randperm(len(expert))]
+    expert = torch.cat((expert, torch.full((3 * k - len(expert) % k,), -1))).view(-1, k).int().to(device)
+    return kernels.sort_pairs(torch.rand(expert.shape, device=device), expert, len(counts), 128)
+
+
+@pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED.keys())
+def test_experts_of_prompts(case: tuple[list[int], int, str], device: torch.device) -> None:
+    """By descriptors, with the bits of the kernels that load by pointers. No row that has no pair is read."""
+    counts, k, form = case
+    found = routed_to(counts, k, 50, device)
+    assert_order(found)
+    rows, held, width, inner, dtype = len(found.expert), len(counts), 40, 136, torch.float16
+    x = torch.randn(rows, width, device=device).to(dtype)
+    x[(found.expert < 0).all(-1)] = NAN
+    gate_up = (torch.randn(held, 2 * inner, width, device=device) / 4).to(dtype)
+    down = (torch.randn(held, width, inner, device=device) / 4).to(dtype)
+    gate_up[[not n for n in counts]] = NAN
+    more = {}
+    if form == "biases":
+        biases = [torch.randn(held, n, device=device).to(dtype) for n in (2 * inner, width)]
+        more = dict(limit=0.5, alpha=1.7, gate_up_bias=biases[0], down_bias=biases[1])
+    shared = torch.randn(rows, width, device=device).to(dtype) if form == "shared" else None
+    assert prompt_experts.takes(x, found, gate_up, down)
+
+    def run(*tiles: ExpertsTile) -> Tensor:
+        out = torch.full_like(x, NAN) if shared is None else shared.clone()
+        return fused_experts.experts(x, found, gate_up, down, out, *tiles, **more, add=shared is not None)
+
+    out, wide = run(), {key: n.double() if isinstance(n, Tensor) else n for key, n in more.items()}
+    given = x.double(), found.weight, found.expert, gate_up.double(), down.double()
+    wanted = definitions.experts(*given, *wide.values())
+    wanted = wanted if shared is None else wanted + shared
+    assert (out.double() - wanted).norm() <= 3e-3 * wanted.norm()
+    assert torch.equal(out, run(prompt_experts.UP_TILE, prompt_experts.DOWN_TILE))
 
 
 def test_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.torch_reference import Rule
-from weft.kernels.triton import float8_linear, fused_experts_float8, overlap
+from weft.kernels.triton import float8_linear, fused_experts_float8, overlap, prompt_experts
 from weft.kernels.triton.experts_tiles import ExpertsTile, down_tile_of, float8_tiles_of, tile_rows_of, up_tile_of
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
@@ -236,6 +236,9 @@ def experts(
         hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
+    elif up_tile is down_tile is None and prompt_experts.takes(given, routing, up, last):
+        each = prompt_experts.pairs_outputs(given, routing, up, last, limit, alpha, gate_up_bias, down_bias)
+        return _sum(each[None], routing, out, 0, None, add)
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
     cut = up_tile or up_tile_of(rows, up.itemsize)

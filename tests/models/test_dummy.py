@@ -11,9 +11,11 @@ from support import FAMILIES, small_config
 
 from models import oss, qwen35, stepfun
 from weft.assets import embedded_model_dir, preset_dir, preset_names
+from weft.attention.caches import cached_layers
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
+from weft.kv.cache_spec import Latent
 from weft.models import load
 from weft.models.load import build_model, dummy_checkpoint, dummy_model
 from weft.models.model_config import ModelError
@@ -102,6 +104,15 @@ def test_presets_have_the_published_number_of_parameters(name: str, billions: fl
     config = load_config(preset_dir(name))
     model = build_model(config, Mesh(), 0, torch.bfloat16, torch.device("meta"))
     assert abs(sum(p.numel() for p in model.parameters()) / 1e9 - billions) < 0.01
+
+
+@pytest.mark.parametrize(
+    "mesh, heads", [(Mesh(), 128), (Mesh(1, 4, 4, 1), 32), (Mesh(1, 4, 4, 1, dcp=2), 64)], ids=["1", "tp 4", "dcp 2"]
+)
+def test_a_cache_of_latents_knows_the_heads_of_a_rank(mesh: Mesh, heads: int) -> None:
+    config = load_config(preset_dir("deepseek-v3"), num_layers=1)
+    model = build_model(config, mesh, 0, torch.bfloat16, torch.device("meta"))
+    assert [spec.heads for spec in cached_layers(model).values() if isinstance(spec, Latent)] == [heads]
 
 
 def test_fewer_layers() -> None:

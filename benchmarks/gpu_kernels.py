@@ -320,12 +320,47 @@ def time_sample(report: Report, rows: int, heat: float) -> None:
     report.add("sample", f"{rows} rows, {'drawn' if heat else 'greedy'}", us, torch_us, sets[0].nbytes, 2, error=0.0)
 
 
+def few_ahead(rows: int) -> Tensor:
+    """Logits as of a language model: a few tokens far ahead of the rest."""
+    logits = torch.randn(rows, VOCABULARY, device=DEVICE) * 2
+    logits[:, torch.randperm(VOCABULARY, device=DEVICE)[:200]] += torch.rand(rows, 200, device=DEVICE).square() * 20
+    return logits
+
+
+def time_cut(report: Report, rows: int, top_k: int, top_p: float, flat: bool = False) -> None:
+    """Samples with top_k and top_p; torch's column is a sort of the vocabulary and what makes a mask of it, alone."""
+    sets = [torch.randn(rows, VOCABULARY, device=DEVICE) * 3 if flat else few_ahead(rows) for _ in range(2)]
+    seed, position = torch.arange(rows, device=DEVICE) * 977, torch.arange(rows, device=DEVICE) + 5
+    heat, live = torch.full((rows,), 0.8, device=DEVICE), ints(rows)
+    k, p = torch.full_like(live, top_k).expand(rows).contiguous(), torch.full_like(heat, top_p)
+
+    def sorted_mask(x: Tensor) -> Tensor:
+        ordered, order = (x / heat[:, None]).sort(dim=-1, descending=True, stable=True)
+        behind = torch.arange(VOCABULARY, device=DEVICE) >= (top_k or VOCABULARY)
+        probability = ordered.masked_fill(behind, float("-inf")).softmax(-1)
+        gone = behind | ((probability.cumsum(-1) - probability >= top_p) & (top_p < 1))
+        return x.masked_fill(torch.zeros_like(gone).scatter_(-1, order, gone), float("-inf"))
+
+    def ours(x: Tensor) -> Tensor:
+        return sample.sample(x, heat, seed, position, live, top_k=k, top_p=p)[1]
+
+    kept, before = definitions.cut(sets[0], heat, k, p)
+    masked = sets[0].masked_fill(~kept, float("-inf"))
+    same = ours(sets[0]) == definitions.sample(masked, heat, seed, position, rows)[1]
+    same |= ((before - p[:, None]).abs() < 1e-6).any(-1) & (p < 1)  # to the rounding of sums
+    assert same.all(), f"rows {(~same).nonzero().tolist()} differ"
+    us = graph_us([lambda x=x: ours(x) for x in sets])
+    torch_us = graph_us([lambda x=x: sorted_mask(x) for x in sets], 5)
+    what = f"{rows} rows, k {top_k}, p {top_p}{', flat' if flat else ''}"
+    report.add("sample, cut", what, us, torch_us, sets[0].nbytes, 4, error=0.0)
+
+
 def time_step(report: Report, rows: int) -> None:
     """The ends of a step."""
     state = torch.ones(256, dtype=torch.int32, device=DEVICE), torch.full((256,), 9, dtype=torch.int32, device=DEVICE)
     pages, tokens = (torch.zeros(*shape, dtype=torch.int32, device=DEVICE) for shape in ((256, 2560), (256,)))
     live, which = ints(rows), torch.arange(rows, dtype=torch.int32, device=DEVICE)
-    parts, drawn = step.parts([2560], [False], DEVICE), torch.zeros(1, rows, 16, 2, device=DEVICE)
+    parts, drawn = step.table_pieces([2560], [False], DEVICE), torch.zeros(1, rows, 16, 2, device=DEVICE)
     steps, told = ints(0), torch.zeros(8, rows, dtype=torch.int32, pin_memory=True)
 
     def ends() -> None:
@@ -353,6 +388,10 @@ def time_all(report: Report) -> None:
         time_sample(report, rows, 0.0)
         time_sample(report, rows, 0.8)
         time_step(report, rows)
+    for rows in (1, 16, 64, 256):
+        for top_k, top_p in ((50, 1.0), (0, 0.9), (50, 0.9)):
+            time_cut(report, rows, top_k, top_p)
+        time_cut(report, rows, 0, 0.9, flat=True)
 
 
 def main() -> None:

@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
+from gpu import definitions
 from weft.engine.messages import Adjust, GroupRows, Sampling
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.sampling_rows import adjust, bits
+from weft.engine.worker import sampler
 from weft.engine.worker.sampler import sample
 from weft.engine.worker.step_output import StepOutput
 from weft.kv.tokens import token_array
@@ -39,6 +41,21 @@ def test_top_k_keeps_k_and_renormalises() -> None:
 def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     assert (frequencies(top_p=0.74) - torch.tensor([2 / 3, 1 / 3, 0, 0, 0])).abs().max() < 0.03
     assert frequencies(trials=200, top_p=1e-9).tolist() == [1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 0.0])
+def test_rows_are_cut_as_by_a_sort_of_all(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal logits the lower token stays. With fewer tokens to begin with than top_p keeps, more are taken."""
+    monkeypatch.setattr(sampler, "LEADING", 7)
+    logits = (torch.randn(12, 1000) * scale).bfloat16().float()
+    logits[4:8, 5:] = float("-inf")
+    how = [Sampling(t, p, k, 0) for t in (0.7, 1.0) for p in (1e-50, 0.5, 0.99) for k in (0, 30)]
+    temperature = torch.tensor([h.temperature for h in how])
+    top_k, top_p = torch.tensor([h.top_k for h in how]), torch.tensor([h.top_p for h in how])
+    kept, before = definitions.cut(logits, temperature, top_k, top_p)
+    found = sampler._cut(logits, how, temperature[:, None])
+    wrong = (found != logits.masked_fill(~kept, float("-inf"))) & ((before - top_p[:, None]).abs() > 1e-6)
+    assert not wrong.any() and found.isfinite().any(-1).all()
 
 
 def test_greedy_and_banned() -> None:

@@ -250,6 +250,24 @@ def sample(
     return best, token.int()
 
 
+def cut(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """(bool `[rows, vocabulary]`, float64 of that shape): what top_k and then top_p keep, by a sort; and of what top_k
+    keeps the probability of all tokens before, 1 of the rest. Greedy rows keep all."""
+    vocabulary, tokens = logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
+    scaled = logits.float() / temperature.clamp(min=1e-5)[:, None]
+    scaled = torch.where(scaled.isnan(), float("-inf"), scaled)
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    behind = tokens >= torch.where(top_k > 0, top_k, vocabulary)[:, None]
+    weight = torch.where(
+        ordered == ordered[:, :1], 1.0, (ordered.double() - ordered[:, :1]).exp()
+    )  # of ∞ beside ∞, too
+    probability = weight.masked_fill(behind, 0.0) / weight.masked_fill(behind, 0.0).sum(-1, keepdim=True)
+    before = (probability.cumsum(-1) - probability).masked_fill(behind, 1.0)
+    gone = (behind | ((before >= top_p[:, None]) & (top_p < 1)[:, None])) & (tokens > 0)
+    gone &= (temperature > 0)[:, None]
+    return torch.zeros_like(gone).scatter_(-1, order, ~gone), torch.zeros_like(before).scatter_(-1, order, before)
+
+
 def gumbel(seed: Tensor, position: Tensor, first: int, count: int) -> Tensor:
     """Gumbel noise float32 `[rows, count]` of the tokens from `first` on. It depends on (seed, position, token)
     alone."""

@@ -394,8 +394,9 @@ def norm_latents(rows: int, heads: int, in_float8: bool = False) -> None:
 def draw(rows: int) -> None:
     row, table = empty(256, dtype=FLOAT), empty(rows, dtype=INT)
     whole, live = empty(256, dtype=LONG), empty(1, dtype=INT)
-    sample.candidates(empty(rows, 151_936), row, whole, table, live, min_p=row, table=table)
-    sample.candidates(empty(rows, 151_936, dtype=FLOAT), row, whole, whole, live, min_p=row)
+    cut = dict(min_p=row, top_k=empty(256, dtype=INT), top_p=row)
+    sample.candidates(empty(rows, 151_936), row, whole, table, live, table=table, **cut)
+    sample.candidates(empty(rows, 151_936, dtype=FLOAT), row, whole, whole, live, **cut)
     share = sample.candidates(empty(rows, 75_967), row, whole, table, live, first=75_969, table=table)
     sample.best(share, live)
 

@@ -118,7 +118,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
     monkeypatch.setattr(inputs, "prompt_capacities", lambda limit: sorted({min(4, limit), limit}))
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
-    monkeypatch.setattr(sampler, "_sample_rows", sampler._sample_on_gpu)
+    monkeypatch.setattr(sampler, "_sample_rows", lambda *how: sampler._best_on_gpu(*how)[1].long())
     monkeypatch.setattr(sampler, "_best_of_share", sampler._best_on_gpu)
 
     def gated_delta(*args: Any) -> None:

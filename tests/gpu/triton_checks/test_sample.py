@@ -114,5 +114,8 @@ def test_noise_is_of_gumbels_distribution(device: torch.device) -> None:
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     given = inputs(device)
-    with pytest.raises(ValueError, match="with min_p"):
-        kernels.sample(*given, live(5, device), first=4, min_p=given[1])
+    for whole in (dict(min_p=given[1]), dict(top_k=given[3].int(), top_p=given[1])):
+        with pytest.raises(ValueError, match="it must be 0"):
+            kernels.sample(*given, live(5, device), first=4, **whole)
+    with pytest.raises(ValueError, match="given together"):
+        kernels.sample(*given, live(5, device), top_p=given[1])

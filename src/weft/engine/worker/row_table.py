@@ -42,7 +42,7 @@ class RowTable:
         self.device, self.rules, self.page_size = device, tuple(rules), page_size
         self.rows: dict[int, Row] = {}
         self.cut: set[int] = set()
-        """Rows sampled with top_k or top_p, which take a sort."""
+        """Rows sampled with top_k or top_p, which graphs do not see."""
         self.floored: set[int] = set()
         """Rows sampled with min_p."""
         self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)

@@ -16,6 +16,9 @@ from weft.engine.device import on_device
 from weft.engine.messages import Adjust, Sampling
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 
+LEADING = 512
+"""Of so many tokens, the most probable, top_p alone is tried first. It rarely keeps more, and sorting all is slow."""
+
 
 def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], adjust: Mapping[int, Adjust]) -> Tensor:
     """Samples one token, int64 `[S]`, for each row of float32 logits `[S, vocabulary]`.
@@ -37,7 +40,7 @@ def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], ad
         for row in changed:
             logits[row] = _adjust(logits[row], adjust[row])
     if logits.is_cuda:
-        return _sample_on_gpu(logits, how, positions)
+        return _best_on_gpu(logits, how, positions)[1].long()
     tokens = logits.argmax(-1)
     if random := [row for row, h in enumerate(how) if h.temperature > 0]:
         tokens[random] = _sample_rows(logits[random], [how[row] for row in random], [positions[row] for row in random])
@@ -55,7 +58,7 @@ def sample_share(logits: Tensor, how: Sequence[Sampling], positions: Sequence[in
 
 
 def cuts(how: Sampling) -> bool:
-    """Whether sampling needs a sort: for top_k or top_p."""
+    """Whether top_k or top_p leaves out tokens."""
     return how.temperature > 0 and (how.top_k > 0 or how.top_p < 1)
 
 
@@ -103,12 +106,6 @@ def _best_of_share(
     return scores.gather(-1, token[:, None])[:, 0], token + split.share.start
 
 
-def _sample_on_gpu(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    if any(map(cuts, how)):
-        logits = _cut(logits, how, _column([h.temperature for h in how], logits).clamp(min=1e-5))
-    return _best_on_gpu(logits, how, positions)[1].long()
-
-
 def _best_on_gpu(
     logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -116,23 +113,45 @@ def _best_on_gpu(
     from weft.kernels.triton.sample import sample as sample_best  # a CPU need not have Triton
 
     device = logits.device
-    temperature, min_p = on_device([[h.temperature for h in how], [h.min_p for h in how]], torch.float32, device)
-    seed, position = on_device([[h.seed for h in how], positions], torch.int64, device)
+    columns = [[h.temperature for h in how], [h.top_p for h in how], [h.min_p for h in how]]
+    temperature, top_p, min_p = on_device(columns, torch.float32, device)
+    seed, position, top_k = on_device([[h.seed for h in how], positions, [h.top_k for h in how]], torch.int64, device)
     live = torch.full((1,), len(how), dtype=torch.int32, device=device)
-    whole: dict[str, Any] = dict(min_p=min_p) if split is None else dict(first=split.share.start)
+    whole: dict[str, Any] = dict(min_p=min_p, top_k=top_k.int(), top_p=top_p)
+    if split is not None:
+        whole = dict(first=split.share.start)
     return sample_best(logits.contiguous(), temperature, seed, position, live, **whole)
 
 
 def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor:
     """Logits with −inf for what top_k and top_p leave out."""
-    vocabulary = logits.shape[-1]
-    top_k, top_p = _column([h.top_k or vocabulary for h in how], logits), _column([h.top_p for h in how], logits)
-    ordered, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
-    behind = torch.arange(vocabulary, device=logits.device) >= top_k
-    probability = ordered.masked_fill(behind, float("-inf")).softmax(-1)
-    before = probability.cumsum(-1) - probability  # what the more probable tokens reach already
-    gone = behind | ((before >= top_p) & (top_p < 1))
-    return logits.masked_fill(torch.zeros_like(gone).scatter_(-1, order, gone), float("-inf"))
+    cut = logits.clone()
+    for row, h in enumerate(how):
+        if cuts(h):
+            kept = _kept(logits[row] / temperature[row], h.top_k, h.top_p)
+            cut[row] = float("-inf")
+            cut[row, kept] = logits[row, kept]
+    return cut
+
+
+def _kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+    """The tokens of a row `[vocabulary]` that top_k and then top_p keep: of equal ones, the lower first."""
+    scaled = scaled.where(scaled == scaled, float("-inf"))
+    count = min(top_k or LEADING, len(scaled))
+    while True:
+        threshold = scaled.topk(count, sorted=False).values.amin()
+        tokens = (scaled >= threshold).nonzero()[:, 0]
+        ordered, order = scaled[tokens].sort(descending=True, stable=True)
+        ordered, tokens = ordered[:count], tokens[order[:count]]
+        if top_p >= 1:
+            return tokens
+        probability = ordered.softmax(-1) if top_k else (ordered - scaled.logsumexp(-1)).exp()
+        before = probability.cumsum(-1) - probability  # what the more probable tokens reach already
+        gone = before >= top_p
+        gone[0] = False
+        if top_k or gone[-1] or count == len(scaled):
+            return tokens[~gone]
+        count = min(8 * count, len(scaled))
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Samples a token for each row, greedily or by the Gumbel-max trick, in two kernels, or three where min_p may be used.
+"""Samples a token for each row, greedily or by the Gumbel-max trick, in two kernels; a third where min_p may be used,
+and a fourth where top_k and top_p may be (`weft.kernels.triton.top_k_top_p`).
 
 Programs share each row's vocabulary. Each program finds the best token of its share, a candidate; the best candidate
 is the sampled token.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
+from weft.kernels.triton.top_k_top_p import ALL, GROUPS, LOWEST, cutoffs, cuts, heated, keeps, key_of
 from weft.place.vocabulary import MAX_TOKENS
 
 BLOCK, PROGRAMS = 2048, 1056
@@ -30,7 +32,7 @@ With fewer programs some multiprocessors would idle; many more would take longer
 
 MIN_SHARES = 64
 """Shares are padded to at least so many, so that few kernels are compiled for all numbers of rows."""
-OF_ROWS = ["temperature", "seed", "position", "min_p"]
+OF_ROWS = ["temperature", "seed", "position", "min_p", "top_k", "top_p", "keys", "tokens"]
 """Arguments with one number for each row: their addresses need no alignment."""
 
 
@@ -57,8 +59,9 @@ def better(value, token):
 
 @kernel(do_not_specialize_on_alignment=OF_ROWS)
 def _row_top(
-    logits, min_p, table, live, tops, row_stride, vocabulary, blocks, TABLE: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, temperature, min_p, top_k, top_p, table, live, tops, maxima, row_stride, vocabulary, blocks,
+    MIN_P: tl.constexpr, CUT: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0)
     if row >= tl.load(live):
@@ -66,20 +69,31 @@ def _row_top(
     at = row
     if TABLE:
         at = tl.load(table + row)
-    if tl.load(min_p + at) <= 0:
+    wanted, cut = False, False
+    if MIN_P:
+        wanted = tl.load(min_p + at) > 0
+    if CUT:
+        cut = cuts(tl.load(temperature + at), tl.load(top_k + at), tl.load(top_p + at), vocabulary)
+    if not (wanted | cut):
         return
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
         i = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=i < vocabulary, other=float("-inf"))
         top = tl.maximum(top, x.to(tl.float32))
-    tl.store(tops + row * tl.num_programs(1) + tl.program_id(1), tl.max(top, 0))
+    share = row * tl.num_programs(1) + tl.program_id(1)
+    if MIN_P:
+        tl.store(tops + share, tl.max(top, 0))
+    if CUT:
+        each = tl.max(tl.reshape(top, [GROUPS, BLOCK // GROUPS]), 1)
+        tl.store(maxima + share.to(tl.int64) * GROUPS + tl.arange(0, GROUPS), each, mask=cut)
 
 
 @kernel(do_not_specialize_on_alignment=OF_ROWS)
 def _candidates(
-    logits, temperature, seed, position, min_p, table, tops, live, found, row_stride, vocabulary, first, blocks,
-    MIN_P: tl.constexpr, TABLE: tl.constexpr, SKEW: tl.constexpr, BLOCK: tl.constexpr, SHARES: tl.constexpr,
+    logits, temperature, seed, position, min_p, table, tops, keys, tokens, live, found, row_stride, vocabulary, first,
+    blocks, MIN_P: tl.constexpr, CUT: tl.constexpr, TABLE: tl.constexpr, SKEW: tl.constexpr, BLOCK: tl.constexpr,
+    SHARES: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0)
@@ -98,6 +112,9 @@ def _candidates(
             s = tl.arange(0, SHARES)
             top = tl.max(tl.load(tops + row * shares + s, mask=s < shares, other=float("-inf")), 0)
             threshold = top / tl.maximum(heat, 1e-5) + tl.log(share)
+    cut_key, cut_token = tl.full([], LOWEST, tl.int32), tl.full([], ALL, tl.int32)
+    if CUT:
+        cut_key, cut_token = tl.load(keys + row), tl.load(tokens + row)
     value = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 2147483647, tl.int32)
     for block in range(tl.program_id(1), blocks, shares):
@@ -106,6 +123,8 @@ def _candidates(
         inside = (i >= 0) & (i < vocabulary)
         x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=inside, other=float("-inf")).to(tl.float32)
         if heat > 0:
+            if cut_key > LOWEST:
+                x = tl.where(keeps(key_of(heated(x, heat)), i, cut_key, cut_token), x, float("-inf"))
             x = x / tl.maximum(heat, 1e-5)
             x = tl.where(x >= threshold, x, float("-inf"))
             x += _gumbel(key, place, first + start, BLOCK)
@@ -143,6 +162,8 @@ def candidates(
     live: Tensor,
     *,
     min_p: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
     first: int = 0,
     table: Tensor | None = None,
 ) -> Tensor:
@@ -155,14 +176,19 @@ def candidates(
     live: int32 `[1]`; rows from there on are neither read nor written.
     min_p: float32 `[R]`; tokens less than min_p times as probable as the row's best are excluded (arXiv 2407.01082). It
         needs the whole vocabulary.
+    top_k, top_p: int32 and float32 `[R]`, both or neither. The top_k most probable tokens stay (0: all), and of these
+        the fewest most probable that reach top_p (nucleus; arXiv 1904.09751); of equal ones the lower. They need the
+        whole vocabulary.
     table: int32 `[rows]`, the index of each row in `[R]`; None: its own index.
     first: the number of the first token, where the vocabulary is split over ranks.
 
     Raises ValueError where these do not match.
     """
     rows, vocabulary = logits.shape
-    if min_p is not None and first:
-        raise ValueError(f"first is {first}: with min_p it must be 0")
+    if first and not (min_p is None and top_k is None):
+        raise ValueError(f"first is {first}: with min_p, top_k and top_p it must be 0")
+    if (top_k is None) != (top_p is None):
+        raise ValueError("top_k and top_p are given together")
     if logits.stride(1) != 1:
         raise ValueError("rows of logits must be contiguous")
     if first + vocabulary > MAX_TOKENS:
@@ -172,16 +198,24 @@ def candidates(
     found = temperature.new_empty(rows, shares, 2)
     if not rows:
         return found
-    given = temperature if min_p is None else min_p
     at, padded = live if table is None else table, max(MIN_SHARES, next_power_of_2(shares))
     options = dict(TABLE=table is not None, BLOCK=BLOCK, num_warps=4, **overlap.options())
-    tops = found if min_p is None else temperature.new_empty(rows, shares)
-    sizes = logits.stride(0), vocabulary
-    if min_p is not None:
-        _row_top[(rows, shares)](logits, min_p, at, live, tops, *sizes, blocks, **options)
+    sizes, tops, keys, tokens = (logits.stride(0), vocabulary), found, live, live
+    given = temperature if min_p is None else min_p
+    how: dict[str, Any] = dict(MIN_P=min_p is not None, CUT=top_k is not None)
+    if any(how.values()):
+        tops = temperature.new_empty(rows, shares)
+        each = min(BLOCK, GROUPS // next_power_of_2(shares))
+        k, p = (temperature, temperature) if top_k is None or top_p is None else (top_k, top_p)
+        maxima = tops if top_k is None else temperature.new_empty(rows, shares * each)
+        _row_top[(rows, shares)](
+            logits, temperature, given, k, p, at, live, tops, maxima, *sizes, blocks, GROUPS=each, **how, **options
+        )
+        if top_k is not None and top_p is not None:
+            keys, tokens = cutoffs(logits, maxima, temperature, top_k, top_p, live, table)
     _candidates[(rows, shares)](
-        logits, temperature, seed, position, given, at, tops, live, found, *sizes, first, blocks,
-        MIN_P=min_p is not None, SKEW=first % 4, SHARES=padded, **options,
+        logits, temperature, seed, position, given, at, tops, keys, tokens, live, found, *sizes, first, blocks,
+        SKEW=first % 4, SHARES=padded, **how, **options,
     )  # fmt: skip
     return found
 

@@ -392,14 +392,14 @@ OWN = [
     Fault(
         "a shared page is evicted",
         "kv/prefix.py",
-        "if self._pools[group].holders(node.held[group]) > 1:",
-        "if self._pools[group].holders(node.held[group]) > 2:",
+        "pool.holders(held[left - 1]) == 1:",
+        "pool.holders(held[left - 1]) <= 2:",
         ("tests/engine/test_reuse.py", "tests/engine/test_scheduler.py"),
     ),
     Fault(
         "what was used last is evicted as if never used",
         "kv/prefix.py",
-        "            node.used = now\n",
+        "            run.used = now\n",
         "            pass\n",
         ("tests/engine/test_reuse.py",),
     ),

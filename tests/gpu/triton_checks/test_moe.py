@@ -230,7 +230,6 @@ def test_experts_with_limits_and_biases_and_a_shared_one(
 
 RAGGED = {
     "counts about a half and a whole tile": ([1, 64, 65, 0, 127, 129, 0], 3, "plain"),
-    "biases and limits": ([64, 0, 65], 1, "biases"),
     "one expert has all rows, and a shared one": ([0, 0, 200, 0], 1, "shared"),
     "no expert has a row": ([0, 0], 2, "plain"),
 }
@@ -258,23 +257,32 @@ def test_experts_of_prompts(case: tuple[list[int], int, str], device: torch.devi
     gate_up = (torch.randn(held, 2 * inner, width, device=device) / 4).to(dtype)
     down = (torch.randn(held, width, inner, device=device) / 4).to(dtype)
     gate_up[[not n for n in counts]] = NAN
-    more = {}
-    if form == "biases":
-        biases = [torch.randn(held, n, device=device).to(dtype) for n in (2 * inner, width)]
-        more = dict(limit=0.5, alpha=1.7, gate_up_bias=biases[0], down_bias=biases[1])
     shared = torch.randn(rows, width, device=device).to(dtype) if form == "shared" else None
     assert prompt_experts.takes(x, found, gate_up, down)
 
     def run(*tiles: ExpertsTile) -> Tensor:
         out = torch.full_like(x, NAN) if shared is None else shared.clone()
-        return fused_experts.experts(x, found, gate_up, down, out, *tiles, **more, add=shared is not None)
+        return fused_experts.experts(x, found, gate_up, down, out, *tiles, add=shared is not None)
 
-    out, wide = run(), {key: n.double() if isinstance(n, Tensor) else n for key, n in more.items()}
-    given = x.double(), found.weight, found.expert, gate_up.double(), down.double()
-    wanted = definitions.experts(*given, *wide.values())
+    out = run()
+    wanted = definitions.experts(x.double(), found.weight, found.expert, gate_up.double(), down.double())
     wanted = wanted if shared is None else wanted + shared
     assert (out.double() - wanted).norm() <= 3e-3 * wanted.norm()
     assert torch.equal(out, run(prompt_experts.UP_TILE, prompt_experts.DOWN_TILE))
+
+
+@pytest.mark.parametrize("more", ["biases", "limit"])
+def test_experts_with_biases_or_limits_keep_their_kernels(
+    more: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in prompts: by descriptors their last bits would depend on the size of the step."""
+    monkeypatch.setattr(prompt_experts, "pairs_outputs", lambda *args: pytest.fail("loaded by descriptors"))
+    found, dtype = routed_to([64, 0, 65], 1, 50, device), torch.float16
+    x, gate_up = torch.randn(len(found.expert), 40, device=device), torch.randn(3, 2 * 24, 40, device=device)
+    down = torch.randn(3, 40, 24, device=device)
+    biases = [torch.zeros(3, n, dtype=dtype, device=device) if more == "biases" else None for n in (48, 40)]
+    limit, out = 0.5 if more == "limit" else None, torch.empty_like(x, dtype=dtype)
+    fused_experts.experts(x.to(dtype), found, gate_up.to(dtype), down.to(dtype), out, None, None, limit, None, *biases)
 
 
 def test_a_token_has_the_same_bits_in_any_company(device: torch.device) -> None:

@@ -215,7 +215,7 @@ def experts(
     pairs = rows * k
     x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # none of them is read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
-    hidden = None
+    hidden, plain = None, limit is None and gate_up_bias is None and down_bias is None
     if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
         gate_up.check(), down.check()
         (_, up_scale, up_unit), (_, down_scale, down_unit) = gate_up, down
@@ -236,9 +236,8 @@ def experts(
         hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
-    elif up_tile is down_tile is None and prompt_experts.takes(given, routing, up, last):
-        each = prompt_experts.pairs_outputs(given, routing, up, last, limit, alpha, gate_up_bias, down_bias)
-        return _sum(each[None], routing, out, 0, None, add)
+    elif plain and up_tile is down_tile is None and prompt_experts.takes(given, routing, up, last):
+        return _sum(prompt_experts.pairs_outputs(given, routing, up, last)[None], routing, out, 0, None, add)
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
     cut = up_tile or up_tile_of(rows, up.itemsize)

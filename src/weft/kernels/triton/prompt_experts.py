@@ -1,7 +1,7 @@
 """Both products of the routed experts for prompts: of 16-bit weights and tiles of 128 rows, on GPUs from sm_90 on.
 
-They compute what `weft.kernels.triton.fused_experts` computes for other sizes and GPUs, with the same bits. What
-differs:
+They compute what `weft.kernels.triton.fused_experts` computes for other sizes and GPUs, with the same bits. Experts
+with biases or limits are left to those kernels: their last bits differed on an H200. What differs here:
 
 - Tensor descriptors (TMA) load the weights. A block of the first product has columns of gate and of up, and is one
   product. A tile of which at most half the rows have a pair computes half the rows.
@@ -40,9 +40,8 @@ def _halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _up_rows(
-    x, bias, order, out, weight, pairs, x_row, begin, first, expert,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, order, out, weight, pairs, x_row, begin, first, expert, WIDTH: tl.constexpr, INNER: tl.constexpr,
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The columns from `first` on of the BLOCK_M rows from `begin` on."""
     row = begin + tl.arange(0, BLOCK_M)
@@ -60,20 +59,14 @@ def _up_rows(
         acc = tl.dot(a, tl.trans(b), acc)
     gate, up = _halves(acc, BLOCK_M, 2 * BLOCK_N)
     column = first + tl.arange(0, BLOCK_N)
-    wanted = column < INNER
-    if BIAS:
-        bias += expert.to(tl.int64) * (2 * INNER) + column
-        gate += tl.load(bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + INNER, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    value = activated(gate, up, LIMIT, ALPHA).to(out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64)[:, None] * INNER + column[None, :], value, mask=wanted[None, :])
+    value = activated(gate, up, None, None).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64)[:, None] * INNER + column[None, :], value, mask=(column < INNER)[None, :])
 
 
 @kernel(do_not_specialize=["pairs"])
 def _up_prompts(
-    x, bias, order, tile_expert, out, weight, pairs, x_row,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, order, tile_expert, out, weight, pairs, x_row, WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     COLUMN_BLOCKS: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
@@ -84,13 +77,11 @@ def _up_prompts(
     begin = tile * BLOCK_M
     if tl.load(order + begin + BLOCK_M // 2) < pairs:
         _up_rows(
-            x, bias, order, out, weight, pairs, x_row, begin, first, expert, WIDTH, INNER, K, BIAS, LIMIT, ALPHA,
-            BLOCK_M, BLOCK_N, BLOCK_K,
+            x, order, out, weight, pairs, x_row, begin, first, expert, WIDTH, INNER, K, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
     else:
         _up_rows(
-            x, bias, order, out, weight, pairs, x_row, begin, first, expert, WIDTH, INNER, K, BIAS, LIMIT, ALPHA,
-            BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            x, order, out, weight, pairs, x_row, begin, first, expert, WIDTH, INNER, K, BLOCK_M // 2, BLOCK_N, BLOCK_K
         )  # fmt: skip
 
 
@@ -103,8 +94,7 @@ def _store_pairs(out, pair, real, first, value, WIDTH: tl.constexpr, COLUMNS: tl
 
 @kernel(do_not_specialize=["pairs"])
 def _down_prompts(
-    bias, route_weight, order, tile_expert, used, out, rows, weight, pairs,
-    WIDTH: tl.constexpr, INNER: tl.constexpr, BIAS: tl.constexpr,
+    route_weight, order, tile_expert, used, out, rows, weight, pairs, WIDTH: tl.constexpr, INNER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
@@ -118,10 +108,6 @@ def _down_prompts(
             acc = tl.dot(rows.load([tile * BLOCK_M, k]), tl.trans(b), acc)
         pair = tl.load(order + tile * BLOCK_M + tl.arange(0, BLOCK_M))
         real = pair < pairs
-        if BIAS:
-            column = first + tl.arange(0, BLOCK_N)
-            at = bias + expert.to(tl.int64) * WIDTH + column
-            acc += tl.load(at, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
         acc *= tl.load(route_weight + pair, mask=real, other=0.0)[:, None]
         left, right = _halves(acc, BLOCK_M, BLOCK_N)  # one after the other: half the shared memory
         _store_pairs(out, pair, real, first, left, WIDTH, BLOCK_N // 2)
@@ -136,18 +122,8 @@ def takes(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> bool:
     return tiles and x.element_size() == 2 and sizes and aligned and arch() >= 90
 
 
-def pairs_outputs(
-    x: Tensor,
-    routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
-    limit: float | None,
-    alpha: float | None,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-) -> Tensor:
-    """`[pairs, width]`: each pair's second product, with its bias and weight. Of pairs without an expert here,
-    anything.
+def pairs_outputs(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:
+    """`[pairs, width]`: each pair's second product, with its weight. Of pairs without an expert here, anything.
 
     The arguments are those of `fused_experts.experts`, for which `takes` is true.
     """
@@ -158,16 +134,15 @@ def pairs_outputs(
     hidden, out = x.new_empty(order.numel(), inner), x.new_empty(pairs, width)
     both = TensorDescriptor(gate_up, [2 * held, inner, width], [inner * width, width, 1], [2, cut.columns, cut.depth])
     _up_prompts[(tiles * cdiv(inner, cut.columns),)](
-        x, x if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden, both, pairs, x.stride(0),
-        WIDTH=width, INNER=inner, K=k, BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, BLOCK_M=TILE_ROWS,
+        x, order, tile_expert, hidden, both, pairs, x.stride(0), WIDTH=width, INNER=inner, K=k, BLOCK_M=TILE_ROWS,
         BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     cut, programs = DOWN_TILE, scaled(PROGRAMS)
     last = TensorDescriptor.from_tensor(down, [1, cut.columns, cut.depth])
     _down_prompts[(programs,)](
-        x if down_bias is None else down_bias, routing.weight, order, tile_expert, routing.used, out,
+        routing.weight, order, tile_expert, routing.used, out,
         TensorDescriptor.from_tensor(hidden, [TILE_ROWS, cut.depth]), last, pairs, WIDTH=width, INNER=inner,
-        BIAS=down_bias is not None, BLOCK_M=TILE_ROWS, BLOCK_N=cut.columns, BLOCK_K=cut.depth, PROGRAMS=programs,
+        BLOCK_M=TILE_ROWS, BLOCK_N=cut.columns, BLOCK_K=cut.depth, PROGRAMS=programs,
         num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return out

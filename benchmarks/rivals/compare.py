@@ -47,6 +47,8 @@ MAX_TOKEN = 100_000
 """Token ids are below: vocabularies end in special ones."""
 WARM_INPUT, WARM_OUTPUT = 1 << 17, 8
 """Tokens before a point is measured: of all prompts at most, and of an output."""
+WARM_SEED = 1 << 20
+"""Of the prompts that warm the first point. (Python's Random takes a number and its negative for the same seed.)"""
 PROCESSES, CLIENTS_OF_PROCESS = 4, 32
 """Of the load: one process takes about 10,000 tokens a second in, and would slow an engine that is quicker."""
 
@@ -163,7 +165,7 @@ class Comparison:
         for at, point in enumerate(self._points):  # what is compiled or loaded at the first use
             clients = min(point.clients, -(-WARM_INPUT // point.input_tokens))
             warm = Point(clients, point.input_tokens, WARM_OUTPUT, clients)
-            outcomes, _ = self._load(engine, warm, warm.prompts(self._vocabulary, -1 - at))
+            outcomes, _ = self._load(engine, warm, warm.prompts(self._vocabulary, WARM_SEED + at))
             if error := next((outcome.error for outcome in outcomes if outcome.error), None):
                 print(f"{label}: {error}\n{engine.tail()}", file=sys.stderr, flush=True)
         return engine

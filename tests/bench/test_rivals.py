@@ -100,7 +100,8 @@ def test_a_bundle_has_what_the_other_machine_lacks_and_the_engine_uses(
 ) -> None:
     environment, out, names = tmp_path / "env", tmp_path / "out", script("bundle")
     multicast = "def set_up():\n" + names["MULTICAST"] + "        pass\n"
-    installed(environment, "flashinfer-python", {"flashinfer/comm/mnnvl.py": multicast, "flashinfer/data/a.h": ""})
+    sources = {f"flashinfer/data/csrc/{name}.cu": "" for name in ("norm", "gemm")}
+    installed(environment, "flashinfer-python", {"flashinfer/comm/mnnvl.py": multicast} | sources)
     configs = {f"sglang/configs/E=8,device_name={gpu}.json": "{}" for gpu in ("NVIDIA_H200", "AMD_MI300X")}
     installed(environment, "sglang", {"sglang/srt/server.py": "", "sglang/multimodal_gen/a.py": ""} | configs)
     for name in ("numpy", "Transformers", "tokenizers", "typing_extensions"):
@@ -110,7 +111,7 @@ def test_a_bundle_has_what_the_other_machine_lacks_and_the_engine_uses(
     found = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file() and "dist-info" not in str(file)}
     stubs = {"soundfile.py", "IPython/__init__.py", "IPython/display.py"}
     kept = {"flashinfer/comm/mnnvl.py", "sglang/srt/server.py", "sglang/configs/E=8,device_name=NVIDIA_H200.json"}
-    assert found == stubs | kept | {"Transformers.py", "tokenizers.py"}
+    assert found == stubs | kept | {"Transformers.py", "tokenizers.py", "flashinfer/data/csrc/norm.cu"}
     assert "no multicast here" in (out / "flashinfer/comm/mnnvl.py").read_text()
 
 
@@ -193,6 +194,27 @@ def test_rounds_alternate_and_no_engine_starts_in_vain(script: Any, together: bo
             ["start a 0", "a0.1", "a1.1", "end a"],
         ]
         assert done == list(itertools.chain(*wanted))
+
+
+def test_no_prompt_that_is_measured_has_warmed_an_engine(script: Any) -> None:
+    """It would be in the prefix cache. All points here have prompts of one length."""
+    names, seen = script("compare"), list[tuple[int, ...]]()
+
+    class Noted(names["Comparison"]):  # type: ignore[misc]
+        def _load(self, engine: Any, point: Any, prompts: list[Any]) -> tuple[list[Any], float]:
+            seen.extend(tuple(each.prompt) for each in prompts)
+            return [], 1.0
+
+    results = SimpleNamespace(add=lambda row: None, add_start=lambda row: None)
+    engine = SimpleNamespace(start_s=0.0, cache_tokens=lambda: 0, command=[], end=lambda: None, tail=lambda: "")
+    found = names["Comparison"].__init__.__globals__
+    points, options = [names["Point"](2, 8, 1, 3)] * 4, names["Options"](Path(), 0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(found, "RunningEngine", lambda *args: engine)
+        patched.setitem(found, "summary", lambda *args: {})
+        engines = {"a": ("weft", names["Installation"]("python", None, Path()))}
+        Noted(engines, options, points, 2, 1000, results, Path(), 1.0, float("inf")).one_after_the_other()
+    assert len(seen) == 4 * 2 + 2 * 4 * 3 == len(set(seen))
 
 
 def without_processes(names: Any, monkeypatch: pytest.MonkeyPatch) -> Any:

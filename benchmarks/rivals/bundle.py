@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HOPPER = 90
-UNUSED_FILES = r"flashinfer/data/|/tests?/|\.a$|xgrammar/.*(include|3rdparty)|^include/|__pycache__"
+UNUSED_FILES = r"/tests?/|\.a$|xgrammar/.*(include|3rdparty)|^include/|__pycache__"
 MULTICAST = '        """Create multicast object, exchange handle, map memory, and bind."""\n'
 """FlashInfer's, which some hosts must not use."""
 
@@ -58,7 +58,7 @@ ENGINES = {
     "vllm": Contents(
         replaced=frozenset({"protobuf"}),
         unused=frozenset({"cryptography", "nvidia-cutlass-dsl", "pycparser", "cffi"}),
-        unused_files=r"mistral_common/data/|pycountry/(locales|databases)|cudnn/.*\.h$|nvtx/.*\.pyx|vllm/(_vllm_fa2_C"
+        unused_files=r"flashinfer/data/|mistral_common/data/|pycountry/(locales|databases)|cudnn/.*\.h$|nvtx/.*\.pyx|vllm/(_vllm_fa2_C"
         r"|.*vllm-rs$|third_party/deep_gemm/(include|_C.cpython-3(10|11|13|14))|third_party/fmha_sm100|_qutlass_C"
         r"|.*/static/|.*fused_moe/configs/(?!.*H[12]00))",
         trimmed=r"vllm/_(moe_)?C_stable_libtorch\.abi3\.so$",
@@ -66,7 +66,9 @@ ENGINES = {
     "sglang": Contents(
         replaced=frozenset({"transformers", "tokenizers"}),
         unused=frozenset(),
-        unused_files=r"sglang/(multimodal_gen|test|benchmark|eval)/|sglang/srt/(server|grpc|multimodal)/_core\."
+        # FlashInfer compiles its norms at the first start, which takes the compiler half a minute.
+        unused_files=r"flashinfer/data/(?!cccl/|include/|csrc/(norm|flashinfer_norm_binding)\.cu|csrc/tvm_ffi_utils\.h)"
+        r"|sglang/(multimodal_gen|test|benchmark|eval)/|sglang/srt/(server|grpc|multimodal)/_core\."
         r"|sglang/.*device_name=(?!.*H[12]00)|sgl_kernel/(sm100/|infllm_ops|flashmla_ops)",
         trimmed=r"sgl_kernel/.*\.so$",
         # FlashAttention 3 with heads of 128 in bfloat16: any other takes a file of its own, 500 MB in all.

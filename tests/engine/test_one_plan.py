@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import EVERY, SUMS, run_world, small_model
@@ -126,8 +127,8 @@ class Replayed:
         self._tokens = table.sample(group_rows, logits)
         return logits, self._tokens
 
-    def wait(self, sampled: int) -> Callable[[], Tensor]:
-        return lambda: self._tokens
+    def wait(self, sampled: int) -> Callable[[], np.ndarray]:
+        return lambda: self._tokens.numpy()
 
 
 class Ranks:

@@ -287,10 +287,10 @@ def test_addresses_are_vllms_and_those_that_cannot_be_used_are_refused(tmp_path:
         EventPublisher(KvEventsConfig(endpoint="tcp://here"), 1)
 
 
-def test_an_engine_publishes_what_its_groups_store(model_dir: Path) -> None:
+def test_an_engine_publishes_what_its_groups_store(model_dir: Path, tmp_path: Path) -> None:
     config = EngineConfig(model_dir, executor="thread", attn_dp=2, ep=2, kv_tokens=64, page_size=4)
     prompts = [[at] * 9 for at in range(1, 5)]
-    path = f"ipc://{model_dir}/events"
+    path = f"ipc://{tmp_path}/events"
     events = KvEventsConfig(endpoint=path, replay_endpoint=f"{path}-replay")
     with Engine(config, kv_events=events) as engine:
         assert engine.kv_events is not None
@@ -317,7 +317,9 @@ def test_an_engine_publishes_what_its_groups_store(model_dir: Path) -> None:
         Engine(EngineConfig(model_dir, executor="thread", prefix_cache=False), kv_events=events)
 
 
-def test_ranks_that_start_anew_have_nothing_cached(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_start_anew_have_nothing_cached(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, failed = Worker.step, threading.Event()
 
     def fail_once(worker: Worker, message: Any) -> Any:
@@ -327,7 +329,7 @@ def test_ranks_that_start_anew_have_nothing_cached(model_dir: Path, monkeypatch:
         return step(worker, message)
 
     monkeypatch.setattr(Worker, "step", fail_once)
-    path = f"ipc://{model_dir}/restart"
+    path = f"ipc://{tmp_path}/restart"
     events = KvEventsConfig(endpoint=path, replay_endpoint=f"{path}-replay")
     config = EngineConfig(model_dir, executor="thread", kv_tokens=64, page_size=4, restart_backoff_s=0)
     with Engine(config, kv_events=events) as engine:

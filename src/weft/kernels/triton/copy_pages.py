@@ -10,12 +10,10 @@ from torch import Tensor
 
 from weft.kernels.float8 import Stored
 from weft.kernels.triton.float8_cache import dequantised, parts_of
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, persistent
 
 TILE = 128
 """Tokens of a program's block. Bases are multiples of it, so that a block has the tokens of one sequence."""
-PROGRAMS = 264
-"""On an H200: two for each multiprocessor. They take one block after another."""
 
 
 @triton.jit
@@ -89,7 +87,7 @@ def copy_pages(
     if not places:
         return
     sequences = bases.shape[0]
-    _copy[(min(scaled(PROGRAMS), cdiv(places, TILE) * heads),)](
+    _copy[(persistent(cdiv(places, TILE) * heads),)](
         k, v, cache.k_exponents, cache.v_exponents, pages, bases, lengths, live, copied[0], copied[-1], sequences,
         pages.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1), cache.row, heads * dim,
         HEADS=heads, D=dim, LATENT=latent, FLOAT8=cache.in_float8, PAGE=page_size,

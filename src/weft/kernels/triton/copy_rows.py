@@ -5,10 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
-
-PROGRAMS = 264
-"""On an H200: two for each multiprocessor. They take one block after another."""
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, persistent
 
 
 @kernel(do_not_specialize_on_alignment=["index", "live"])
@@ -41,7 +38,7 @@ def copy_rows(source: Tensor, index: Tensor, live: Tensor, to: Tensor) -> None:
         return
     block_w = min(1024, max(16, next_power_of_2(width)))
     block_n = max(1, 4096 // block_w)
-    _copy[(min(scaled(PROGRAMS), cdiv(rows, block_n) * cdiv(width, block_w)),)](
+    _copy[(persistent(cdiv(rows, block_n) * cdiv(width, block_w)),)](
         source, index, live, to, source.stride(0), to.stride(0), WIDTH=width, BLOCK_N=block_n, BLOCK_W=block_w,
         num_warps=4,
     )  # fmt: skip

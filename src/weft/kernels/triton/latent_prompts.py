@@ -12,10 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton.copy_pages import TILE, tokens_at
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
-
-PROGRAMS = 264
-"""On an H200: two for each multiprocessor. They take one block after another."""
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, persistent
 
 
 @kernel(do_not_specialize=["sequences", "pages_row"], do_not_specialize_on_alignment=["bases", "lengths", "live"])
@@ -71,7 +68,7 @@ def expand_latents(
         raise ValueError(f"latents are {list(latents.shape)}, up {list(up.shape)}")
     wide, sequences = up.element_size() > 2, bases.shape[0]
     block_n, block_c, block_w = (32, 32, 32) if wide else (TILE, 128, 64)
-    _expand[(min(scaled(PROGRAMS), cdiv(expanded.shape[0], block_n) * cdiv(columns, block_c)),)](
+    _expand[(persistent(cdiv(expanded.shape[0], block_n) * cdiv(columns, block_c)),)](
         latents, pages, bases, lengths, live, up, expanded, sequences, pages.stride(0), latents.stride(0), width,
         columns, columns, WIDTH=width, PAGE=page_size, BLOCK_B=max(16, next_power_of_2(sequences)), BLOCK_N=block_n,
         BLOCK_C=block_c, BLOCK_W=block_w, num_warps=4 if wide else 8, num_stages=1 if wide else 3,

@@ -60,6 +60,11 @@ def scaled(programs: int) -> int:
     return max(1, programs * gpu().multiprocessors // H200.multiprocessors)
 
 
+def persistent(blocks: int) -> int:
+    """Programs that take one block after another: two for each multiprocessor, and none without a block."""
+    return min(2 * gpu().multiprocessors, blocks)
+
+
 class Kernel(JITFunction):
     """A kernel that is launched as usual, `kernel[grid](*tensors, *descriptors, *numbers, **constants)`, at less cost.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
-from weft.kernels.triton.top_k_top_p import ALL, GROUPS, LOWEST, cutoffs, cuts, heated, keeps, key_of
+from weft.kernels.triton.top_k_top_p import ALL, GROUPS, LOWEST, cutoffs, cuts, heated, index_of, keeps, key_of
 from weft.place.vocabulary import MAX_TOKENS
 
 BLOCK, PROGRAMS = 2048, 1056
@@ -66,9 +66,7 @@ def _row_top(
     row = tl.program_id(0)
     if row >= tl.load(live):
         return
-    at = row
-    if TABLE:
-        at = tl.load(table + row)
+    at = index_of(row, table, TABLE)
     wanted, cut = False, False
     if MIN_P:
         wanted = tl.load(min_p + at) > 0
@@ -99,9 +97,7 @@ def _candidates(
     row = tl.program_id(0)
     if row >= tl.load(live):
         return
-    at = row
-    if TABLE:
-        at = tl.load(table + row)
+    at = index_of(row, table, TABLE)
     shares = tl.num_programs(1)
     heat = tl.load(temperature + at)
     key, place = tl.load(seed + at), tl.load(position + row)

@@ -40,6 +40,15 @@ UNIT = tl.constexpr(float(1 << 38))
 
 
 @triton.jit
+def index_of(row, table, TABLE: tl.constexpr):
+    """Where a row's sampling parameters are."""
+    if TABLE:
+        return tl.load(table + row)
+    else:
+        return row
+
+
+@triton.jit
 def heated(x, heat):
     """float32 logits / temperature, rounded as IEEE 754 says; −inf for NaN."""
     x = tl.div_rn(x, tl.maximum(heat, 1e-5))
@@ -234,9 +243,7 @@ def _cutoff(
     row = tl.program_id(0)
     if row >= tl.load(live):
         return
-    at = row
-    if TABLE:
-        at = tl.load(table + row)
+    at = index_of(row, table, TABLE)
     heat, k, p = tl.load(temperature + at), tl.load(top_k + at), tl.load(top_p + at)
     if not cuts(heat, k, p, vocabulary):
         tl.store(keys + row, LOWEST)

@@ -3,7 +3,8 @@
     python benchmarks/gpu_float8_cache.py --out benchmarks/results/gpu_float8_cache.json
 
 Keys and values have 4 heads of 128 for 32 query heads; latent vectors 512 + 64 elements for 16 heads, or with
-`--latent-heads 128` for as many. Prompts are one chunk behind a context. Times are of CUDA graphs of several calls on
+`--latent-heads 128` for as many. Prompts are one chunk behind a context, over pages, as only those attend that are not
+copied (`weft.kernels.triton.copy_pages`). Times are of CUDA graphs of several calls on
 different caches, as in `gpu_kernels.py`: the median of the replays, in microseconds a call. `share` is what the cache's
 bytes at the bandwidth of a large copy would take, as a part of that. `--tiles` times other tiles of decode attention
 over FP8 instead. Prints one JSON object last.

@@ -222,10 +222,10 @@ def attend(rows: int, heads: int, kv_heads: int, dim: int, pages: int, in_float8
     )
 
 
-def attend_to_latents(heads: int, in_float8: bool = False) -> None:
+def attend_to_latents(heads: int, in_float8: bool = False, width: int = 512, rest: int = 64) -> None:
     page_table, lengths = empty(16, 2048, dtype=INT), empty(16, dtype=INT)
-    latents = cache(100_000, 1, 576, in_float8)
-    decode_attention.latent_decode_attention(empty(16, heads, 576), latents, 512, page_table, lengths, 16, 0.1)
+    latents, q = cache(100_000, 1, width + rest, in_float8), empty(16, heads, width + rest)
+    decode_attention.latent_decode_attention(q, latents, width, page_table, lengths, 16, 0.1)
 
 
 def attend_prompts(heads: int, kv_heads: int, dim: int, value_dim: int, in_float8: bool = False) -> None:
@@ -462,6 +462,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "attention, FP8 cache": (lambda: attend(64, 16, 2, 128, 2048, True), ("HMMA", "LDGSTS")),
     "attention, wide heads, FP8 cache": (lambda: attend(16, 16, 1, 256, 2048, True), ("HMMA", "LDGSTS")),
     "latent attention, FP8 cache": (lambda: attend_to_latents(128, True), ("HMMA", "LDGSTS")),
+    "short latents, FP8 cache": (lambda: attend_to_latents(20, True, 16, 8), ("HMMA",)),
     "prompts, FP8 cache": (lambda: attend_prompts(16, 2, 128, 128, True), ("HGMMA", "LDGSTS")),
     "prompts, latents, FP8 cache": (lambda: attend_prompts(128, 1, 576, 512, True), ()),
     "copies, FP8 cache": (lambda: copy_float8(4, 128, 2), ()),
@@ -530,8 +531,9 @@ def taken_apart() -> set[tuple[str, bool]]:
     return set()
 
 
+BY_DAY_IN_FLOAT8 = ("attention, FP8 cache", "short latents, FP8 cache", "norm, rotary, FP8 cache")
 AT_NIGHT = {"experts in float32, 4096 rows"} | {
-    name for name in CASES if "FP8 cache" in name and name not in ("attention, FP8 cache", "norm, rotary, FP8 cache")
+    name for name in CASES if "FP8 cache" in name and name not in BY_DAY_IN_FLOAT8
 }
 """What takes longest to compile, of a dtype that is not served with so many rows; most forms of caches in FP8."""
 
@@ -578,6 +580,15 @@ def test_kernels_compile_for_other_gpus(case: Callable[[], None], compiled: list
     assert all(kernel.registers * kernel.threads <= REGISTERS for kernel in compiled)
     assert all(re.search(rf"\.target sm_{arch}a?$", kernel.ptx, re.M) for kernel in compiled)
     assert arch >= 90 or not any(kernel.overlaps for kernel in compiled)
+
+
+@pytest.mark.parametrize("launch", [lambda: attend(64, 32, 4, 128, 2048, True), lambda: attend_to_latents(16, True)])
+def test_caches_in_float8_are_read_in_wide_loads(launch: Callable[[], None], compiled: list[Compiled]) -> None:
+    """Of 16 bytes to shared memory, and from there by the loads that transpose."""
+    launch()
+    ptx = compiled[-2].ptx  # the last one merges the splits
+    assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)) == {"0x10"}
+    assert "ldmatrix" in ptx and not re.search(r"\bld\.shared\.\w*8\b", ptx)
 
 
 @triton.jit

@@ -18,7 +18,11 @@ from torch import Tensor
 from weft.kernels.float8 import Stored
 from weft.kernels.triton import overlap
 from weft.kernels.triton.float8_cache import (
+    PAIR,
+    dot_right,
+    dot_wide,
     fit_queries,
+    joined,
     load_exponents,
     parts_of,
     product_dtype,
@@ -55,9 +59,33 @@ def _slots(pages, token, end, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP: tl.constexpr, D: tl.constexpr):
+def _load_item(item):
+    """(row, first token, the token behind the last one, first split, splits, tokens of a split)."""
+    row, start = tl.load(item), tl.load(item + 1)
+    end, split = tl.load(item + 2), tl.load(item + 3)
+    own, span = tl.load(item + 4), tl.load(item + 5)
+    return row, start, end, split, own, span
+
+
+@triton.jit
+def _load_keys(k_at, slot, k_slot, c, seen, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, FLOAT8: tl.constexpr):
+    """The columns BEGIN + c of keys, `[columns, tokens]`; pairs of FP8 by the addresses that values have, too."""
+    if FLOAT8:
+        mask = seen[:, None] & (c < COLUMNS)[None, :]
+        k = tl.trans(tl.load(k_at + slot[:, None] * k_slot + BEGIN + c[None, :], mask=mask, other=0))
+    else:
+        mask = seen[None, :] & (c < COLUMNS)[:, None]
+        k = tl.load(k_at + slot[None, :] * k_slot + BEGIN + c[:, None], mask=mask, other=0)
+    return k
+
+
+@triton.jit
+def _store_split(
+    part, part_lse, at, d, in_group, top, total, acc, odd, GROUP: tl.constexpr, D: tl.constexpr,
+    FLOAT8: tl.constexpr,
+):  # fmt: skip
     """A split's output, and its log-sum-exp to base 2."""
-    real = in_group < GROUP
+    real, acc = in_group < GROUP, joined(acc, odd, FLOAT8)
     tl.store(part + at[:, None] * D + d[None, :], acc / total[:, None], mask=real[:, None] & (d < D)[None, :])
     tl.store(part_lse + at, top + tl.log2(total), mask=real)
 
@@ -73,8 +101,11 @@ def _attend_splits(
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     BLOCKS: tl.constexpr = (HEADS // GROUP) * HEAD_BLOCKS
     DTYPE: tl.constexpr = product_dtype(q.dtype.element_ty, FLOAT8)
+    EACH: tl.constexpr = 2 if FLOAT8 else 1  # FP8 is loaded in pairs
+    COLUMNS: tl.constexpr = D // EACH
     overlap.begin()
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_REST)
+    c, rest_c = tl.arange(0, BLOCK_D // EACH), tl.arange(0, BLOCK_REST // EACH)
     work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
     back = programs - 1 - 2 * program
     rounds = work // programs
@@ -82,10 +113,7 @@ def _attend_splits(
         # Items come longest first. Rounds go through the programs in alternating order, to even out their sums.
         place = round * programs + program + round % 2 * back
         block = place % BLOCKS
-        item = items + place // BLOCKS * FIELDS
-        row, start = tl.load(item), tl.load(item + 1)
-        end, split = tl.load(item + 2), tl.load(item + 3)
-        own, span = tl.load(item + 4), tl.load(item + 5)
+        row, start, end, split, own, span = _load_item(items + place // BLOCKS * FIELDS)
         last = split + own - 1
         split_end = tl.where(own > 1, start + span, end)
         kv_head = block // HEAD_BLOCKS
@@ -97,68 +125,68 @@ def _attend_splits(
         rest = main
         if REST > 0:
             rest = tl.load(q_at + D + r[None, :], mask=(in_group < GROUP)[:, None] & (r < REST)[None, :], other=0.0)
-        main, rest, score_scale = fit_queries(main, rest, scale_log2, REST, DTYPE, FLOAT8)
+        main, main_odd, rest, rest_odd, scale = fit_queries(main, rest, scale_log2, REST, DTYPE, FLOAT8)
         row_pages = pages + row.to(tl.int64) * pages_row
         k_at, v_at = keys + kv_head * k_head, values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
         # Weights are summed up over tokens only where a split ends, if registers allow.
         weight = tl.zeros([BLOCK_H, BLOCK_N if CONSECUTIVE else 1], tl.float32)
-        acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_D // EACH], tl.float32)
+        odd = tl.zeros([BLOCK_H, BLOCK_D // EACH if FLOAT8 else 1], tl.float32)
         # The slots of a block are looked up one block ahead, so that loads of keys need not wait for the page table.
         slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
+        seen = start + tl.arange(0, BLOCK_N) < end
+        of_keys, of_values = load_exponents(k_exponents, v_exponents, slot * e_slot + kv_head, seen, FLOAT8)
         for first in range(start, end, BLOCK_N):
             seen = first + tl.arange(0, BLOCK_N) < end
-            of_keys, of_values = load_exponents(k_exponents, v_exponents, slot * e_slot + kv_head, seen, FLOAT8)
-            v = tl.load(v_at + slot[:, None] * v_slot + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
-            v = v.to(DTYPE)
-            if LATENT and not FLOAT8:  # loads of FP8 that two products convert would not be pipelined
-                k = tl.trans(v)
-            else:
-                k_to = k_at + slot[None, :] * k_slot + d[:, None]
-                k = tl.load(k_to, mask=seen[None, :] & (d < D)[:, None], other=0.0).to(DTYPE)
-            score = tl.dot(main, k, input_precision="ieee")
+            v_to = v_at + slot[:, None] * v_slot + c[None, :]
+            v = tl.load(v_to, mask=seen[:, None] & (c < COLUMNS)[None, :], other=0)
+            k = tl.trans(v) if LATENT else _load_keys(k_at, slot, k_slot, c, seen, 0, COLUMNS, FLOAT8)
+            score = dot_right(main, main_odd, k, tl.zeros([BLOCK_H, BLOCK_N], tl.float32), DTYPE, FLOAT8)
             if REST > 0:
-                k_to = k_at + slot[None, :] * k_slot + D + r[:, None]
-                k_rest = tl.load(k_to, mask=seen[None, :] & (r < REST)[:, None], other=0.0)
-                score = tl.dot(rest, k_rest.to(DTYPE), score, input_precision="ieee")
-            score = scale_scores(score, score_scale, of_keys, of_values, FLOAT8)
+                k_rest = _load_keys(k_at, slot, k_slot, rest_c, seen, COLUMNS, REST // EACH, FLOAT8)
+                score = dot_right(rest, rest_odd, k_rest, score, DTYPE, FLOAT8)
+            score = scale_scores(score, scale, of_keys, of_values, FLOAT8)
             score = tl.where(seen[None, :], score, float("-inf"))
-            slot = _slots(row_pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, PAGE)
             new_top = tl.maximum(top, tl.max(score, 1))
             keep = tl.exp2(top - new_top)
             p = tl.exp2(score - new_top[:, None])
             share = unscaled(p, of_values, FLOAT8)
             weight = weight * keep[:, None] + (share if CONSECUTIVE else tl.sum(share, 1, keep_dims=True))
-            acc = tl.dot(p.to(DTYPE), v, acc * keep[:, None], input_precision="ieee")
+            slot = _slots(row_pages, first + BLOCK_N + tl.arange(0, BLOCK_N), end, PAGE)
+            seen = first + BLOCK_N + tl.arange(0, BLOCK_N) < end
+            of_keys, of_values = load_exponents(k_exponents, v_exponents, slot * e_slot + kv_head, seen, FLOAT8)
+            acc, odd = dot_wide(p.to(DTYPE), v, acc * keep[:, None], odd * keep[:, None], FLOAT8)
             top = new_top
             if CONSECUTIVE:
                 ended = first + BLOCK_N >= split_end
                 if ended:
                     at = (row.to(tl.int64) * HEADS + head) * max_splits + split
-                    _store_split(part, part_lse, at, d, in_group, top, tl.sum(weight, 1), acc, GROUP, D)
+                    _store_split(part, part_lse, at, d, in_group, top, tl.sum(weight, 1), acc, odd, GROUP, D, FLOAT8)
                     split += 1
                     split_end = tl.where(split == last, end, split_end + span)
                     top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # what was summed up counts 0 from here on
         if not CONSECUTIVE:
             at = (row.to(tl.int64) * HEADS + head) * max_splits + split
             total = tl.where(end > start, tl.sum(weight, 1), 1.0)
-            _store_split(part, part_lse, at, d, in_group, top, total, acc, GROUP, D)
+            _store_split(part, part_lse, at, d, in_group, top, total, acc, odd, GROUP, D, FLOAT8)
 
 
 def tile_of(head_dim: int, group: int, element_size: int = 2, float8: bool = False) -> DecodeTile:
     """The first kernel's tile: by the model's shape and the GPU, so that a row has the same bits at every capacity.
 
-    float8: of a cache in FP8. Conversions take registers: wide heads have enough with more warps only, of which a
-    multiprocessor holds one program.
+    float8: of a cache in FP8. Conversions take registers.
     """
     heads = min(64, max(16, next_power_of_2(group)))
     if head_dim <= 128:
         return DecodeTile(heads, 32, 4, 3, scaled(132 * 4), True)
-    if float8:
-        return DecodeTile(min(heads, 32 if head_dim <= 256 else 16), 32, 8, 3, scaled(132), False)
+    if head_dim <= 256 and float8:
+        return DecodeTile(min(heads, 32), 32, 8, 3, scaled(132), False)
     if head_dim <= 256:
         return DecodeTile(min(heads, 32), 32, 4, 3, scaled(132 * 3), False)
-    if group > 32 and element_size == 2 and gpu().shared_bytes >= 200 << 10:
+    if float8 and group > 16:
+        return DecodeTile(32, 64, 8, 3, scaled(132), False)
+    if not float8 and group > 32 and element_size == 2 and gpu().shared_bytes >= 200 << 10:
         # Each block of heads reads a row's latent vectors again: few large ones, in products of 64 rows.
         return DecodeTile(64, 32, 8, 3, scaled(132), False)
     return DecodeTile(16, 32, 4, 3, scaled(132 * 2), False)
@@ -291,6 +319,12 @@ def _launch(
         splits = splits_of(lengths, pages.shape[1] * page_size, window, d, blocks, tile, group)
     if splits.window != (window or 0) or len(splits.items) != rows * splits.max_splits:
         raise ValueError(f"splits are of {len(splits.items)} items, window {splits.window}: of other rows than q's")
+    min_columns = 16  # of a product; pairs of columns count in FP8
+    if cache.in_float8:
+        min_columns *= PAIR
+        if dim % PAIR or d % PAIR:
+            raise ValueError(f"heads of {dim} elements, {d} of values: pairs of FP8 need even numbers")
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
     max_splits, cut = splits.max_splits, splits.cut
     if splits.consecutive and not tile.consecutive:
         raise ValueError("the tile takes splits one by one: order them with at_once=None")
@@ -303,8 +337,9 @@ def _launch(
         max_splits, scale * LOG2E, q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0),
         values.stride(1), cache.row, pages.stride(0),
         HEADS=heads, GROUP=group, D=d, REST=rest, LATENT=latent, CONSECUTIVE=tile.consecutive, FLOAT8=cache.in_float8,
-        PAGE=page_size, BLOCK_H=tile.heads, BLOCK_N=tile.tokens, BLOCK_D=max(16, next_power_of_2(d)),
-        BLOCK_REST=max(16, next_power_of_2(rest)), num_warps=tile.warps, num_stages=tile.stages, **overlap.options(),
+        PAGE=page_size, BLOCK_H=tile.heads, BLOCK_N=tile.tokens, BLOCK_D=max(min_columns, next_power_of_2(d)),
+        BLOCK_REST=max(min_columns, next_power_of_2(rest)), num_warps=tile.warps, num_stages=tile.stages,
+        **overlap.options(),
     )  # fmt: skip
     block_d = min(128, next_power_of_2(d))
     _merge_splits[(rows * heads, cdiv(d, block_d))](

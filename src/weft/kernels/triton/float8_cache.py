@@ -5,6 +5,9 @@ for two, while one more rounding and four more instructions make a bfloat16 of t
 two of each head. The exponents of keys scale scores. Those of values are added to the scores' logarithm, so that
 weights are at most 1 as they are without. Prompts multiply what the vectors stand for: a copy has it, or each block
 converts its tokens.
+
+Decode attention loads elements in pairs, as int16: shared memory transposes elements of 16 bits for the tensor cores,
+and of 8 bits one by one. A product with the lower bytes and one with the upper ones then take the place of one.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import FLOAT8, MAX_EXPONENT, Fp8Vectors, Stored
+from weft.kernels.triton.overlap import INTERPRETED
 
 MAX = tl.constexpr(MAX_EXPONENT)
+PAIR = 2
+"""Elements of an int16."""
 
 
 @triton.jit
@@ -47,6 +53,63 @@ def to_float8(x, exponent):
 
 
 @triton.jit
+def _halves(pairs, DTYPE: tl.constexpr):
+    """The two e4m3 in each int16 as `DTYPE`: (the lower bytes, the upper ones)."""
+    if INTERPRETED:
+        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:  # of two pairs at a time: the lower bytes side by side, and the upper ones, convert in an instruction each
+        low, high = tl.inline_asm_elementwise(
+            """{ .reg .b32 sorted; .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high; }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return low.to(DTYPE), high.to(DTYPE)
+
+
+@triton.jit
+def _columns_of(x, FLOAT8: tl.constexpr):
+    """x `[M, D]` as `dot_right` takes it: in FP8 its even columns and its odd ones."""
+    odd = x
+    if FLOAT8:
+        x, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    return x, odd
+
+
+@triton.jit
+def joined(even, odd, FLOAT8: tl.constexpr):
+    """What `_columns_of` takes apart."""
+    if FLOAT8:
+        even = tl.interleave(even, odd)
+    return even
+
+
+@triton.jit
+def dot_right(left, left_high, right, acc, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
+    """acc + left · right. In FP8 right `[K, N]` are pairs along K, left and left_high what `_columns_of` gives."""
+    if FLOAT8:
+        right, high = _halves(right, DTYPE)
+        acc = tl.dot(left_high, high, acc, input_precision="ieee")
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+@triton.jit
+def dot_wide(left, right, acc, acc_high, FLOAT8: tl.constexpr):
+    """acc + left · right. In FP8 right `[K, N]` are pairs along N, and the odd columns of the sum are apart."""
+    if FLOAT8:
+        right, high = _halves(right, left.dtype)
+        acc_high = tl.dot(left, high, acc_high, input_precision="ieee")
+    return tl.dot(left, right, acc, input_precision="ieee"), acc_high
+
+
+@triton.jit
 def _exponent_of_queries(q):
     """Of queries `[M, D]`, `[M, 1]`: divided by its power of two, the largest magnitude is from 2¹⁴ on, below 2¹⁵."""
     largest = tl.max(magnitude(q.to(tl.float32)), 1, keep_dims=True)
@@ -55,7 +118,8 @@ def _exponent_of_queries(q):
 
 @triton.jit
 def fit_queries(main, rest, scale, REST: tl.constexpr, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
-    """(main, rest, scale) of queries `[M, D]` in two parts, with which `DTYPE` multiplies; scale: of their scores."""
+    """(main, its odd columns, rest, its odd columns, scale) of queries `[M, D]` in two parts, with which `DTYPE`
+    multiplies; as `_columns_of` takes them apart. scale: of their scores."""
     if FLOAT8:
         exponent = _exponent_of_queries(main)
         if REST > 0:
@@ -63,7 +127,9 @@ def fit_queries(main, rest, scale, REST: tl.constexpr, DTYPE: tl.constexpr, FLOA
             rest = (rest.to(tl.float32) * power_of_two(-exponent)).to(DTYPE)
         main = (main.to(tl.float32) * power_of_two(-exponent)).to(DTYPE)
         scale *= power_of_two(exponent)
-    return main, rest, scale
+    main, main_odd = _columns_of(main, FLOAT8)
+    rest, rest_odd = _columns_of(rest, FLOAT8)
+    return main, main_odd, rest, rest_odd, scale
 
 
 @triton.jit

@@ -287,7 +287,7 @@ def test_memory_and_what_is_said_of_it() -> None:
         sizes.append(sum(w.numel() * w.element_size() for w in model.layers.parameters()))
         says = float8_says(model)
     assert 0.5 * sizes[0] < sizes[1] < 0.52 * sizes[0]
-    assert says.startswith("products in FP8: q_a_proj, q_b_proj, kv_a_proj_with_mqa, o_proj, gate_proj, up_proj, down")
+    assert says.startswith("products in FP8: q_a_proj, kv_a_proj_with_mqa, q_b_proj, o_proj, gate_proj, up_proj, down")
     assert "kv_b" not in says and says.endswith("GB a rank); other weights are dequantised")
     assert not float8_says(build_model(config, Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta")))
 

@@ -12,7 +12,7 @@ from weft.hidden import Hidden
 from weft.kv.cache_spec import Latent
 from weft.models.decoder import on_group_rows
 from weft.models.first_dense import FirstDenseConfig, first_dense_fields
-from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Linear, Out, RMSNorm, RowLinear
+from weft.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RMSNorm, RowLinear
 from weft.models.model_config import Fields, common_fields
 from weft.models.rotary import RotaryTable
 from weft.models.source import Source
@@ -84,11 +84,17 @@ class LatentAttention(Layer):
         self.scale = c.head_dim**-0.5 * c.rope.attention_scale()
         name, self.gathered = "q_proj" if c.q_rank is None else "q_b_proj", b.queries_shared_by > 1
         q = Out(f"{path}.{name}", c.num_heads * c.head_dim, unit=c.head_dim, shared_by=b.queries_shared_by)
-        if c.q_rank is not None:
-            self.q_down = Linear(b, f"{path}.q_a_proj", c.hidden_size, c.q_rank)
+        cached = c.kv_rank + c.rope_dim
+        kv = Out(f"{path}.kv_a_proj_with_mqa", cached, unit=cached, replicate=True)
+        # Of what reads the hidden state there is one product.
+        self.q_norm = self.q_up = None
+        if c.q_rank is None:
+            self.project = ColumnLinear(b, f"{path}.in_proj", c.hidden_size, [q, kv], over="attn_tp")
+        else:
+            down = Out(f"{path}.q_a_proj", c.q_rank, unit=c.q_rank, replicate=True)
+            self.project = ColumnLinear(b, f"{path}.in_proj", c.hidden_size, [down, kv], over=None)
             self.q_norm = RMSNorm(b, f"{path}.q_a_layernorm", c.q_rank, LATENT_EPS)
-        self.q = ColumnLinear(b, f"{path}.q", c.q_rank or c.hidden_size, [q], over="attn_tp")
-        self.kv_down = Linear(b, f"{path}.kv_a_proj_with_mqa", c.hidden_size, c.kv_rank + c.rope_dim)
+            self.q_up = ColumnLinear(b, f"{path}.q", c.q_rank, [q], over="attn_tp")
         self.kv_norm = HeadNorm(b, f"{path}.kv_a_layernorm", c.kv_rank, LATENT_EPS)
         ups = c.num_heads * sum(self.up_dims)
         share = b.share(f"{path} (heads)", ups, "attn_tp", unit=sum(self.up_dims), shared_by=b.mesh.dcp)
@@ -102,14 +108,20 @@ class LatentAttention(Layer):
 
     def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
         on_group_rows(self.path, x)
-        source = self.q_norm(self.q_down(x)) if hasattr(self, "q_down") else x
-        kv = self.kv_down(x).require_complete(self.path)
+        made = self.project(x)
         parts = LatentSplit(self.dim, rotary, self.kv_norm, self.gathered)
         up = self.kv_up.unflatten(0, (-1, sum(self.up_dims)))
         keys, values = up.split(self.up_dims, dim=1)
         absorbed = Absorbed(keys, values, up)
 
-        def attend(q: Tensor) -> Tensor:
+        def attend(q: Tensor, kv: Tensor) -> Tensor:
             return caches.project_latent(self, q, kv, parts, scale=self.scale, absorbed=absorbed).flatten(1)
 
-        return self.out(self.q(source).elementwise(attend, self.path))
+        def split(both: Tensor) -> list[Tensor]:
+            return list(both.split(self.project.sizes, dim=-1))
+
+        if self.q_norm is None or self.q_up is None:
+            return self.out(made.elementwise(lambda both: attend(*split(both)), self.path))
+        down, kv = split(made.require_complete(self.path))
+        q = self.q_up(self.q_norm(Hidden(down, made.placement, made.mesh, self.path)))
+        return self.out(q.elementwise(lambda q: attend(q, kv), self.path))

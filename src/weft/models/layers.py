@@ -160,7 +160,7 @@ class Out:
 
 
 class ColumnLinear(Layer):
-    """Several outputs of one input in one product, each split over a group by features.
+    """Several outputs of one input in one product, each split over a group by features; over None: whole on all ranks.
 
     x: complete `[rows, inputs]`; returns `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where
     the group's ranks hold different rows. Neighbouring outputs share a product if all their weights are in FP8, or
@@ -169,7 +169,9 @@ class ColumnLinear(Layer):
 
     weight: nn.Parameter
 
-    def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str, bias: bool = False):
+    def __init__(
+        self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str | None, bias: bool = False
+    ):
         super().__init__(path)
         self.over = over
         shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.shared_by) for o in outs]

@@ -17,6 +17,8 @@ from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.kv.cache_spec import Latent
 from weft.models import load
+from weft.models.deepseek import LatentAttention
+from weft.models.layers import ColumnLinear, Linear
 from weft.models.load import build_model, dummy_checkpoint, dummy_model
 from weft.models.model_config import ModelError
 from weft.models.moe import SparseMoE
@@ -104,6 +106,15 @@ def test_presets_have_the_published_number_of_parameters(name: str, billions: fl
     config = load_config(preset_dir(name))
     model = build_model(config, Mesh(), 0, torch.bfloat16, torch.device("meta"))
     assert abs(sum(p.numel() for p in model.parameters()) / 1e9 - billions) < 0.01
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3"])
+def test_one_product_of_latent_attention_reads_the_hidden_state(name: str) -> None:
+    config = load_config(preset_dir(name), num_layers=1)
+    model = build_model(config, Mesh(1, 2, 2, 1), 0, torch.bfloat16, torch.device("meta"))
+    (attention,) = (module for module in model.modules() if isinstance(module, LatentAttention))
+    products = [m for m in attention.children() if isinstance(m, Linear | ColumnLinear)]
+    assert sum(product.weight.shape[1] == config.hidden_size for product in products) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from server.conftest import Served
 from weft.engine.engine import Engine
 from weft.engine.output.grammar import Grammars
-from weft.server import bodies
+from weft.server import bodies, engine_client
 from weft.server.prompts import Prompts
 
 C = "/v1/completions"
@@ -92,6 +92,7 @@ def test_too_many_values_are_refused_unread(served: Served, monkeypatch: pytest.
 def test_a_large_body_does_not_hold_up_others(served: Served, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """While it is read, made into tokens, or handed to the engine, another request begins and ends."""
     owner: Any = {"decode": bodies, "of_completion": Prompts, "submit_all": Engine}[where]
+    monkeypatch.setattr(engine_client, "QUICK_TOKENS", 100)
     whole, reading, answered = getattr(owner, where), threading.Event(), threading.Event()
 
     def held(*args: Any, **more: Any) -> Any:
@@ -102,7 +103,7 @@ def test_a_large_body_does_not_hold_up_others(served: Served, monkeypatch: pytes
 
     here: dict[str, Any] = {"loop": None}
     monkeypatch.setattr(owner, where, held)
-    large = {"prompt": "a" * 200, "max_tokens": 1, "metadata": {"padding": "x" * bodies.SMALL}}
+    large = {"prompt": "a" * 200, "max_tokens": 1, "metadata": {"padding": "x" * bodies.QUICK}}
     statuses: list[int] = []
 
     def ask_large() -> None:
@@ -118,6 +119,30 @@ def test_a_large_body_does_not_hold_up_others(served: Served, monkeypatch: pytes
         answered.set()
         asking.join()
     assert statuses == [200]
+
+
+@pytest.mark.parametrize("prompt, on_loop", [([5] * 3000, "111"), ("a" * 5000, "101")], ids=["tokens", "text"])
+def test_what_is_quick_is_done_on_the_event_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch, prompt: Any, on_loop: str
+) -> None:
+    """Reading, and handing over; what token ids are made into, too, but not what a longer text is made into."""
+    found: list[str] = []
+
+    def noting(whole: Any) -> Any:
+        def noted(*args: Any, **more: Any) -> Any:
+            found.append(str(int(threading.current_thread() is loop)))
+            return whole(*args, **more)
+
+        return noted
+
+    loop = loop_thread(served)
+    for owner, name in ((bodies, "decode"), (Prompts, "of_completion"), (Engine, "submit_all")):
+        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+    monkeypatch.setattr(Prompts, "check_length", lambda *_: None)
+    with served.http() as http:
+        response = http.post(C, json={"prompt": prompt, "max_tokens": 1})
+    assert response.status_code == 400 and "at most" in response.text, "longer than the context"
+    assert "".join(found) == on_loop
 
 
 GUIDED = {"prompt": "b", "max_tokens": 2, "guided_regex": "[ab]{2}"}
@@ -144,7 +169,7 @@ def test_grammars_are_compiled_beside_streams_and_other_bodies(served: Served, m
         asked = [pool.submit(guided, number) for number in range(50)]
         assert compiling.wait(60)
         try:
-            for more in ({}, {"metadata": {"padding": "x" * bodies.SMALL}}):
+            for more in ({}, {"metadata": {"padding": "x" * bodies.QUICK}}):
                 response = http.post(C, json={"prompt": "b", "max_tokens": 3, "stream": True} | more)
                 assert response.status_code == 200 and response.text.rstrip().endswith("[DONE]")
             assert not any(job.done() for job in asked) and loop not in threads

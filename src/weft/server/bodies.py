@@ -21,8 +21,11 @@ from weft.server.protocol import Body
 
 T = TypeVar("T")
 B = TypeVar("B", bound=Body)
+QUICK = 2**16
+"""Bytes of a body that is read on the event loop, which takes a millisecond at most, or four where all of it is short
+messages. A thread takes longer to hear of it, and many of them keep each other and the engine's thread waiting."""
 SMALL = 4096
-"""Bytes of a body that is read on the event loop: a thread would take longer to hear of it."""
+"""Bytes of a body of which texts are made into tokens there, too."""
 SLOW_AT_ONCE = 2
 """Bodies that ask for what takes long."""
 MAX_VALUES = 2**20
@@ -68,8 +71,10 @@ class JsonRoute(APIRoute):
             if not IS_JSON.match(request.headers.get("content-type", "")):  # browsers ask before they send it elsewhere
                 raise ApiError(400, NO_OBJECT)
             data = b"".join([piece async for piece in request.stream()])
-            request.state.small = len(data) <= SMALL
-            return check(data) if request.state.small else await run_in_threadpool(check, data)
+            quick = len(data) <= QUICK
+            body = check(data) if quick else await run_in_threadpool(check, data)
+            request.state.small = len(data) <= SMALL or (quick and body.tokenised)
+            return body
 
         async def handle(request: Request) -> Response:
             try:

@@ -25,6 +25,8 @@ from weft.server.record import Record
 RETRY_S = 5
 """When to try again what a server that leaves refuses: by then another may have its place."""
 
+QUICK_TOKENS = 16_384
+"""Of prompts that are handed to the engine on the event loop, which takes a millisecond at most."""
 MAX_UNREAD = 1024
 """Increments of each choice that may wait for a client that reads slowly, beside what the sockets hold: of logprobs,
 each takes kilobytes."""
@@ -155,7 +157,7 @@ class EngineClient:
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
         try:
-            if request.state.small:
+            if sum(map(len, prompts)) <= QUICK_TOKENS:
                 submit()
             else:  # the engine checks each token of each prompt
                 await run_in_threadpool(submit)

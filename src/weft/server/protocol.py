@@ -50,6 +50,11 @@ class Body(BaseModel):
         """Whether much work comes before the first token, though the body may be short."""
         return False
 
+    @property
+    def tokenised(self) -> bool:
+        """Whether its prompts are token ids, of which nothing else has to be made."""
+        return False
+
     @model_validator(mode="before")
     @classmethod
     def _null_is_left_out(cls, body: Any) -> Any:
@@ -228,6 +233,10 @@ class CompletionRequest(CommonRequest):
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def tokenised(self) -> bool:
+        return isinstance(self.prompt, list) and not (self.echo or isinstance(next(iter(self.prompt), ""), str))
 
     def refuse_unsupported(self, place: str = "") -> None:
         super().refuse_unsupported(place)

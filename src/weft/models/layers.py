@@ -169,9 +169,7 @@ class ColumnLinear(Layer):
 
     weight: nn.Parameter
 
-    def __init__(
-        self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str | None, bias: bool = False
-    ):
+    def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str | None, bias: bool = False):
         super().__init__(path)
         self.over = over
         shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.shared_by) for o in outs]

@@ -12,13 +12,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.comm.reference import ReferenceWorld
 from weft.comm.step_rows import PaddedRows
 from weft.engine.config import EngineConfig
-from weft.engine.messages import GroupRows, Join, Result, Sampling, Step, Stop, ToRank
+from weft.engine.messages import (
+    Adjust,
+    AskReport,
+    Entry,
+    GroupRows,
+    Join,
+    Result,
+    Sampling,
+    Step,
+    Stop,
+    ToRank,
+)
 from weft.engine.worker import model_runner
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
 from weft.place.cost import costs
 
-SEQUENCES, STEPS = 5, 6
+SEQUENCES, STEPS, GREEDY = 5, 6, Sampling(0.0, 1.0, 0, 1)
 
 
 class CountedOps(TorchDispatchMode):
@@ -44,29 +55,92 @@ def no_capture(graphs: StepGraphs, progress: Any = None) -> None:
     graphs.token_ring.rows.fill_(70)
 
 
-def test_a_decode_step_that_changes_nothing_runs_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does it enter inference mode, which the loop of a rank is in for good."""
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(StepGraphs, "capture", no_capture)
     monkeypatch.setattr(model_runner, "exchange_times", lambda *_: {})
+    config = EngineConfig(executor="thread", max_running=SEQUENCES, max_model_len=64, kv_tokens=1024)
+    made = Worker(config, [ReferenceWorld(1).transports()[0]], costs("cpu"), lambda message: None)
+    made.capture(64)
+    return made
+
+
+def joins(*rows: int, how: Sampling = GREEDY) -> tuple[Join, ...]:
+    return tuple(Join(row, row, 3, ((row,),), how) for row in rows)
+
+
+def test_a_decode_step_that_changes_nothing_runs_no_operator(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it enter inference mode, which the loop of a rank is in for good."""
     entered: list[object] = []
     enter = torch.inference_mode.__enter__
     monkeypatch.setattr(torch.inference_mode, "__enter__", lambda mode: (entered.append(mode), enter(mode))[1])
-    config = EngineConfig(executor="thread", max_running=SEQUENCES, max_model_len=64, kv_tokens=1024)
-    worker = Worker(config, [ReferenceWorld(1).transports()[0]], costs("cpu"), lambda message: None)
-    worker.capture(64)
     rows, ops, sent = tuple(range(SEQUENCES)), CountedOps(), []
-    joins = tuple(Join(row, row, 3, ((row,),), Sampling(0.0, 1.0, 0, 1)) for row in rows)
 
     def messages() -> Iterator[ToRank]:
-        yield Step(1, (GroupRows(rows, joins=joins),))
+        yield Step(1, (GroupRows(rows, joins=joins(*rows)),))
         entered.clear()
         with ops:
             for number in range(2, 2 + STEPS):
                 yield Step(number, (GroupRows(rows),))
+        yield Step(2 + STEPS, (GroupRows(rows[:1]),))
         yield Stop()
 
     worker.serve(messages().__next__, sent.append)
     results = [message for message in sent if isinstance(message, Result)]
-    assert [result.tokens for result in results] == [(70,) * SEQUENCES] * (1 + STEPS)
-    assert worker.table.rows[0].length == 3 + 1 + STEPS
+    assert [result.tokens for result in results] == [*[(70,) * SEQUENCES] * (1 + STEPS), (70,)]
+    assert worker.table.rows[0].length == 3 + 1 + STEPS + 1
     assert (ops.count, len(entered)) == (0, 0)
+
+
+def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one replay, as each step is; what differs from the last step in anything is looked up."""
+    runner, sent, calls, counted = worker.runner, list[Any](), list[tuple[str, int]](), list[int]()
+    two, three, cut = GroupRows((0, 1)), GroupRows((0, 1, 2)), Sampling(1.0, 1.0, 2, 1)
+    logprobs = GroupRows((0, 1), adjust=((1, Adjust(logprobs=0)),))
+    steps = {
+        1: GroupRows((0, 1), joins=joins(0, 1)),
+        2: GroupRows((0, 1), joins=joins(0, 1)),  # they begin anew
+        3: two,
+        4: two,
+        5: GroupRows((0, 1), entries=(Entry(0, 0, 1, 5),)),
+        6: two,
+        7: two,
+        8: GroupRows((1, 0)),
+        9: GroupRows((1, 0)),
+        10: two,
+        11: logprobs,
+        12: logprobs,  # the same, but it takes more than a replay
+        13: two,
+        14: GroupRows((0, 1, 2), joins=joins(2, how=cut)),
+        15: three,
+        16: three,  # row 2 is cut in each step
+        17: two,
+        18: two,
+    }
+
+    def watch(thing: Any, name: str) -> None:
+        call = getattr(thing, name)
+        monkeypatch.setattr(thing, name, lambda *args: (calls.append((name, numbers[-1])), call(*args))[1])
+
+    watch(runner, "replay")
+    watch(runner, "repeat")
+    report = runner.stats.report
+    monkeypatch.setattr(runner.stats, "report", lambda: (counted.append(runner.stats.steps.total()), report())[1])
+    numbers: list[int] = []
+
+    def messages() -> Iterator[ToRank]:
+        for number, rows in steps.items():
+            numbers.append(number)
+            yield Step(number, (rows,))
+        yield AskReport()
+        yield Step(19, (GroupRows((2,)),))
+        yield Stop()
+
+    worker.serve(messages().__next__, sent.append)
+    repeated = [number for name, number in calls if name == "repeat"]
+    assert repeated == [4, 7, 9, 18]
+    assert [number for name, number in calls if name == "replay"] == [n for n in steps if n not in repeated] + [18]
+    assert counted == [len(steps)], "a report knows of all steps"
+    results = [message for message in sent if isinstance(message, Result)]
+    assert [(r.ran.number, len(r.tokens)) for r in results[:-1]] == [(n, len(r.decode_rows)) for n, r in steps.items()]
+    assert [worker.table.rows[row].length for row in range(3)] == [3 + 17, 3 + 17, 3 + 3 + 1]

@@ -197,6 +197,11 @@ class ModelRunner:
         self.stats.ran(counts, shape.rows)
         return self._graphs.replay(shape, group_rows, counts)
 
+    def repeat(self, shape: Shape) -> None:
+        """Replays the last graph for the same rows (`StepGraphs.repeat`). The caller counts it in `stats`."""
+        assert self._graphs is not None
+        self._graphs.repeat(shape)
+
     def sampled_tokens(self, count: int) -> Callable[[], np.ndarray]:
         """A function that waits for the last replay's tokens (`PinnedTokenRing.wait`)."""
         assert self._graphs is not None

@@ -28,6 +28,8 @@ class PinnedTokenRing:
     def __init__(self, max_rows: int, on_gpu: bool):
         self.rows = torch.full((STEPS, max_rows), NO_TOKEN, dtype=torch.int32, pin_memory=on_gpu)
         self._tokens = self.rows.numpy()  # a part of it costs the host much less than a part of a tensor
+        # Events are recorded on the stream of graphs; to look it up takes the host longer than to launch one.
+        self._stream = torch.cuda.current_stream() if on_gpu else None
         # A thread that waits sleeps.
         self._written = [torch.cuda.Event(blocking=True) for _ in range(STEPS)] if on_gpu else []
         self._unread = [False] * STEPS
@@ -47,7 +49,7 @@ class PinnedTokenRing:
         self._unread[place] = True
         written, tokens = self._written[place] if self._written else None, self._tokens[place, :sampled]
         if written is not None:
-            written.record()
+            written.record(self._stream)
 
         def read() -> np.ndarray:
             if written is not None:

@@ -86,12 +86,13 @@ class RowTable:
             batch.tokens[:n] = self.last(group_rows.decode_rows).clamp(min=0)
         return batch
 
-    def advance(self, group_rows: GroupRows) -> None:
-        """Adds the step's rows to the lengths: a row's length is then the position of the token that it samples."""
+    def advance(self, group_rows: GroupRows, steps: int = 1) -> None:
+        """Adds the rows of so many equal steps to the lengths: a row's length is then the position of the token that
+        it samples."""
         for row in group_rows.decode_rows:
-            self.rows[row].length += 1
+            self.rows[row].length += steps
         for chunk in group_rows.chunks:
-            self.rows[chunk.row].length += chunk.count
+            self.rows[chunk.row].length += steps * chunk.count
 
     def last(self, rows: Sequence[int]) -> Tensor:
         """The last tokens of rows, int32 on the device."""

@@ -51,10 +51,10 @@ class RunStats:
         """Where the next eager step is to be timed."""
         return self._times if self._eager % self.timing_interval == 0 else None
 
-    def ran(self, counts: Counts, graph_rows: int | None = None) -> None:
-        """A step of these counts ran, eagerly or by a graph of so many rows in each DP group."""
-        self.steps[counts, graph_rows] += 1
-        self._eager += graph_rows is None
+    def ran(self, counts: Counts, graph_rows: int | None = None, steps: int = 1) -> None:
+        """Steps of these counts ran, eagerly or by a graph of so many rows in each DP group."""
+        self.steps[counts, graph_rows] += steps
+        self._eager += steps if graph_rows is None else 0
         if len(self.steps) == MAX_COUNTS:
             self._count()
 

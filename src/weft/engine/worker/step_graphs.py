@@ -125,12 +125,17 @@ class StepGraphs:
             transport.check()
         n = self._inputs[shape.prompts].put(group_rows)
         self._counts[shape.rows].fill(counts)
-        graph, logits = self._graphs[shape]
-        graph.replay()
+        self.repeat(shape)
         if (output := self._outputs.get((shape, n))) is None:
+            logits = self._graphs[shape][1]
             output = self._outputs[shape, n] = logits[:n], self._tokens[:n]
-        self.token_ring.next()
         return output
+
+    def repeat(self, shape: Shape) -> None:
+        """Replays a graph for the rows of the last replay, which was of the same graph. What that returned is
+        overwritten. Transports are checked where a step's tokens are read."""
+        self._graphs[shape][0].replay()
+        self.token_ring.next()
 
     def _step(self, shape: Shape, counts: CapturedRows) -> Tensor:
         from weft.kernels.triton.decode_step import step_out

@@ -6,8 +6,11 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
@@ -18,6 +21,7 @@ from weft.engine.messages import (
     AskReport,
     Failure,
     FromRank,
+    GroupRows,
     PlanText,
     Progress,
     Ran,
@@ -33,6 +37,7 @@ from weft.engine.messages import (
     ToRank,
 )
 from weft.engine.worker.device_rows import DeviceRows
+from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.memory import check_cache, check_weights, groups_of, measure, min_over_ranks, sized
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.rank_profiler import RankProfiler
@@ -41,6 +46,7 @@ from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
 from weft.kv.cache_spec import CacheGroup
 from weft.models.load import dummy_model, load_model
+from weft.place.chain import Counts
 from weft.place.cost import Costs
 from weft.place.show import plan_text
 
@@ -49,11 +55,26 @@ Finish = Callable[[], Result]
 """Waits for a step's tokens, if need be, and returns its result."""
 
 
+class Repeatable(NamedTuple):
+    """A decode step by a graph, with what is the same when the next message asks for the same rows and no changes.
+
+    groups: of its message. tokens: int32 `[S]`, on the device, that each replay overwrites. plan: checksum.
+    """
+
+    groups: tuple[GroupRows, ...]
+    counts: Counts
+    shape: Shape
+    tokens: Tensor
+    plan: int
+
+
 class Worker:
     """Loads a rank's shard, then runs steps. Every rank of a DP group samples the same tokens."""
 
     def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):
         self.config, self.mesh, self.rank = config, config.mesh, transports[0].rank
+        self._group = self.mesh.group_of(self.rank)
+        self._leads = self.rank == self.mesh.leader(self._group)
         shown = -1
 
         def progress(done: int, total: int) -> None:
@@ -108,6 +129,8 @@ class Worker:
         self.profiler = RankProfiler(self.runner)
         self.table = RowTable(config.batch_sequences, self.runner.rules, config.interleave.span, device)
         self.device_rows: DeviceRows | None = None
+        self._last: Repeatable | None = None
+        self._repeats = 0  # replays of it that neither the table nor the counts know yet
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
             self.warm_up(tokens, lambda done, total: send(Progress(self.rank, done, total, "compiling kernels")))
@@ -142,8 +165,10 @@ class Worker:
         The result of the DP group's leader has the tokens. The caller is in inference mode, which would take a good
         part of a step's CPU time to enter.
         """
-        group = self.mesh.group_of(self.rank)
-        rows, counts, leads = step.groups[group], step.counts, self.rank == self.mesh.leader(group)
+        if (last := self._last) is not None and step.groups == last.groups:
+            return self._repeat(step.number, last)
+        self._settle()
+        rows, counts = step.groups[self._group], step.counts
         shape = self.runner.shape_of(step.groups, counts)
         self.profiler.begin(step.number, counts, shape)
         self.table.apply(rows)
@@ -167,24 +192,47 @@ class Worker:
             tokens = self.table.sample(rows, sampled_logits(rows, logits), None if full else self.runner.vocabulary)
         read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not resampled else None
         output = StepOutput(rows, tokens, read_tokens)
-        if leads:
+        if self._leads:
             output.note_prompt_logprobs(logits)
             output.note_logprobs(sampled_logits(rows, logits), resampled)
         output.copy()
         plan = self.runner.plan_checksum(counts, shape)
+        self._last = None
+        if shape is not None and not (shape.prompts or resampled) and rows == GroupRows(rows.decode_rows):
+            self._last = Repeatable(step.groups, counts, shape, tokens, plan)
         scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]
+        return partial(self._result, step.number, counts, plan, output, scored_from)
 
-        def finish() -> Result:
-            sampled, checksum = output.tokens()
-            if self.on_gpu:  # where kernels find faults, and go on
-                self.runner.check()
-            ran = Ran(step.number, counts, plan, checksum)
-            if not leads:
-                return Result(self.rank, ran)
-            logprobs, scored = output.logprobs()
-            return Result(self.rank, ran, sampled, logprobs, tuple(map(Scored, scored_from, scored)))
+    def _repeat(self, number: int, last: Repeatable) -> Finish:
+        """`step` for the same rows as the last one, which nothing has changed: it looks up nothing again.
 
-        return finish
+        Most decode steps are like this. The thread has slept since the last one, and what it runs and reads costs it
+        several times as much as in a loop.
+        """
+        rows = last.groups[self._group]
+        self.profiler.begin(number, last.counts, last.shape)
+        self.runner.repeat(last.shape)
+        self._repeats += 1
+        output = StepOutput(rows, last.tokens, self.runner.sampled_tokens(len(rows.decode_rows)))
+        return partial(self._result, number, last.counts, last.plan, output, ())
+
+    def _settle(self) -> None:
+        """Counts the steps that `_repeat` ran."""
+        if self._last is not None and self._repeats:
+            self.table.advance(self._last.groups[self._group], self._repeats)
+            self.runner.stats.ran(self._last.counts, self._last.shape.rows, self._repeats)
+            self._repeats = 0
+
+    def _result(self, number: int, counts: Counts, plan: int, output: StepOutput, scored_from: Sequence[int]) -> Result:
+        """Waits for a step's tokens. scored_from: for each chunk with logprobs, the first token that has them."""
+        sampled, checksum = output.tokens()
+        if self.on_gpu:  # where kernels find faults, and go on
+            self.runner.check()
+        ran = Ran(number, counts, plan, checksum)
+        if not self._leads:
+            return Result(self.rank, ran)
+        logprobs, scored = output.logprobs()
+        return Result(self.rank, ran, sampled, logprobs, tuple(map(Scored, scored_from, scored)))
 
     @torch.inference_mode()
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
@@ -204,6 +252,7 @@ class Worker:
                 else:
                     send(finish())
             elif isinstance(message, AskReport):
+                self._settle()
                 ran, naive = self.runner.stats.report(), self.runner.stats.naive_report()
                 send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))
             elif isinstance(message, AskPlan):

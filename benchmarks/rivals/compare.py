@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import multiprocessing
 import subprocess
 import sys
 import tempfile
@@ -30,14 +29,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from multiprocessing.pool import Pool
 from pathlib import Path
 
 from engines import KINDS, EngineFailed, Installation, Options, RunningEngine
 
 from results import Results
 from weft.assets import embedded_model_dir
-from weft.bench.serving import Outcome, RequestSpec, Server, Workload, run, summary
+from weft.bench.client_processes import processes_for, send_from
+from weft.bench.serving import Outcome, RequestSpec, Server, Workload, summary
 from weft.cli.command import stop_on_sigterm
 
 POINTS = ["1x1024x128x8", "16x1024x128x48", "64x1024x128x128", "256x1024x128x256"]
@@ -49,8 +48,6 @@ WARM_INPUT, WARM_OUTPUT = 1 << 17, 8
 """Tokens before a point is measured: of all prompts at most, and of an output."""
 WARM_SEED = 1 << 20
 """Of the prompts that warm the first point. (Python's Random takes a number and its negative for the same seed.)"""
-PROCESSES, CLIENTS_OF_PROCESS = 4, 32
-"""Of the load: one process takes about 10,000 tokens a second in, and would slow an engine that is quicker."""
 
 
 class OutOfTime(Exception):
@@ -77,27 +74,17 @@ class Point:
         return Workload(self.requests, self.input_tokens, self.output_tokens, seed=seed).asks(vocabulary)
 
 
-def load(
-    url: str, model: str, prompts: list[RequestSpec], clients: int, limit_s: float
-) -> tuple[float, float, list[Outcome]]:
-    """Sends requests as so many clients. Gives when it began and ended, on a clock of all processes, and the outcomes.
-
-    Raises TimeoutError.
-    """
-
-    async def serve() -> tuple[float, float, list[Outcome]]:
-        async with Server(url, extra={"temperature": 0.0, "ignore_eos": True}) as server:
-            began = time.perf_counter()
-            outcomes, seconds = await run(server, model, prompts, [0.0] * len(prompts), clients)
-            return began, began + seconds, outcomes
-
-    return asyncio.run(asyncio.wait_for(serve(), limit_s))
+async def load(url: str, model: str, prompts: list[RequestSpec], clients: int) -> tuple[list[Outcome], float]:
+    """Sends requests as so many clients. Gives the outcomes, and seconds from the start to the last output."""
+    async with Server(url, extra={"temperature": 0.0, "ignore_eos": True}) as server:
+        jobs = [server.job(model, prompt) for prompt in prompts]
+        return await send_from(processes_for(clients), server, jobs, clients)
 
 
 class Comparison:
     """Engines by label, each with its kind and where it is installed. Loads them with the points, in rounds.
 
-    vocabulary: token ids of prompts are below. deadline: of everything, on time.monotonic. pool: processes of clients.
+    vocabulary: token ids of prompts are below. deadline: of everything, on time.monotonic.
     """
 
     def __init__(
@@ -111,12 +98,10 @@ class Comparison:
         out: Path,
         start_limit_s: float,
         deadline: float,
-        pool: Pool | None = None,
     ):
         self._engines, self._options, self._points, self._rounds = engines, options, points, rounds
         self._vocabulary, self._results, self._out = vocabulary, results, out
         self._start_limit_s, self._deadline = start_limit_s, deadline
-        self._pool = pool
 
     def one_after_the_other(self) -> None:
         """An engine at a time. Raises OutOfTime."""
@@ -183,17 +168,12 @@ class Comparison:
         self._results.add(found)
 
     def _load(self, engine: RunningEngine, point: Point, prompts: list[RequestSpec]) -> tuple[list[Outcome], float]:
-        """The outcomes, and seconds from the first request to the last output. Raises OutOfTime."""
-        assert self._pool is not None
-        count = min(PROCESSES, -(-point.clients // CLIENTS_OF_PROCESS))
-        clients = [point.clients // count + (i < point.clients % count) for i in range(count)]
-        shares = [prompts[i::count] for i in range(count)]
-        args = [engine.url] * count, [engine.model] * count, shares, clients, [self._left_s()] * count
+        """As `load`. Raises OutOfTime."""
+        what = load(engine.url, engine.model, prompts, point.clients)
         try:
-            began, ended, outcomes = zip(*self._pool.starmap(load, zip(*args, strict=True), chunksize=1), strict=True)
+            return asyncio.run(asyncio.wait_for(what, self._left_s()))
         except TimeoutError:
             raise OutOfTime from None
-        return list(itertools.chain(*outcomes)), max(ended) - min(began)
 
 
 def arguments() -> argparse.Namespace:
@@ -272,14 +252,12 @@ def main() -> None:
     about = {"host": host, "arguments": {name: str(value) for name, value in vars(args).items()}}
     vocabulary = min(json.loads((model / "config.json").read_text())["vocab_size"], MAX_TOKEN)
     results = Results(args.out, about, labels)
-    # All processes of clients are up before an engine is: one that came later would spread the load of a point.
-    with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
-        limits = args.start_limit_s, deadline, pool
-        compared = Comparison(engines, options, args.points, args.rounds, vocabulary, results, args.out, *limits)
-        try:
-            (compared.together if args.together else compared.one_after_the_other)()
-        except OutOfTime:
-            print(f"ended after {args.limit_s:g} s", file=sys.stderr)
+    limits = args.start_limit_s, deadline
+    compared = Comparison(engines, options, args.points, args.rounds, vocabulary, results, args.out, *limits)
+    try:
+        (compared.together if args.together else compared.one_after_the_other)()
+    except OutOfTime:
+        print(f"ended after {args.limit_s:g} s", file=sys.stderr)
     print(results.table())
     sys.exit(any("error" in row for row in (*results.starts, *results.rows)))
 

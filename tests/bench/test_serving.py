@@ -16,7 +16,8 @@ import pytest
 from aiohttp import web
 
 from e2e.here import weft_here
-from weft.bench.serving import Outcome, RequestSpec, Workload, arrivals, run, summary
+from weft.bench.client_processes import send_from
+from weft.bench.serving import Job, Outcome, RequestSpec, Server, Workload, arrivals, send, summary
 from weft.bench.streamed_completion import LoadError, StreamedCompletion
 
 Events = AsyncIterator[dict[str, Any] | str]
@@ -114,23 +115,51 @@ def test_what_is_sent_and_what_is_counted(stub: Stub) -> None:
 
 @pytest.mark.parametrize("limit", [1, 3, None])
 def test_as_many_requests_are_open_as_may_be(limit: int | None) -> None:
-    asks = Workload(9, 4, 2).asks(100)
+    jobs = [Server("").job("model", ask) for ask in Workload(9, 4, 2).asks(100)]
     open_now, max_open, order = 0, 0, []
 
     class Slow:
-        async def ask(self, model: str, ask: RequestSpec) -> Outcome:
+        async def ask(self, job: Job) -> Outcome:
             nonlocal open_now, max_open
-            order.append(ask)
+            order.append(job)
             open_now += 1
             max_open = max(max_open, open_now)
             for _ in range(50):  # turns of the event loop, in which others could begin
                 await asyncio.sleep(0)
             open_now -= 1
-            return Outcome("", (float(asks.index(ask)),), 4, 2)
+            return Outcome("", (float(jobs.index(job)),), 4, 2)
 
-    outcomes, _ = asyncio.run(run(Slow(), "model", asks, [0.0] * 9, limit))  # type: ignore[arg-type]
-    assert max_open == (limit or 9) and order == asks
+    outcomes, _ = asyncio.run(send(Slow(), jobs, limit))  # type: ignore[arg-type]
+    assert max_open == (limit or 9) and order == jobs
     assert [o.times for o in outcomes] == [(float(i),) for i in range(9)]
+
+
+def test_requests_from_several_processes(stub: Stub) -> None:
+    """Each is sent once, and outcomes are in order, also of more processes than requests of some."""
+
+    async def ask() -> tuple[list[Outcome], list[int]]:
+        async with Server(stub.url, "key", extra={"seed": 5}) as server:
+            specs = [RequestSpec([16] * n, n, 3) for n in range(1, 6)]
+            jobs, done = [server.job("small", spec) for spec in specs], list[int]()
+            outcomes, seconds = await send_from(2, server, jobs, 3, lambda at, outcome: done.append(at))
+            assert seconds > 0
+            return outcomes, done
+
+    outcomes, done = asyncio.run(ask())
+    assert [o.error for o in outcomes] == [""] * 5 and sorted(done) == list(range(5))
+    assert [o.input_tokens for o in outcomes] == [1, 2, 3, 4, 5], "as the server counts them"
+    assert sorted(len(body["prompt"]) for body in stub.bodies) == [1, 2, 3, 4, 5]
+    assert all(body["seed"] == 5 for body in stub.bodies) and set(stub.keys) <= {None, "Bearer key"}
+
+
+def test_a_process_with_clients_that_ends_is_an_error(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> None:
+        async with Server(stub.url) as server:
+            monkeypatch.setattr(server, "unconnected", lambda: "no server")
+            await send_from(2, server, [server.job("small", RequestSpec([16], 1, 3))] * 2)
+
+    with pytest.raises(LoadError, match="a process with clients has ended"):
+        asyncio.run(ask())
 
 
 def test_chats(stub: Stub) -> None:

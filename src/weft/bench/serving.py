@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from weft.bench.streamed_completion import LoadError, StreamedCompletion
@@ -27,6 +28,7 @@ PATHS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/ch
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 FIRST_TOKEN = 16
 """Token ids below are mostly special ones."""
+JSON = {"Content-Type": "application/json"}
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -102,6 +104,14 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     return times
 
 
+class Job(NamedTuple):
+    """A request as it is sent: its body, encoded before the clock starts. at: seconds after the start."""
+
+    body: bytes
+    input_tokens: int
+    at: float
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Of one request. error: what was wrong, or nothing. times: of the pieces, in seconds since it was sent."""
@@ -124,11 +134,16 @@ class Server:
 
     def __init__(self, base_url: str, api_key: str = "", backend: Backend = "openai", extra: Mapping[str, Any] = {}):
         self.base_url, self.backend, self.extra = base_url.rstrip("/").removesuffix("/v1"), backend, dict(extra)
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
+
+    def unconnected(self) -> Server:
+        """The same server, for another process."""
+        return Server(self.base_url, self._api_key, self.backend, self.extra)
 
     async def __aenter__(self) -> Server:
+        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         connector = aiohttp.TCPConnector(limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, headers=self._headers)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, headers=headers)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -147,20 +162,24 @@ class Server:
         except (ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{url} gives no list of models: {_line(error)}") from error
 
-    async def ask(self, model: str, ask: RequestSpec) -> Outcome:
-        """Sends a request and reads its stream to the end."""
+    def job(self, model: str, ask: RequestSpec, at: float = 0.0) -> Job:
+        """A request, to be sent so many seconds after the start."""
         prompt: dict[str, Any] = {"prompt": ask.prompt}
         if self.backend == "openai-chat":
             prompt = {"messages": [{"role": "user", "content": ask.prompt}]}
         body = {"model": model, **prompt, "max_tokens": ask.output_tokens, "stream": True}
         body |= {"stream_options": {"include_usage": True}} | self.extra
+        return Job(msgspec.json.encode(body), ask.input_tokens, at)
+
+    async def ask(self, job: Job) -> Outcome:
+        """Sends a request and reads its stream to the end."""
         completion, error, began = StreamedCompletion(), "", time.perf_counter()
         try:
-            async with self._session.post(self.base_url + PATHS[self.backend], json=body) as response:
+            async with self._session.post(self.base_url + PATHS[self.backend], data=job.body, headers=JSON) as response:
                 if response.status != 200:
                     raise LoadError(f"status {response.status}: {await _why(response)}")
-                async for line in response.content:
-                    completion.take(line, time.perf_counter())
+                async for data in response.content.iter_any():  # by lines it would cost this process twice as much
+                    completion.feed(data, time.perf_counter())
             if not completion.done:
                 raise LoadError("the stream ended without [DONE]")
             if not completion.times:
@@ -172,7 +191,7 @@ class Server:
         return Outcome(
             error,
             tuple(t - began for t in completion.times),
-            ask.input_tokens if completion.prompt_tokens is None else completion.prompt_tokens,
+            job.input_tokens if completion.prompt_tokens is None else completion.prompt_tokens,
             len(completion.times) if completion.completion_tokens is None else completion.completion_tokens,
         )
 
@@ -187,27 +206,29 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-async def run(
+async def send(
     server: Server,
-    model: str,
-    asks: Sequence[RequestSpec],
-    times: Sequence[float],
+    jobs: Sequence[Job],
     max_concurrency: int | None = None,
-    done: Callable[[Outcome], None] = lambda outcome: None,
+    done: Callable[[int, Outcome], None] = lambda at, outcome: None,
+    began: float | None = None,
 ) -> tuple[list[Outcome], float]:
-    """Sends each request at its time, or later where max_concurrency are open. Gives outcomes in order, and seconds."""
-    slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-    began = time.perf_counter()
+    """Sends each request at its time, or later where max_concurrency are open. Gives outcomes in order, and seconds.
 
-    async def one(ask: RequestSpec, at: float) -> Outcome:
-        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+    done: is called with the place and the outcome of each. began: the start by `time.perf_counter`; None: now.
+    """
+    slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    start = time.perf_counter() if began is None else began
+
+    async def one(at: int, job: Job) -> Outcome:
+        await asyncio.sleep(max(0.0, start + job.at - time.perf_counter()))
         async with slots:
-            outcome = await server.ask(model, ask)
-        done(outcome)
+            outcome = await server.ask(job)
+        done(at, outcome)
         return outcome
 
-    outcomes = await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, times, strict=True)))
-    return outcomes, time.perf_counter() - began
+    outcomes = await asyncio.gather(*(one(*each) for each in enumerate(jobs)))
+    return outcomes, time.perf_counter() - start
 
 
 def summary(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, float] = {}) -> dict[str, Any]:

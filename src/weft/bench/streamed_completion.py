@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
+
+import msgspec
 
 
 class LoadError(Exception):
@@ -25,6 +26,13 @@ class StreamedCompletion:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     done: bool = False
+    _begun: bytes = field(default=b"", repr=False, compare=False)  # a line of which the end has not come yet
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Takes bytes as they come from a connection. Raises LoadError as `take` does."""
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        for line in lines:
+            self.take(line, now)
 
     def take(self, line: bytes, now: float) -> None:
         """Takes a line of server-sent events. Raises LoadError for an error event, and for what is none at all."""
@@ -35,8 +43,8 @@ class StreamedCompletion:
             self.done = True
             return
         try:
-            event = json.loads(data)
-        except ValueError:
+            event = msgspec.json.decode(data)
+        except msgspec.DecodeError:
             raise LoadError(f"not JSON: {data[:200]!r}") from None
         if "error" in event:
             raise LoadError(f"error event: {event['error']}")

@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from weft.bench.serving import LATENCIES, Backend, Server, Workload, arrivals, run, summary
+from weft.bench.client_processes import processes_for, send_from
+from weft.bench.serving import LATENCIES, Backend, Server, Workload, arrivals, summary
 from weft.bench.streamed_completion import LoadError
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
@@ -35,7 +36,8 @@ class Command:
     """Load an OpenAI-compatible server with random prompts, and report its throughput and latencies.
 
     Options and figures are those of `vllm bench serve` and its random data set. Prompts are token ids, which most
-    servers take; with --tokenizer they are texts. Exit code 1 where a request fails.
+    servers take; with --tokenizer they are texts. Clients are spread over processes, one for each 32 of them where the
+    host has four cores for it. Exit code 1 where a request fails.
 
     Examples:
       weft bench serving --num-prompts 200 --random-input-len 256 --random-output-len 64 --max-concurrency 16
@@ -156,19 +158,21 @@ class Command:
             if self.num_warmups:  # of other tokens, so that no prefix of what is measured is cached
                 other = replace(workload, num_prompts=self.num_warmups, seed=self.seed + 1)
                 for ask in other.asks(vocabulary, tokenizer):
-                    if error := (await server.ask(model, ask)).error:
+                    if error := (await server.ask(server.job(model, ask))).error:
                         raise LoadError(f"a first request to {server.base_url} failed: {error}")
             shown = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             with progress_bar(*shown) as bar:
                 task = bar.add_task("requests", total=len(asks))
                 times = arrivals(len(asks), self.request_rate, self.burstiness, self.seed)
-                outcomes, seconds = await run(
-                    server, model, asks, times, self.max_concurrency, lambda outcome: bar.advance(task)
+                jobs = [server.job(model, *each) for each in zip(asks, times, strict=True)]
+                processes = processes_for(min(len(jobs), self.max_concurrency or len(jobs)))
+                outcomes, seconds = await send_from(
+                    processes, server, jobs, self.max_concurrency, lambda at, outcome: bar.advance(task)
                 )
         rate = "inf" if math.isinf(self.request_rate) else self.request_rate
         head: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         head |= {name: value for name, value in vars(self).items() if name not in UNREPORTED}
-        head |= {"base_url": server.base_url, "model": model, "request_rate": rate}
+        head |= {"base_url": server.base_url, "model": model, "request_rate": rate, "client_processes": processes}
         return head | summary(outcomes, seconds, limits), [o.error for o in outcomes if o.error]
 
     async def _choose_model(self, server: Server) -> str:

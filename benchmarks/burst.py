@@ -16,6 +16,7 @@ runs two source trees in turn, each by its own checkout's copy of this script, a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -115,6 +116,8 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
         with run.bind("127.0.0.1", 0) as listener, Engine(config) as engine:
             client = EngineClient(engine, Metrics(engine), None)
             server = run.Server(app.create_app(client, "burst", options), client, options)
+            gc.collect()
+            gc.freeze()  # as `weft serve` does
             serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             serving.start()
             began = time.process_time()

@@ -47,14 +47,13 @@ class PinnedTokenRing:
         place = self._step % STEPS
         assert not self._unread[place], f"nobody read the tokens of {STEPS} steps"
         self._unread[place] = True
-        written, tokens = self._written[place] if self._written else None, self._tokens[place, :sampled]
-        if written is not None:
-            written.record(self._stream)
+        if self._written:
+            self._written[place].record(self._stream)
 
         def read() -> np.ndarray:
-            if written is not None:
-                written.synchronize()
+            if self._written:
+                self._written[place].synchronize()
             self._unread[place] = False
-            return tokens
+            return self._tokens[place, :sampled]
 
         return read

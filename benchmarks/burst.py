@@ -146,7 +146,8 @@ def compare(asked: argparse.Namespace) -> None:
     runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
     for _ in range(asked.runs):
         for name, tree in zip(runs, asked.trees, strict=True):
-            where = os.environ | {"PYTHONPATH": str(tree.resolve())}
+            path = os.pathsep.join([str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
+            where = os.environ | {"PYTHONPATH": path}
             command = [sys.executable, str(tree.parent / "benchmarks" / "burst.py"), *options]
             runs[name].append(json.loads(subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True).stdout))
     for figure in runs["before"][0]:

@@ -42,8 +42,8 @@ LONGEST = (
     "gpu/test_compile.py",
 )
 """Files that are begun first, so that no worker is left alone with one of them at the end."""
-ENVIRONMENT = dict(os.environ)
-"""Before any test changes it."""
+ENVIRONMENT, TEMPORARY = dict(os.environ), tempfile.gettempdir()
+"""Before any test changes them."""
 CHECKS = "tests/gpu/triton_checks/"
 """Whose files are one as far as workers are concerned: one process runs them all, which imports for seconds."""
 
@@ -96,7 +96,7 @@ class SharedForkServer:
 
     def __init__(self, directory: Path):
         if self.shared is None or not self.shared.alive:
-            folder = Path(tempfile.mkdtemp(prefix="weft-tests-"))
+            folder = Path(tempfile.mkdtemp(prefix="weft-tests-", dir=TEMPORARY))
             with pytest.MonkeyPatch.context() as patched:
                 for name in os.environ.keys() - ENVIRONMENT.keys():
                     patched.delenv(name)

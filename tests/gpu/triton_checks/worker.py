@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -86,6 +87,7 @@ class Serving:
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.testsfailed:
             return None  # pytest says which files it could not collect
+        gc.freeze()  # what is imported stays: the garbage collector need not look through it again and again
         items: dict[str | None, pytest.Item] = {item.nodeid: item for item in session.items}
         while True:
             try:

@@ -68,7 +68,8 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
 
     def main(transport: ReferenceTransport) -> None:
         try:
-            results[transport.rank] = rank_main(transport)
+            with world.computing():
+                results[transport.rank] = rank_main(transport)
         except BaseException as error:
             errors.append(error)
             world.abort()

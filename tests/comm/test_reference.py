@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from support import run_world
 
 from comm.oracle import check_calls, check_edges
 from place.meshes import layouts
-from weft.comm.reference import ReferenceWorld
+from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.transport import CommError
 from weft.place.spec import Mesh, PlacementError
 
@@ -40,6 +43,36 @@ def test_a_missing_rank_times_out() -> None:
     world = ReferenceWorld(2, timeout_s=0.2)
     with pytest.raises(CommError, match=r"rank 0: barrier in \(0, 1\): a peer failed or did not come"):
         world.transports()[0].barrier((0, 1))
+
+
+def test_ranks_compute_one_at_a_time() -> None:
+    busy: list[int] = []
+
+    def main(transport: ReferenceTransport) -> None:
+        for _ in range(9):
+            busy.append(transport.rank)
+            time.sleep(1e-3)  # other threads may run
+            assert busy == [transport.rank]
+            busy.clear()
+            transport.barrier((0, 1, 2))
+
+    run_world(3, main)
+
+
+def test_a_rank_that_computes_forever_fails_the_others() -> None:
+    world, begun, end = ReferenceWorld(2, timeout_s=0.2), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        with world.computing():
+            begun.set()
+            end.wait()
+
+    other = threading.Thread(target=compute)
+    with world.computing(), pytest.raises(CommError, match=r"another rank has computed for 0\.2 s"), world.waiting():
+        other.start()
+        begun.wait()
+    end.set()
+    other.join()
 
 
 def test_replicated_values_are_not_summed() -> None:

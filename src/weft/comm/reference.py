@@ -57,7 +57,7 @@ class ReferenceWorld:
         self._meetings: dict[Ranks, _Meeting] = {}
         self._lock = threading.Lock()
         self._aborted = False
-        self._turn = threading.Lock()
+        self._compute_lock = threading.Lock()
         self._of_thread = threading.local()
 
     def transports(self) -> list[ReferenceTransport]:
@@ -66,16 +66,35 @@ class ReferenceWorld:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Ranks whose threads are in it compute one at a time, and others go on while one waits for its group.
+        """Ranks inside it compute one at a time: another goes on while one waits for its group.
 
         Threads that compute at once hand Python's lock to each other at every operator, for a fifth of their time.
         """
-        with self._turn:
-            self._of_thread.has_turn = True
-            try:
-                yield
-            finally:
-                self._of_thread.has_turn = False
+        self._compute_lock.acquire()
+        self._of_thread.holds_lock = True
+        try:
+            yield
+        finally:
+            self._release()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Lets others compute meanwhile. CommError where one of them then does not end."""
+        held = self._release()
+        try:
+            yield
+        finally:
+            if held:
+                if not self._compute_lock.acquire(timeout=self.timeout_s):
+                    raise CommError(f"another rank has computed for {self.timeout_s:g} s")
+                self._of_thread.holds_lock = True
+
+    def _release(self) -> bool:
+        """Whether this thread held the lock."""
+        if held := getattr(self._of_thread, "holds_lock", False):
+            self._of_thread.holds_lock = False
+            self._compute_lock.release()
+        return held
 
     def abort(self) -> None:
         """Wakes all waiting ranks with CommError, and fails all later calls."""
@@ -94,28 +113,20 @@ class ReferenceWorld:
             meeting = self._meetings.setdefault(group, _Meeting(len(group)))
         meeting.calls[rank] = (call, value)
         try:
-            self._wait(meeting)
+            with self.waiting():
+                meeting.barrier.wait(self.timeout_s)
             calls = {r: meeting.calls[r][0] for r in group}
             if len(set(calls.values())) > 1:
                 raise CommError(f"the ranks of {group} made different calls: {calls}")
             result = work([meeting.calls[r][1] for r in group])
-            self._wait(meeting)
+            with self.waiting():
+                meeting.barrier.wait(self.timeout_s)
         except threading.BrokenBarrierError:
             raise CommError(f"rank {rank}: {call} in {group}: a peer failed or did not come") from None
         except BaseException:
             self.abort()
             raise
         return result
-
-    def _wait(self, meeting: _Meeting) -> None:
-        if not getattr(self._of_thread, "has_turn", False):
-            meeting.barrier.wait(self.timeout_s)
-            return
-        self._turn.release()
-        try:
-            meeting.barrier.wait(self.timeout_s)
-        finally:
-            self._turn.acquire()
 
     def total(self, tensors: list[Tensor]) -> Tensor:
         """The sum, in float64 and rank order, rounded to the inputs' dtype."""

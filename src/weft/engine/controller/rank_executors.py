@@ -46,8 +46,14 @@ class ThreadExecutor(Executor):
         send: Callable[[FromRank], None],
     ) -> None:
         rank = transport.rank
+
+        def next_message() -> ToRank:
+            with world.waiting():
+                return receive()
+
         try:
-            Worker(self.config, [transport], costs("cpu"), send).serve(receive, send)
+            with world.computing():
+                Worker(self.config, [transport], costs("cpu"), send).serve(next_message, send)
         except (LayoutError, ModelError) as error:
             send(Failure(rank, str(error), user=True))
         except Exception as error:

@@ -24,6 +24,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("planned_once")
 PAGE = 32
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 BRIEF = replace(GREEDY, max_tokens=2)

@@ -14,6 +14,8 @@ from engine.conftest import byte_tokenizer, greedy_outputs
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from weft.engine.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 
 @pytest.mark.parametrize(
     "family, layouts",

@@ -17,6 +17,7 @@ from models.qwen35 import small_qwen35
 from models.stepfun import small_step
 from weft.engine.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("planned_once")
 Oracle = Callable[[torch.Tensor], torch.Tensor]
 SIZES = dict(vocab_size=257, max_position_embeddings=256)
 FAMILIES: dict[str, Callable[[Path], Oracle]] = {

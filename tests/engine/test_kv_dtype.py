@@ -16,6 +16,7 @@ from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.evals import word_problems
 
+pytestmark = pytest.mark.usefixtures("planned_once")
 GREEDY = SamplingParams(max_tokens=90, temperature=0.0)
 PROBLEMS = word_problems.generate("heldout", 4, seed=11)
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,8 @@ from weft.place.cost import costs
 from weft.place.settlements import Settlements
 from weft.place.spec import LayoutError, Mesh
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 
 def split(transport: Transport, mesh: Mesh, vocabulary: int) -> SplitVocabulary:
     name = transport.name

@@ -68,7 +68,7 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
 
     def main(transport: ReferenceTransport) -> None:
         try:
-            with world.computing():
+            with world.compute_lock.computing():
                 results[transport.rank] = rank_main(transport)
         except BaseException as error:
             errors.append(error)

@@ -63,12 +63,16 @@ def test_a_rank_that_computes_forever_fails_the_others() -> None:
     world, begun, end = ReferenceWorld(2, timeout_s=0.2), threading.Event(), threading.Event()
 
     def compute() -> None:
-        with world.computing():
+        with world.compute_lock.computing():
             begun.set()
             end.wait()
 
     other = threading.Thread(target=compute)
-    with world.computing(), pytest.raises(CommError, match=r"another rank has computed for 0\.2 s"), world.waiting():
+    with (
+        world.compute_lock.computing(),
+        pytest.raises(CommError, match=r"another rank has computed for 0\.2 s"),
+        world.compute_lock.waiting(),
+    ):
         other.start()
         begun.wait()
     end.set()

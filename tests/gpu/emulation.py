@@ -19,6 +19,7 @@ from torch import Tensor
 
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import PeerTuning
+from weft.comm.reference import ComputeLock
 from weft.comm.transport import Ranks
 from weft.kernels.build import CSRC, load
 from weft.place.spec import Mesh
@@ -41,9 +42,11 @@ class Threads:
     def __init__(self, world: int):
         self.handles: dict[int, int] = {}
         self.meeting = threading.Barrier(world)
+        self.compute_lock = ComputeLock(WAIT_S)
 
     def barrier(self, group: Ranks) -> None:
-        self.meeting.wait(WAIT_S)
+        with self.compute_lock.waiting():
+            self.meeting.wait(WAIT_S)
 
     def check(self) -> None:
         pass
@@ -61,7 +64,7 @@ class EmulatedTransport(PeerTransport):
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Threads:
         self._threads.handles[self.rank] = self._handle
-        self._threads.meeting.wait(WAIT_S)
+        self._threads.barrier(self.on_host)
         self._kernels.connect_here(self._handle, [self._threads.handles[r] for r in self.on_host])
         return self._threads
 
@@ -76,9 +79,10 @@ class EmulatedTransport(PeerTransport):
 
     def _synchronize(self) -> None:
         pause = 1e-4
-        while not self._kernels.idle(self._stream()):
-            time.sleep(pause)
-            pause = min(2 * pause, 5e-3)  # looking costs more than the kernels, where there are many ranks
+        with self._threads.compute_lock.waiting():
+            while not self._kernels.idle(self._stream()):
+                time.sleep(pause)
+                pause = min(2 * pause, 5e-3)  # looking costs more than the kernels, where there are many ranks
 
     def exchange(self, *args: Any, **options: Any) -> Tensor:
         result = super().exchange(*args, **options)
@@ -105,9 +109,10 @@ def run_emulated(
 
     def main(rank: int) -> None:
         try:
-            transport = EmulatedTransport(mesh, rank, threads, tuning=tuning, **options)
-            work(transport, mesh, transport.device)
-            transport.close()
+            with threads.compute_lock.computing():
+                transport = EmulatedTransport(mesh, rank, threads, tuning=tuning, **options)
+                work(transport, mesh, transport.device)
+                transport.close()
         except BaseException as error:
             errors.append(error)
             threads.meeting.abort()

@@ -44,6 +44,46 @@ class _Meeting:
         self.calls: dict[int, tuple[Hashable, Any]] = {}
 
 
+class ComputeLock:
+    """Lets ranks that are threads compute one at a time, with the others going on while one waits for its peers.
+
+    Threads that compute at once hand Python's lock to each other at every operator, for a fifth of their time.
+    timeout_s: a rank that waits longer for another to stop computing raises CommError.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s, self._lock, self._of_thread = timeout_s, threading.Lock(), threading.local()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Holds the lock, but inside of `waiting`."""
+        self._lock.acquire()
+        self._of_thread.holds = True
+        try:
+            yield
+        finally:
+            self._release()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Releases the lock meanwhile, where this thread holds it."""
+        held = self._release()
+        try:
+            yield
+        finally:
+            if held:
+                if not self._lock.acquire(timeout=self._timeout_s):
+                    raise CommError(f"another rank has computed for {self._timeout_s:g} s")
+                self._of_thread.holds = True
+
+    def _release(self) -> bool:
+        """Whether this thread held the lock."""
+        if held := getattr(self._of_thread, "holds", False):
+            self._of_thread.holds = False
+            self._lock.release()
+        return held
+
+
 class ReferenceWorld:
     """N emulated ranks. Each rank's transport must be used from its own thread.
 
@@ -57,44 +97,11 @@ class ReferenceWorld:
         self._meetings: dict[Ranks, _Meeting] = {}
         self._lock = threading.Lock()
         self._aborted = False
-        self._compute_lock = threading.Lock()
-        self._of_thread = threading.local()
+        self.compute_lock = ComputeLock(timeout_s)
 
     def transports(self) -> list[ReferenceTransport]:
         """One transport for each rank, in rank order."""
         return [ReferenceTransport(self, rank) for rank in range(self.world)]
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Ranks inside it compute one at a time: another goes on while one waits for its group.
-
-        Threads that compute at once hand Python's lock to each other at every operator, for a fifth of their time.
-        """
-        self._compute_lock.acquire()
-        self._of_thread.holds_lock = True
-        try:
-            yield
-        finally:
-            self._release()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Lets others compute meanwhile. CommError where one of them then does not end."""
-        held = self._release()
-        try:
-            yield
-        finally:
-            if held:
-                if not self._compute_lock.acquire(timeout=self.timeout_s):
-                    raise CommError(f"another rank has computed for {self.timeout_s:g} s")
-                self._of_thread.holds_lock = True
-
-    def _release(self) -> bool:
-        """Whether this thread held the lock."""
-        if held := getattr(self._of_thread, "holds_lock", False):
-            self._of_thread.holds_lock = False
-            self._compute_lock.release()
-        return held
 
     def abort(self) -> None:
         """Wakes all waiting ranks with CommError, and fails all later calls."""
@@ -113,13 +120,13 @@ class ReferenceWorld:
             meeting = self._meetings.setdefault(group, _Meeting(len(group)))
         meeting.calls[rank] = (call, value)
         try:
-            with self.waiting():
+            with self.compute_lock.waiting():
                 meeting.barrier.wait(self.timeout_s)
             calls = {r: meeting.calls[r][0] for r in group}
             if len(set(calls.values())) > 1:
                 raise CommError(f"the ranks of {group} made different calls: {calls}")
             result = work([meeting.calls[r][1] for r in group])
-            with self.waiting():
+            with self.compute_lock.waiting():
                 meeting.barrier.wait(self.timeout_s)
         except threading.BrokenBarrierError:
             raise CommError(f"rank {rank}: {call} in {group}: a peer failed or did not come") from None

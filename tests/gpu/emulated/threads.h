@@ -35,7 +35,7 @@ struct Fiber {
 struct Warp {
   int line = 0, here = 0;
   uint32_t turn = 0;
-  uint64_t values[2][32];
+  uint64_t values[2][32] = {};
 };
 
 struct Meeting {
@@ -54,10 +54,10 @@ struct Block {
   Cluster* cluster = nullptr;
   Fiber* running = nullptr;
   bool moved = false;  // a fiber did something else than look whether it may go on
-  jmp_buf scheduler;
+  jmp_buf scheduler = {};
   std::array<Warp, kMaxThreads / 32> warps;
   std::array<Meeting, 16> meetings;
-  std::vector<Fiber> fibers;
+  std::vector<Fiber>* fibers = nullptr;  // never gone: a destructor would be looked for whenever `here` is used
   const std::function<void()>* kernel = nullptr;
 };
 inline thread_local Block here;
@@ -74,10 +74,13 @@ inline void yield() {
   if (!_setjmp(self->at)) _longjmp(here.scheduler, 1);
 }
 
-inline void enter() {
-  (*here.kernel)();
-  here.running->done = true;
-  _longjmp(here.scheduler, 1);
+// Of one block after another: each new stack would take calls of the kernel.
+[[noreturn]] inline void enter() {
+  for (;;) {
+    (*here.kernel)();
+    here.running->done = true;
+    yield();
+  }
 }
 
 // Runs a block to its end, on this OS thread.
@@ -87,12 +90,14 @@ inline void run_block(const std::function<void()>& kernel, Index block, Index bl
   here.cluster = cluster, here.kernel = &kernel;
   here.warps = {}, here.meetings = {};
   cluster->anchors[rank_in_cluster] = &anchor;
-  if (here.fibers.size() < threads) here.fibers.resize(threads);
-  for (unsigned t = 0; t < threads; ++t) here.fibers[t].begun = here.fibers[t].done = false;
+  if (!here.fibers) here.fibers = new std::vector<Fiber>;
+  std::vector<Fiber>& fibers = *here.fibers;
+  if (fibers.size() < threads) fibers.resize(threads);
+  for (unsigned t = 0; t < threads; ++t) fibers[t].done = false;
   for (unsigned left = threads, still = 0; left;) {
     here.moved = false;
     for (unsigned t = 0; t < threads; ++t) {
-      Fiber& fiber = here.fibers[t];
+      Fiber& fiber = fibers[t];
       if (fiber.done) continue;
       here.running = &fiber, threadIdx.x = t;
       if (!_setjmp(here.scheduler)) {
@@ -104,7 +109,7 @@ inline void run_block(const std::function<void()>& kernel, Index block, Index bl
         makecontext(&context, enter, 0);
         setcontext(&context);
       }
-      left -= here.fibers[t].done;
+      left -= fibers[t].done;
     }
     still = here.moved ? 0 : still + 1;
     if (still < 4) {

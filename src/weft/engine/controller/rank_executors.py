@@ -48,11 +48,11 @@ class ThreadExecutor(Executor):
         rank = transport.rank
 
         def next_message() -> ToRank:
-            with world.waiting():
+            with world.compute_lock.waiting():
                 return receive()
 
         try:
-            with world.computing():
+            with world.compute_lock.computing():
                 Worker(self.config, [transport], costs("cpu"), send).serve(next_message, send)
         except (LayoutError, ModelError) as error:
             send(Failure(rank, str(error), user=True))

@@ -196,7 +196,7 @@ def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
 
 def test_old_names_of_options_still_work() -> None:
     for option in (["--experts", "dispatch"], ["--experts=dispatch"]):
-        code, out, err = weft_here("plan", "--preset", "deepseek-v3", "--layout", "2x4", *option)
+        code, out, err = weft_here("plan", "--preset", "qwen3-30b-a3b", "--layout", "2x4", "--tokens", "64", *option)
         assert code == 0 and "combine: all_to_allv world" in out
         assert err == "weft: --experts is now --moe-exchange\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,21 +25,25 @@ def test_ends_the_process(): os._exit(3)
 """
 
 
-def test_what_was_to_follow_may_be_skipped(tmp_path: Path) -> None:
-    """As by a mark: the process is never asked for it, but for the next of another file."""
-    files = [tmp_path / f"test_{name}.py" for name in ("some", "others")]
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """The process imports for seconds. It is ended by the last of these tests."""
+    folder = tmp_path_factory.mktemp("checks")
+    files = [folder / f"test_{name}.py" for name in ("some", "others", "them")]
     for file in files:
-        file.write_text("def test_one(): pass\ndef test_two(): pass\n")
-    worker = Worker(files, tmp_path)
-    worker.run("test_some.py::test_one", "test_some.py::test_two")
-    worker.run("test_others.py::test_one", None)
+        file.write_text(CHECKS if file.stem == "test_them" else "def test_one(): pass\ndef test_two(): pass\n")
+    worker = Worker(files, folder)
+    yield worker
     worker.close()
 
 
-def test_each_outcome_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "test_them.py").write_text(CHECKS)
-    worker = Worker([tmp_path / "test_them.py"], tmp_path)
+def test_what_was_to_follow_may_be_skipped(worker: Worker) -> None:
+    """As by a mark: the process is never asked for it, but for the next of another file."""
+    worker.run("test_some.py::test_one", "test_some.py::test_two")
+    worker.run("test_others.py::test_one", None)
 
+
+def test_each_outcome_is_reported(worker: Worker) -> None:
     def run(name: str, following: str | None = None) -> None:
         worker.run(f"test_them.py::{name}", following and f"test_them.py::{following}")
 

@@ -30,7 +30,8 @@ from weft.engine.controller import rank_executors as launch
 from weft.engine.engine import Engine
 from weft.engine.worker.model_runner import ModelRunner
 from weft.hidden import Hidden
-from weft.kernels import float8
+from weft.kernels import float8, ops, torch_reference
+from weft.kernels.torch_reference import Chosen
 from weft.models.routing import Router
 from weft.place import plan as plan_module
 from weft.place.chain import Chain
@@ -76,14 +77,23 @@ def travelled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers whose products have the same bits in any company, which a BLAS does not promise."""
-    true = Router.logits
+    """Routers whose products and choices have the same bits in any company: neither a BLAS promises that, nor torch's
+    sigmoid, which computes the last elements of a tensor by other instructions."""
+    true, chosen = Router.logits, torch_reference.choose
 
     def logits(self: Router, x: Hidden) -> Tensor:
         each = [true(self, replace(x, value=row[None])) for row in x.require_complete(self.path)]
         return torch.cat(each) if each else true(self, x)
 
+    def choose(logits: Tensor, *how: Any, **more: Any) -> Chosen:
+        each = [chosen(row[None], *how, **more) for row in logits]
+        return (
+            (torch.cat([w for w, _ in each]), torch.cat([e for _, e in each])) if each else chosen(logits, *how, **more)
+        )
+
     monkeypatch.setattr(Router, "logits", logits)
+    monkeypatch.setattr(torch_reference, "choose", choose)
+    monkeypatch.setattr(ops, "choose", choose)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,5 @@ def delta_step(
     _delta_rule[(sequences, heads)](
         mixed, product, *where, decay, bias, weight, states, out, product.stride(0), states.stride(0),
         out.stride(0), eps, K=key_dim, V=value_dim, KEYS=layer.keys, HEADS=heads, SHARE=layer.share,
-        BLOCK_K=block_k, BLOCK_V=block_v, STARTS=has_starts, num_warps=8 if block_k * block_v > 4096 else 4,
-        **overlap.options(),
+        BLOCK_K=block_k, BLOCK_V=block_v, STARTS=has_starts, num_warps=4, **overlap.options(),
     )  # fmt: skip

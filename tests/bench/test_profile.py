@@ -182,6 +182,7 @@ def test_names() -> None:
         ("_norm_rope_cache", "norms"),
         ("Memcpy HtoD (Pinned -> Device)", "copies"),
         ("_candidates", "sampling"),
+        ("_gather_first", "sampling"),
         ("_cutoff", "sampling"),
         ("void at::native::elementwise_kernel<128, 4>(int)", "other"),
     ):

@@ -42,7 +42,7 @@ KINDS = {
     "experts": r"^_((up|down)(_prompts)?|sum_choices|choose|route|count_chunks|(sort|place)_pairs)\b|grouped_mm|moe",
     "attention": r"^_(attend_splits|merge_splits)|flash|fmha|attention",
     "norms": r"rms_?norm|_norm_rope_cache|layer_?norm",
-    "sampling": r"^_(row_top|cutoff|candidates|best)\b|argmax|topk|sort|gumbel|multinomial",
+    "sampling": r"^_(row_top|gather_first|cutoff|candidates|best)\b|argmax|topk|sort|gumbel|multinomial",
     "dense products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
     "copies": r"memcpy|memset|copy|aten::(to|cat|index_put_?|index_copy_?|fill_|stack|empty|zero_)$",
 }

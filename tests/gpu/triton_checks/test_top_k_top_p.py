@@ -43,6 +43,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles that a row of the tests fills several times."""
     for module, name, value in (
         (sample, "BLOCK", 256), (sample, "PROGRAMS", 26), (top_k_top_p, "BLOCK", 512), (top_k_top_p, "CAPACITY", 64),
+        (top_k_top_p, "SHARE_BLOCK", 256), (top_k_top_p, "PROGRAMS", 26),
         (top_k_top_p, "WARPS", 4),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

@@ -1,5 +1,5 @@
 """Samples a token for each row, greedily or by the Gumbel-max trick, in two kernels; a third where min_p may be used,
-and a fourth where top_k and top_p may be (`weft.kernels.triton.top_k_top_p`).
+and two more where top_k and top_p may be (`weft.kernels.triton.top_k_top_p`).
 
 Programs share each row's vocabulary. Each program finds the best token of its share, a candidate; the best candidate
 is the sampled token.
@@ -59,7 +59,7 @@ def better(value, token):
 
 @kernel(do_not_specialize_on_alignment=OF_ROWS)
 def _row_top(
-    logits, temperature, min_p, top_k, top_p, table, live, tops, maxima, row_stride, vocabulary, blocks,
+    logits, temperature, min_p, top_k, top_p, table, live, tops, maxima, counts, row_stride, vocabulary, blocks,
     MIN_P: tl.constexpr, CUT: tl.constexpr, TABLE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
@@ -84,6 +84,8 @@ def _row_top(
         tl.store(tops + share, tl.max(top, 0))
     if CUT:
         each = tl.max(tl.reshape(top, [GROUPS, BLOCK // GROUPS]), 1)
+        if tl.program_id(1) == 0:
+            tl.store(counts + row, 0)
         tl.store(maxima + share.to(tl.int64) * GROUPS + tl.arange(0, GROUPS), each, mask=cut)
 
 
@@ -204,11 +206,13 @@ def candidates(
         each = min(BLOCK, GROUPS // next_power_of_2(shares))
         k, p = (temperature, temperature) if top_k is None or top_p is None else (top_k, top_p)
         maxima = tops if top_k is None else temperature.new_empty(rows, shares * each)
+        counts = live.new_empty(rows)
         _row_top[(rows, shares)](
-            logits, temperature, given, k, p, at, live, tops, maxima, *sizes, blocks, GROUPS=each, **how, **options
-        )
+            logits, temperature, given, k, p, at, live, tops, maxima, counts, *sizes, blocks, GROUPS=each, **how,
+            **options,
+        )  # fmt: skip
         if top_k is not None and top_p is not None:
-            keys, tokens = cutoffs(logits, maxima, temperature, top_k, top_p, live, table)
+            keys, tokens = cutoffs(logits, maxima, counts, temperature, top_k, top_p, live, table)
     _candidates[(rows, shares)](
         logits, temperature, seed, position, given, at, tops, keys, tokens, live, found, *sizes, first, blocks,
         SKEW=first % 4, SHARES=padded, **how, **options,

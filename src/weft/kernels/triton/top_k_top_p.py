@@ -7,26 +7,29 @@ equal it the tokens up to that one. `weft.kernels.triton.sample` reads it.
 
 Both are one search, for the shortest prefix with weights that reach what is needed. A weight is 1 for top_k; for top_p
 it is the probability relative to the best token's, as an integer of 2⁻³⁸. Integers have the same sum in every order: a
-cut depends neither on the batch nor on the tiles. One program for each row gathers the tokens of a range of numbers
-that has the cut, and bisects among these, in registers. The first range is from the maxima of groups of tokens: at
-least k tokens are not below the k-th greatest maximum, and hardly more than k. Where the range does not have the
-cut, as for flat rows with top_p, or has too many tokens, passes over the row narrow it.
+cut depends neither on the batch nor on the tiles. Programs that share a row gather the tokens of a range of numbers,
+which mostly has the cut; one program bisects among these, in registers. The range is from the maxima of groups of
+tokens: at least k tokens are not below the k-th greatest maximum, and hardly more than k. Where the range does not have
+the cut, as for flat rows with top_p, or has too many tokens, that program narrows it by passes over the row.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton import overlap
-from weft.kernels.triton.launch import kernel
+from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
 
-BLOCK, CAPACITY, WARPS = 4096, 1024, 16
-"""(Tokens of a row that are read at once, tokens that are gathered at most, warps of a program)."""
+BLOCK, CAPACITY, WARPS = 2048, 4096, 16
+"""(Tokens of a row that are read at once, tokens that are gathered at most, warps) of the program that cuts a row."""
+SHARE_BLOCK, PROGRAMS, MIN_SHARES = 2048, 1056, 64
+"""As in `weft.kernels.triton.sample`, of the programs that gather."""
 GROUPS = 2048
 """Groups of a row's tokens, of which the maxima are read, at most; a power of two."""
-FIRST = 512
+FIRST = 1024
 """Tokens among which the cut of top_p alone is looked for first, if there are twice as many groups."""
 
 LOWEST = tl.constexpr(-2139095041)
@@ -154,35 +157,34 @@ def _narrow(
 
 
 @triton.jit
-def _last(equal, weight, token, ahead, needed):
-    """The last of ascending tokens with equal keys that is kept, −1 for none; ahead: the weight of tokens before."""
-    own = tl.where(equal, weight, 0)
-    before = ahead + tl.cumsum(own, 0) - own
-    return tl.max(tl.where(equal & (weight > 0) & (before < needed), token, -1), 0)
+def _last(own, token, ahead, needed):
+    """Of equal keys, the last token that is kept. own: their weights, 0 for others; ahead: that of greater keys."""
+    last = tl.max(tl.where(own > 0, token, -1), 0)
+    first = tl.min(tl.where(own > 0, token, ALL), 0) - 1
+    while last - first > 1:
+        middle = first + (last - first) // 2
+        enough = ahead + tl.sum(tl.where(token <= middle, own, 0), 0) >= needed
+        first, last = tl.where(enough, first, middle), tl.where(enough, middle, last)
+    return last
 
 
 @triton.jit
 def _cut(
-    logits, gathered, vocabulary, heat, top, filled, count, low, lowest, need, cut_key, cut_token,
+    logits, gathered, vocabulary, heat, top, count, total, low, lowest, need, cut_key, cut_token,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Cuts a row: (key, token of the cut, whether all tokens that it keeps are gathered, how many are gathered).
+    """Cuts a row: (key, token of the cut, whether all tokens that it keeps are gathered).
 
-    filled: all tokens of positive weight are gathered, `count`. Else the cut is looked for among keys from low on, and
-    then from lowest on, where it is. need: top_k for COUNT, else top_p.
+    `count` tokens are gathered: those from low on, or of these all that have a weight. Otherwise the cut is among the
+    keys from lowest on. total: the weight of all tokens; −1: of those that are gathered. need: top_k, or top_p.
     """
     low, high = low.to(tl.int64), key_of(top).to(tl.int64) + 1
-    above, total = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    if not filled:
-        count, total = _gather(
-            logits, gathered, vocabulary, heat, top, low, high, cut_key, cut_token, COUNT, BLOCK, CAPACITY
-        )
+    above = tl.full([], 0, tl.int64)
     c = tl.arange(0, CAPACITY)
     token = tl.load(gathered + c, mask=c < count, other=0)
     key, weight = _read(logits, token, c < count, heat, top, cut_key, cut_token, COUNT)
     held = tl.sum(weight, 0)
-    if filled:
-        total = held
+    total = tl.where(total < 0, held, total)
     if COUNT:
         needed = need.to(tl.int64)
     else:
@@ -199,8 +201,8 @@ def _cut(
         reached, some = total, tl.full([], float("inf"), tl.float32)
         while (high - low > 1) & (some > CAPACITY):
             low, high, above, reached = _narrow(
-                logits, vocabulary, heat, top, low, high, above, reached, needed, passes % 2 == 0, cut_key, cut_token,
-                COUNT, BLOCK,
+                logits, vocabulary, heat, top, low, high, above, reached, needed, (passes < 6) | (passes % 2 == 0),
+                cut_key, cut_token, COUNT, BLOCK,
             )  # fmt: skip
             passes += 1
             some = (reached - above).to(tl.float32)
@@ -222,22 +224,77 @@ def _cut(
                 tl.where(reached >= needed, high, middle),
                 tl.where(reached >= needed, ahead, reached),
             )
-        last = _last(key == low.to(tl.int32), weight, token, ahead, needed)
+        last = _last(tl.where(key == low.to(tl.int32), weight, 0), token, ahead, needed)
     else:  # that many equal numbers
         for start in range(0, vocabulary, BLOCK):
             if above < needed:
                 i = start + tl.arange(0, BLOCK)
                 keys, weights = _read(logits, i, i < vocabulary, heat, top, cut_key, cut_token, COUNT)
-                equal = keys == low.to(tl.int32)
-                last = tl.maximum(last, _last(equal, weights, i, above, needed))
-                above += tl.sum(tl.where(equal, weights, 0), 0)
-    return low.to(tl.int32), last, whole, count
+                own = tl.where(keys == low.to(tl.int32), weights, 0)
+                more = tl.sum(own, 0)
+                if more > 0:
+                    last = _last(own, i, above, needed)
+                above += more
+    return low.to(tl.int32), last, whole
+
+
+@triton.jit
+def _bound(maxima, groups, heat, wanted, GROUPS: tl.constexpr):
+    """(the greatest number of a row, a key that at least as many tokens as are wanted have or are above)."""
+    g = tl.arange(0, GROUPS)
+    x = heated(tl.load(maxima + g, mask=g < groups, other=float("-inf")), heat)
+    key, top = key_of(x), tl.max(x, 0)
+    low, high = tl.full([], LOWEST, tl.int64), key_of(top).to(tl.int64) + 1
+    while high - low > 1 << 15:  # of the 2²³ numbers between powers of two
+        middle = low + (high - low) // 2
+        enough = tl.sum((key >= middle.to(tl.int32)).to(tl.int32), 0) >= wanted
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    return top, low.to(tl.int32)
 
 
 @kernel(do_not_specialize=["groups"], do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
+def _gather_first(
+    logits, maxima, temperature, top_k, top_p, table, live, gathered, counts, totals, minima, bounds, row_stride,
+    vocabulary, groups, blocks, TABLE: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUPS: tl.constexpr,
+    FIRST: tl.constexpr,
+):  # fmt: skip
+    overlap.begin()
+    row, share = tl.program_id(0), tl.program_id(1)
+    if row >= tl.load(live):
+        return
+    at = index_of(row, table, TABLE)
+    heat, k, p = tl.load(temperature + at), tl.load(top_k + at), tl.load(top_p + at)
+    if not cuts(heat, k, p, vocabulary):
+        return
+    logits += row.to(tl.int64) * row_stride
+    by_count = (k > 0) & (k < vocabulary)
+    wanted = tl.where(by_count, k, tl.minimum(FIRST, (groups + 1) // 2))
+    top, low = _bound(maxima + row.to(tl.int64) * groups, groups, heat, wanted, GROUPS)
+    total, finite = tl.full([BLOCK], 0, tl.int64), tl.full([BLOCK], float("inf"), tl.float32)
+    for block in range(share, blocks, tl.num_programs(1)):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        there = token < vocabulary
+        x = heated(tl.load(logits + token, mask=there, other=float("-inf")).to(tl.float32), heat)
+        inside = (there & (key_of(x) >= low)).to(tl.int32)
+        if not by_count:
+            total += tl.where(there, _mass(x, top), 0)
+            finite = tl.minimum(finite, tl.where(x > float("-inf"), x, float("inf")))
+        found = tl.sum(inside, 0)
+        if found > 0:
+            place = tl.atomic_add(counts + row, found, sem="relaxed") + tl.cumsum(inside, 0) - 1
+            tl.store(gathered + row * CAPACITY + place, token, mask=(inside > 0) & (place < CAPACITY))
+    tl.store(totals + row * tl.num_programs(1) + share, tl.sum(total, 0))
+    tl.store(minima + row * tl.num_programs(1) + share, tl.min(finite, 0))
+    if share == 0:
+        tl.store(bounds + 2 * row, low)
+        tl.store(bounds + 2 * row + 1, key_of(top))
+
+
+@kernel(do_not_specialize=["shares"], do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "tokens"])
 def _cutoff(
-    logits, maxima, temperature, top_k, top_p, table, live, gathered, keys, tokens, row_stride, vocabulary, groups,
-    TABLE: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, GROUPS: tl.constexpr, FIRST: tl.constexpr,
+    logits, temperature, top_k, top_p, table, live, gathered, counts, totals, minima, bounds, keys, tokens,
+    row_stride, vocabulary, shares,
+    TABLE: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0)
@@ -251,30 +308,28 @@ def _cutoff(
         return
     logits += row.to(tl.int64) * row_stride
     gathered += row * CAPACITY
-    g = tl.arange(0, GROUPS)
-    x = heated(tl.load(maxima + row.to(tl.int64) * groups + g, mask=g < groups, other=float("-inf")), heat)
-    greatest, top = key_of(x), tl.max(x, 0)
-    by_count = (k > 0) & (k < vocabulary)
-    wanted = tl.where(by_count, k, tl.minimum(FIRST, (groups + 1) // 2))
-    low, high = tl.full([], LOWEST, tl.int64), key_of(top).to(tl.int64) + 1
-    while high - low > 1024:  # so many of 2²³ numbers between powers of two make little difference
-        middle = low + (high - low) // 2
-        enough = tl.sum((greatest >= middle.to(tl.int32)).to(tl.int32), 0) >= wanted
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-    low = low.to(tl.int32)
+    count, low, top = tl.load(counts + row), tl.load(bounds + 2 * row), _number_of(tl.load(bounds + 2 * row + 1))
     key, token = tl.full([], LOWEST, tl.int32), tl.full([], ALL, tl.int32)
-    whole, count = tl.full([], 0, tl.int1), tl.full([], 0, tl.int32)
-    if by_count:
-        key, token, whole, count = _cut(
-            logits, gathered, vocabulary, heat, top, whole, count, low, key, k, key, token, True, BLOCK, CAPACITY
+    s = tl.arange(0, SHARES)
+    total = tl.sum(tl.load(totals + row * shares + s, mask=s < shares, other=0), 0)
+    lowest = key_of(tl.min(tl.load(minima + row * shares + s, mask=s < shares, other=float("inf")), 0))
+    if (k > 0) & (k < vocabulary):
+        total = vocabulary.to(tl.int64)
+        key, token, whole = _cut(
+            logits, gathered, vocabulary, heat, top, count, total, low, key, k, key, token, True, BLOCK, CAPACITY
         )
+        low, lowest, total = key, key, tl.full([], -1, tl.int64)
+        if (p < 1) & (not whole):
+            high = key_of(top).to(tl.int64) + 1
+            count, total = _gather(
+                logits, gathered, vocabulary, heat, top, low, high, key, token, False, BLOCK, CAPACITY
+            )
     if p < 1:
         # What is less probable than (1 − p) / vocabulary times the best has less than 1 − p in all.
-        lowest = tl.maximum(key_of(top - tl.log(vocabulary / (1 - p)) - 1), key)
-        key, token, _, _ = _cut(
-            logits, gathered, vocabulary, heat, top, whole, count, tl.maximum(low, key), lowest, p, key, token, False,
-            BLOCK, CAPACITY,
-        )  # fmt: skip
+        lowest = tl.maximum(key_of(top - tl.log(vocabulary / (1 - p)) - 1), lowest)
+        key, token, _ = _cut(
+            logits, gathered, vocabulary, heat, top, count, total, low, lowest, p, key, token, False, BLOCK, CAPACITY
+        )
     tl.store(keys + row, key)
     tl.store(tokens + row, token)
 
@@ -282,6 +337,7 @@ def _cutoff(
 def cutoffs(
     logits: Tensor,
     maxima: Tensor,
+    counts: Tensor,
     temperature: Tensor,
     top_k: Tensor,
     top_p: Tensor,
@@ -290,17 +346,27 @@ def cutoffs(
 ) -> tuple[Tensor, Tensor]:
     """(key, token), int32 `[rows]` each: each row's cut, to be read by `keeps`. A row that is not cut keeps all.
 
-    maxima: float32 `[rows, groups]`: the greatest logits of disjoint groups that are all of a row's tokens; used of
-        rows that are cut. At most GROUPS.
+    maxima: float32 `[rows, groups]`: the greatest logits of disjoint groups that are all of a row's tokens, used of
+        rows that are cut; at most GROUPS.
+    counts: int32 `[rows]`, 0 of rows that are cut; overwritten.
     The rest is as in `weft.kernels.triton.sample.candidates`.
     """
     rows, vocabulary = logits.shape
     keys, tokens = live.new_empty(2, rows)
-    if rows:
-        _cutoff[(rows,)](
-            logits, maxima, temperature, top_k, top_p, live if table is None else table, live,
-            live.new_empty(rows, CAPACITY), keys, tokens, logits.stride(0), vocabulary, maxima.shape[1],
-            TABLE=table is not None, BLOCK=BLOCK, CAPACITY=CAPACITY, GROUPS=GROUPS, FIRST=FIRST, num_warps=WARPS,
-            **overlap.options(),
-        )  # fmt: skip
+    if not rows:
+        return keys, tokens
+    at, blocks = live if table is None else table, cdiv(vocabulary, SHARE_BLOCK)
+    shares = min(blocks, max(1, scaled(PROGRAMS) // rows))
+    gathered, bounds = live.new_empty(rows, CAPACITY), live.new_empty(rows, 2)
+    totals, minima = live.new_empty(rows, shares, dtype=torch.int64), temperature.new_empty(rows, shares)
+    how = dict(TABLE=table is not None, CAPACITY=CAPACITY, **overlap.options())
+    _gather_first[(rows, shares)](
+        logits, maxima, temperature, top_k, top_p, at, live, gathered, counts, totals, minima, bounds, logits.stride(0),
+        vocabulary, maxima.shape[1], blocks, BLOCK=SHARE_BLOCK, GROUPS=GROUPS, FIRST=FIRST, num_warps=4, **how,
+    )  # fmt: skip
+    _cutoff[(rows,)](
+        logits, temperature, top_k, top_p, at, live, gathered, counts, totals, minima, bounds, keys, tokens,
+        logits.stride(0), vocabulary, shares,
+        BLOCK=BLOCK, SHARES=max(MIN_SHARES, next_power_of_2(shares)), num_warps=WARPS, **how,
+    )  # fmt: skip
     return keys, tokens

@@ -169,9 +169,9 @@ class Comparison:
 
     def _load(self, engine: RunningEngine, point: Point, prompts: list[RequestSpec]) -> tuple[list[Outcome], float]:
         """As `load`. Raises OutOfTime."""
-        what = load(engine.url, engine.model, prompts, point.clients)
+        left_s = self._left_s()
         try:
-            return asyncio.run(asyncio.wait_for(what, self._left_s()))
+            return asyncio.run(asyncio.wait_for(load(engine.url, engine.model, prompts, point.clients), left_s))
         except TimeoutError:
             raise OutOfTime from None
 

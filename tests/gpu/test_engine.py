@@ -26,6 +26,7 @@ from weft.engine.engine import Engine
 from weft.engine.messages import GroupRows, Step
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import Scheduled, make_schedulers
+from weft.engine.startup import resolve_defaults
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.open_transports import cost_model, open_transports, untuned
 from weft.engine.worker.step_graphs import StepGraphs
@@ -244,7 +245,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A rank's steps, begun one ahead of their tokens, with prompts among them, one of which is cut into chunks: torch
     raises where the host would wait for the device. All are graphs."""
     sizes = dict(max_running=6, page_size=4, kv_tokens=1024, max_model_len=256, max_batch_tokens=100)
-    config = EngineConfig(device="cuda", **sizes)
+    config = resolve_defaults(EngineConfig(device="cuda", **sizes))
     worker = Worker(config, open_transports(config, 0, tmp_path), cost_model(config), lambda message: None)
     [scheduler] = make_schedulers(config, worker.groups)
     hows = [GREEDY, SamplingParams(temperature=2.0, min_p=0.1), SamplingParams(temperature=2.0, top_p=0.9, top_k=40)]
@@ -314,7 +315,7 @@ def test_no_kernel_is_compiled_while_requests_are_served(
         SERVED[name](tmp_path)
         byte_tokenizer(tmp_path)
         shape |= dict(model=tmp_path)
-    config = EngineConfig(device="cuda", **shape)
+    config = resolve_defaults(EngineConfig(device="cuda", **shape))
     worker = Worker(config, open_transports(config, 0, tmp_path), cost_model(config), lambda message: None)
     [scheduler] = make_schedulers(config, worker.groups)
     compiled: list[str] = []

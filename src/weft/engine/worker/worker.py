@@ -69,7 +69,10 @@ class Repeatable(NamedTuple):
 
 
 class Worker:
-    """Loads a rank's shard, then runs steps. Every rank of a DP group samples the same tokens."""
+    """Loads a rank's shard, then runs steps. Every rank of a DP group samples the same tokens.
+
+    config: as `weft.engine.startup.resolve_defaults` gives it: what `auto` stands for depends on the model's caches.
+    """
 
     def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):
         self.config, self.mesh, self.rank = config, config.mesh, transports[0].rank

@@ -145,7 +145,7 @@ class Comparison:
             self._results.add_start({"engine": label, "error": str(error)})
             return None
         stack.callback(engine.end)
-        about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.command}
+        about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.shown}
         self._results.add_start({"engine": label} | about)
         for at, point in enumerate(self._points):  # what is compiled or loaded at the first use
             clients = min(point.clients, -(-WARM_INPUT // point.input_tokens))
@@ -174,6 +174,10 @@ class Comparison:
             return asyncio.run(asyncio.wait_for(load(engine.url, engine.model, prompts, point.clients), left_s))
         except TimeoutError:
             raise OutOfTime from None
+
+
+PLACES = {"python", "path", "model", "write_to", "caches", "out"}
+"""Arguments that are of this machine alone, and so are not in what is written down."""
 
 
 def arguments() -> argparse.Namespace:
@@ -249,7 +253,7 @@ def main() -> None:
         apart("-c", "import json; from weft.bench.host import describe_host as d; print(json.dumps(d()))")
     )
     args.out.mkdir(parents=True, exist_ok=True)
-    about = {"host": host, "arguments": {name: str(value) for name, value in vars(args).items()}}
+    about = {"host": host, "arguments": {name: str(v) for name, v in vars(args).items() if name not in PLACES}}
     vocabulary = min(json.loads((model / "config.json").read_text())["vocab_size"], MAX_TOKEN)
     results = Results(args.out, about, labels)
     limits = args.start_limit_s, deadline

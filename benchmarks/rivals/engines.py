@@ -122,7 +122,8 @@ class Installation:
 class RunningEngine:
     """A server of an engine, from its start until `end`.
 
-    start_s: seconds from its start until it was healthy. model: its name for clients.
+    start_s: seconds from its start until it was healthy. model: its name for clients. shown: its command as it is
+    written down, without what is of this machine alone.
 
     Raises EngineFailed where it ends or is not healthy within limit_s.
     """
@@ -131,6 +132,7 @@ class RunningEngine:
         self._kind, self.log = kind, log
         options = replace(options, port=_free_port())
         self.command = [installed.python, "-P", *kind.command(options)]  # -P: folders here are no modules
+        self.shown = " ".join(kind.command(replace(options, model=Path("MODEL"), port=0)))
         self.url = f"http://127.0.0.1:{options.port}"
         caches = str(installed.caches.resolve())
         environment = dict(os.environ) | {name: v.replace("{caches}", caches) for name, v in kind.environment.items()}

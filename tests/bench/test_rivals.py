@@ -206,7 +206,7 @@ def test_no_prompt_that_is_measured_has_warmed_an_engine(script: Any) -> None:
             return [], 1.0
 
     results = SimpleNamespace(add=lambda row: None, add_start=lambda row: None)
-    engine = SimpleNamespace(start_s=0.0, cache_tokens=lambda: 0, command=[], end=lambda: None, tail=lambda: "")
+    engine = SimpleNamespace(start_s=0.0, cache_tokens=lambda: 0, shown="", end=lambda: None, tail=lambda: "")
     found = names["Comparison"].__init__.__globals__
     points, options = [names["Point"](2, 8, 1, 3)] * 4, names["Options"](Path(), 0)
     with pytest.MonkeyPatch.context() as patched:
@@ -300,3 +300,5 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert order == [("weft", 0), ("weft-2", 0), ("weft-2", 1), ("weft", 1)] * 2
     assert all(row["failed"] == 0 and row["completed"] == (2, 40)[i // 4] for i, row in enumerate(found["rows"]))
     assert all(start["cache_tokens"] == 65536 for start in found["starts"]) and "weft / best other" in done.stdout
+    places = (str(tmp_path), sys.executable, str(RIVALS.parents[1]))
+    assert not any(place in (tmp_path / "compare.json").read_text() for place in places), "paths of one machine"

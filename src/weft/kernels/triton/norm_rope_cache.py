@@ -156,7 +156,7 @@ def norm_rope_cache(
         raise ValueError("the last dimensions must be contiguous")
     out = parts.new_empty(rows, heads, d, dtype=dtype) if q_out is None else q_out
     if rows:
-        block_t = 1 if rows < 256 else 8
+        block_t = 1 if rows < 16 else 8
         _norm_rope_cache[(cdiv(rows, block_t), heads + 2 * kv_heads)](
             parts, parts if bias is None else bias, parts if q_weight is None else q_weight,
             parts if k_weight is None else k_weight, cos, sin, slots, out, keys, values, cache.k_exponents,

@@ -74,7 +74,7 @@ def time_decode(report: Report, rows: int, context: int, float8: bool, tile: dec
     """Keys and values."""
     pages, lengths, slots = tables(rows, context)
     q, scale, each = normal(rows, HEADS, DIM), DIM**-0.5, caches(slots, KV_HEADS, DIM, float8, 2)
-    splits = decode.splits_of(lengths, context, None, DIM, KV_HEADS, tile)
+    splits = decode.splits_of(lengths, context, None, DIM, KV_HEADS, tile, float8=float8)
     more: dict[str, Any] = dict(splits=splits, tile=tile)
 
     def ours(kv: Sequence[Stored]) -> Tensor:
@@ -178,7 +178,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> None:
 
 def tiles_of(dim: int) -> list[decode.DecodeTile]:
     """The default first."""
-    default = decode.tile_of(dim, 8 if dim == DIM else 16)
+    default = decode.tile_of(dim, 8 if dim == DIM else 16, float8=True, latent=dim != DIM)
     others = itertools.product((32, 64), (2, 3, 4), (1, 2, 3, 4))
     return [default, *(default._replace(tokens=n, stages=s, programs=132 * p) for n, s, p in others)]
 

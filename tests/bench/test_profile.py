@@ -176,6 +176,7 @@ def test_names() -> None:
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
         ("weft collective all_reduce", "collectives"),
         ("_attend_splits", "attention"),
+        ("_attend_runs", "attention"),
         ("_down", "experts"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "dense products"),
         ("aten::linear", "dense products"),

@@ -98,7 +98,8 @@ class PagedTriton(SDPA):
     def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
         tokens, (kv_heads, width) = pages.shape[1] * self.cache.page_size, self.cache.values.shape[-2:]
         group = self.cache.spec.heads if isinstance(self.cache.spec, Latent) else 1
-        return pages, lengths, splits_of(lengths, tokens, self.cache.window, width, kv_heads, group=group)
+        of = (lengths, tokens, self.cache.window, width, kv_heads)
+        return pages, lengths, splits_of(*of, group=group, float8=self.float8)
 
     def plan_prompts(
         self,

@@ -40,7 +40,7 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
     "collectives": r"^weft collective |exchange<|weft::merge<|^nccl",
     "experts": r"^_((up|down)(_prompts)?|sum_choices|choose|route|count_chunks|(sort|place)_pairs)\b|grouped_mm|moe",
-    "attention": r"^_(attend_splits|merge_splits)|flash|fmha|attention",
+    "attention": r"^_(attend|merge)_(splits|runs)|flash|fmha|attention",
     "norms": r"rms_?norm|_norm_rope_cache|layer_?norm",
     "sampling": r"^_(row_top|gather_first|cutoff|candidates|best)\b|argmax|topk|sort|gumbel|multinomial",
     "dense products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",

@@ -42,7 +42,10 @@ def test_items_are_the_splits_longest_first(
             own = each[first : first + run]
             wanted.append((row, own[0][0], own[-1][1], first, len(own)))
     found = order_splits(torch.tensor(lengths, dtype=torch.int32, device=device), 200, window, at_once, cut)
-    *items, spans = zip(*(item[:6] for item in found.items[: found.total.item()].tolist()), strict=True)
+    count, per_item = found.total.tolist()
+    assert per_item == run
+    *items, spans, of_row = zip(*(item[:7] for item in found.items[:count].tolist()), strict=True)
+    assert all(count == len(splits[item_row]) for item_row, count in zip(items[0], of_row, strict=True))
     items = list(zip(*items, strict=True))
     assert sorted(items) == sorted(wanted)
     sizes = [end - start for _, start, end, *_ in items]

@@ -53,7 +53,7 @@ def to_float8(x, exponent):
 
 
 @triton.jit
-def _halves(pairs, DTYPE: tl.constexpr):
+def halves(pairs, DTYPE: tl.constexpr):
     """The two e4m3 in each int16 as `DTYPE`: (the lower bytes, the upper ones)."""
     if INTERPRETED:
         low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -95,7 +95,7 @@ def joined(even, odd, FLOAT8: tl.constexpr):
 def dot_right(left, left_high, right, acc, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
     """acc + left · right. In FP8 right `[K, N]` are pairs along K, left and left_high what `_columns_of` gives."""
     if FLOAT8:
-        right, high = _halves(right, DTYPE)
+        right, high = halves(right, DTYPE)
         acc = tl.dot(left_high, high, acc, input_precision="ieee")
     return tl.dot(left, right, acc, input_precision="ieee")
 
@@ -104,7 +104,7 @@ def dot_right(left, left_high, right, acc, DTYPE: tl.constexpr, FLOAT8: tl.const
 def dot_wide(left, right, acc, acc_high, FLOAT8: tl.constexpr):
     """acc + left · right. In FP8 right `[K, N]` are pairs along N, and the odd columns of the sum are apart."""
     if FLOAT8:
-        right, high = _halves(right, left.dtype)
+        right, high = halves(right, left.dtype)
         acc_high = tl.dot(left, high, acc_high, input_precision="ieee")
     return tl.dot(left, right, acc, input_precision="ieee"), acc_high
 

@@ -20,7 +20,7 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 FIELDS = tl.constexpr(8)
 """Fields of an item: row, first token, the token behind the last one, number of its first split in the row, number of
-its splits, tokens of a split.
+its splits, tokens of a split, splits of the row.
 """
 
 
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 class Splits(NamedTuple):
     """The items that programs take one after another: some consecutive splits of a row each.
 
-    items: int32 `[capacity, FIELDS]`, of which the first `total` (int32 `[1]`) are valid.
+    items: int32 `[capacity, FIELDS]`. total: int32 `[2]`: how many of them are valid, splits of each but a row's last.
     max_splits: maximum splits of a row. window: number of a row's last tokens that it sees; 0: all.
     consecutive: whether an item may have several splits. cut: how rows are cut.
     """
@@ -94,6 +94,7 @@ def _order_splits(
     any_last = any_seen - any_others * any_span * per_item
     if row == 0:
         tl.store(total, tl.sum(tl.where(any_row < rows, any_others + 1, 0), 0))
+        tl.store(total + 1, per_item)
     seen, span, splits = row_splits(length, WINDOW, TOKENS, MAX_SPLITS, SPARE, SHORT)
     others = tl.cdiv(splits, per_item) - 1
     last = seen - others * span * per_item
@@ -112,6 +113,7 @@ def _order_splits(
     tl.store(to + 3, item * per_item, mask=real)
     tl.store(to + 4, tl.where(is_last, splits - others * per_item, per_item), mask=real)
     tl.store(to + 5, span, mask=real)
+    tl.store(to + 6, splits, mask=real)
 
 
 def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: Cut) -> Splits:
@@ -124,7 +126,7 @@ def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int 
     """
     rows = lengths.shape[0]
     max_splits = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))
-    items, total = lengths.new_empty(rows * max_splits, FIELDS.value), lengths.new_empty(1)
+    items, total = lengths.new_empty(rows * max_splits, FIELDS.value), lengths.new_empty(2)
     if rows:
         _order_splits[(rows,)](
             lengths, items, total, rows, at_once or rows * max_splits, WINDOW=window or 0, TOKENS=cut.tokens,

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_float8_cache.py --out benchmarks/results/gpu_float8_cache.json
 
-Keys and values have 4 heads of 128 for 32 query heads; latent vectors 512 + 64 elements for 16 heads, or with
-`--latent-heads 128` for as many. Prompts are one chunk behind a context, over pages, as only those attend that are not
-copied (`weft.kernels.triton.copy_pages`). Times are of CUDA graphs of several calls on
-different caches, as in `gpu_kernels.py`: the median of the replays, in microseconds a call. `share` is what the cache's
-bytes at the bandwidth of a large copy would take, as a part of that. `--tiles` times other tiles of decode attention
-over FP8 instead. Prints one JSON object last.
+Keys and values have 4 heads of 128 for 32 query heads, in decode rows those of `--heads` (64/8x64: 8 of 64 for 64);
+latent vectors 512 + 64 elements for 16 heads, or with `--latent-heads 128` for as many. Prompts are one chunk behind a
+context, over pages, as only those attend that are not copied (`weft.kernels.triton.copy_pages`). Times are of CUDA
+graphs of several calls on different caches, as in `gpu_kernels.py`: the median of the replays, in microseconds a call.
+`share` is what the cache's bytes at the bandwidth of a large copy would take, as a part of that. `--parts` leaves out
+others. `--tiles` times other tiles of decode attention over FP8 instead. Prints one JSON object last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ HEADS, KV_HEADS, DIM = 32, 4, 128
 WIDTH, LATENT = 576, 512
 L2_BYTES = 200 << 20
 """The caches of a graph's calls are larger than this together, where there are several."""
+PARTS = ("decode", "latent", "prompts", "writes")
 Case = tuple[Tensor, Tensor, int]
 """Page tables, lengths, slots."""
 
@@ -70,11 +71,38 @@ def caches(slots: int, heads: int, dim: int, float8: bool, kinds: int) -> list[l
     return [[cache(slots, heads, dim, float8) for _ in range(kinds)] for _ in range(max(1, min(16, L2_BYTES // size)))]
 
 
-def time_decode(report: Report, rows: int, context: int, float8: bool, tile: decode.DecodeTile | None = None) -> None:
+class Heads(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}x{self.dim}"
+
+
+QWEN3 = Heads(HEADS, KV_HEADS, DIM)
+
+
+def heads_of(text: str) -> Heads:
+    """Raises ValueError, as argparse expects it."""
+    heads, rest = text.split("/")
+    kv_heads, dim = rest.split("x")
+    return Heads(int(heads), int(kv_heads), int(dim))
+
+
+def time_decode(
+    report: Report,
+    rows: int,
+    context: int,
+    float8: bool,
+    tile: decode.DecodeTile | None = None,
+    shape: Heads = QWEN3,
+) -> None:
     """Keys and values."""
+    heads, kv_heads, dim = shape
     pages, lengths, slots = tables(rows, context)
-    q, scale, each = normal(rows, HEADS, DIM), DIM**-0.5, caches(slots, KV_HEADS, DIM, float8, 2)
-    splits = decode.splits_of(lengths, context, None, DIM, KV_HEADS, tile, float8=float8)
+    q, scale, each = normal(rows, heads, dim), dim**-0.5, caches(slots, kv_heads, dim, float8, 2)
+    splits = decode.splits_of(lengths, context, None, dim, kv_heads, tile, float8=float8)
     more: dict[str, Any] = dict(splits=splits, tile=tile)
 
     def ours(kv: Sequence[Stored]) -> Tensor:
@@ -87,8 +115,9 @@ def time_decode(report: Report, rows: int, context: int, float8: bool, tile: dec
         )
         wrong = error(ours(each[0])[some], wanted)
     us = graph_us([partial(ours, kv) for kv in each])
-    size = rows * context * 2 * KV_HEADS * (DIM + 1 if float8 else 2 * DIM)
-    add(report, f"decode {name_of(float8)}", f"{rows} rows × {context}", us, size, 2, wrong, tile)
+    size = rows * context * 2 * kv_heads * (dim + 1 if float8 else 2 * dim)
+    what = f"{rows} rows × {context}, {shape}"
+    add(report, f"decode {name_of(float8)}", what, us, size, 2, wrong, tile)
 
 
 def time_latent(
@@ -202,7 +231,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 65536])
+    parser.add_argument("--heads", type=heads_of, nargs="+", default=[QWEN3], metavar="HEADS/KV_HEADSxDIM")
     parser.add_argument("--latent-heads", type=int, nargs="+", default=[16])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -211,14 +242,15 @@ def main() -> None:
         try_tiles(report)
     else:
         for rows, context, float8 in itertools.product(args.rows, args.contexts, (False, True)):
-            time_decode(report, rows, context, float8)
-            for heads in args.latent_heads:
+            for shape in args.heads if "decode" in args.parts else ():
+                time_decode(report, rows, context, float8, shape=shape)
+            for heads in args.latent_heads if "latent" in args.parts else ():
                 time_latent(report, rows, context, heads, float8)
         for (rows, context), latent, float8 in itertools.product(
-            ((2048, 0), (2048, 6144), (16384, 0)), (False, True), (False, True)
+            ((2048, 0), (2048, 6144), (16384, 0)) if "prompts" in args.parts else (), (False, True), (False, True)
         ):
             time_prompt(report, rows, context, latent, float8)
-        for rows, float8 in itertools.product((1, 64, 2048), (False, True)):
+        for rows, float8 in itertools.product((1, 64, 2048) if "writes" in args.parts else (), (False, True)):
             time_store(report, rows, float8)
         ratios(report.rows)
     report.write(args.out)

@@ -176,9 +176,9 @@ def _attend_splits(
 def sums_runs(head_dim: int, float8: bool, latent: bool) -> bool:
     """Whether the kernels of `float8_decode_attention.py` attend: to keys and values in FP8 of heads of up to 128.
 
-    On an H200 these take 0.56 to 0.85 of the time with 64 rows of 1,024 tokens and more, 0.83 with one of 8,192, and
-    1 µs more with one of 1,024. In bfloat16 the same form took 1.0 to 1.5 of it with up to 1,024 tokens, 0.9 to 1.0
-    beyond; with latent vectors and wider heads 1.0 to 1.5.
+    On an H200 these take 0.56 to 0.91 of the time of the kernels here with 64 rows of 1,024 tokens and from 8,192 on,
+    1 µs more with one row of 1,024. In bfloat16 the same form took up to 1.5 of it with 1,024 tokens, over latent
+    vectors and wide heads, too.
     """
     return float8 and not latent and head_dim <= 128
 

@@ -11,7 +11,7 @@ import torch
 
 from gpu.emulation import run_emulated
 from gpu.replays import Step, replay
-from gpu.works import SHOTS, any_bits, everything, fill, refuse, wait_in_vain
+from gpu.works import SHOTS, any_bits, everything, fill, refuse, sums_in_order, wait_in_vain
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import NEVER, SPLITS, PeerTuning
 from weft.comm.transport import CommError, Epilogue, finish
@@ -108,6 +108,11 @@ def test_calls_may_be_as_large_as_max_bytes(mesh: Mesh, name: str) -> None:
 def test_what_is_not_summed_arrives_bit_for_bit(mesh: Mesh) -> None:
     tunings = {name: TUNINGS[name] for name in ("one shot", "one shot, split")}
     run_emulated(mesh, partial(any_bits, tunings=tunings), TUNINGS["one shot"], max_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("mesh", [THREE, FOUR], ids=str)
+def test_sums_are_in_rank_order(mesh: Mesh) -> None:
+    run_emulated(mesh, partial(sums_in_order, tunings=TUNINGS), TUNINGS["one shot"], max_bytes=1 << 16)
 
 
 def test_a_wait_in_vain_ends() -> None:

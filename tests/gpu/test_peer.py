@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from gpu.replays import Step, replay
-from gpu.works import SHOTS, any_bits, everything, fill, refuse, wait_in_vain
+from gpu.works import SHOTS, any_bits, everything, fill, refuse, sums_in_order, wait_in_vain
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import PeerLost
 from weft.place.spec import Mesh
@@ -79,6 +79,11 @@ def test_calls_may_be_as_large_as_max_bytes(mesh: Mesh, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mesh", [Mesh(1, 2, 2, 1), Mesh(2, 2, 2, 2), Mesh(4, 2, 8, 1)], ids=str)
 def test_what_is_not_summed_arrives_bit_for_bit(mesh: Mesh, tmp_path: Path) -> None:
     run_gpus(mesh, tmp_path, partial(any_bits, tunings=SHOTS), max_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 4, 4, 1), Mesh(2, 2, 2, 2), Mesh(4, 2, 8, 1)], ids=str)
+def test_sums_are_in_rank_order(mesh: Mesh, tmp_path: Path) -> None:
+    run_gpus(mesh, tmp_path, partial(sums_in_order, tunings=SHOTS), max_bytes=1 << 20)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

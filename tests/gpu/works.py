@@ -124,6 +124,49 @@ def any_bits(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings
             assert transport.all_reduce(one, group).eq(n).all(), what
 
 
+def sums_in_order(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:
+    """Sums are in float32 and rank order, rounded once, whoever reads them: so all readers have the same bits. Large
+    terms cancel each other, so that another order gives other bits.
+    """
+    rank = transport.rank
+    for number, (tuning, dtype) in enumerate(itertools.product(tunings.values(), SUMMED)):
+        transport.tuning = tuning
+        terms = cancelling_terms(number, mesh.world, 24, 40, dtype)
+        x = terms[rank].to(device)
+        for group in groups_of(mesh, rank):
+            n, me, what = len(group), group.index(rank), f"rank {rank} of {group}, {dtype}"
+            wanted = in_order([terms[r] for r in group])
+            assert n == 2 or not torch.equal(wanted, in_order([terms[r] for r in group[::-1]])), "any order would do"
+            same_bits(transport.all_reduce(x, group), wanted, f"all_reduce, {what}")
+            sizes = tuple(24 // n + (r == 0) * (24 % n) for r in range(n))
+            got = transport.reduce_scatterv(x, group, sizes)
+            same_bits(got, wanted.split(sizes)[me], f"reduce_scatterv, {what}")
+        if mesh.attn_dp > 1 and mesh.attn_tp > 1:
+            world, sizes = tuple(range(mesh.world)), (24 // mesh.attn_dp,) * mesh.attn_dp
+            got = transport.exchange(x, reduce_scatterv_all_reduce(mesh.attn_dp, mesh.attn_tp), world, sizes)
+            same_bits(got, in_order(terms).split(sizes)[mesh.group_of(rank)], f"reduce_scatterv+all_reduce, {dtype}")
+            wanted = torch.cat([in_order([terms[r][: sizes[0]] for r in p]) for p in mesh.partitions["attn_tp"]])
+            got = transport.all_reduce_all_gatherv(x[: sizes[0]], world, sizes)
+            same_bits(got, wanted, f"all_reduce+all_gatherv, {dtype}")
+
+
+def cancelling_terms(seed: int, ranks: int, rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Small numbers, but for two ranks of each element, which have a large one and its negative."""
+    generator = torch.Generator().manual_seed(seed)
+    terms = torch.randn(ranks, rows, width, generator=generator) / 256
+    two = torch.rand(ranks, rows, width, generator=generator).argsort(0)[:2]
+    terms.scatter_(0, two, torch.tensor([16384.0, -16384.0])[:, None, None].expand(2, rows, width))
+    return list(terms.to(dtype))
+
+
+def in_order(terms: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in float32, one term after the other."""
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    return total.to(terms[0].dtype)
+
+
 def tricky_bits(rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     """`[rows, width]`: of every aligned four bytes, most are all ones or one less."""
     generator = torch.Generator().manual_seed(seed)

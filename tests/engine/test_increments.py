@@ -12,11 +12,14 @@ from transformers import AutoTokenizer
 
 from engine.conftest import WAIT_S
 from weft.assets import embedded_model_dir
-from weft.engine.messages import Scored
+from weft.engine.controller.request_queue import RequestQueue
+from weft.engine.messages import GroupRows, Ran, Result, Scored
 from weft.engine.output.detokenizer import TextStream
+from weft.engine.output.output_processor import OutputProcessor
 from weft.engine.output.request_output import RequestOutput, prepare
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import Output, SamplingParams
+from weft.engine.scheduler.scheduler import Scheduled
 
 TEXT_PROCESSOR = TextProcessor(AutoTokenizer.from_pretrained(embedded_model_dir()), embedded_model_dir(), 1024, (2,))
 TEXT = TEXT_PROCESSOR.tokenizer.encode("The 漢 stop 😀 é is here. ", add_special_tokens=False)
@@ -200,3 +203,26 @@ def test_an_end_counts_from_min_tokens_on(minimum: int) -> None:
 def test_all_bits_of_a_requests_seed_are_kept(seed: int) -> None:
     output = prepare(PROMPT, SamplingParams(seed=seed), lambda output: None, 77, 400, TEXT_PROCESSOR)
     assert output.sequence.seed == seed
+
+
+def test_first_tokens_of_a_step_are_handed_out_before_its_others() -> None:
+    called: list[int] = []
+    processor, sequences = OutputProcessor(RequestQueue(4)), []
+    for number in range(4):
+        params = SamplingParams(max_tokens=9)
+        output = prepare(PROMPT, params, lambda output: called.append(output.sequence.request), 0, 400, TEXT_PROCESSOR)
+        output.sequence.request = number
+        processor.begin(output)
+        sequences.append(output.sequence)
+
+    def step(*numbers: int) -> list[int]:
+        called.clear()
+        sampled: list[Any] = [(sequences[number], None) for number in numbers]
+        result = Result(0, Ran(1, (len(numbers),), 0, 0), (TEXT[0],) * len(numbers))
+        processor.take(Scheduled(GroupRows(), sampled, []), result)
+        processor.notify()
+        return called
+
+    assert step(0, 1) == [0, 1]
+    assert step(0, 1, 2, 3) == [2, 3, 0, 1]
+    assert step(0, 1, 2, 3) == [0, 1, 2, 3]

@@ -46,10 +46,12 @@ class OutputProcessor:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))
 
     def take(self, scheduled: Scheduled, result: Result) -> None:
-        """Takes a step's tokens and prompt logprobs. `notify` calls the callbacks."""
+        """Takes a step's tokens and prompt logprobs. `notify` calls the callbacks, those of first tokens first: what is
+        made of hundreds of other tokens before them would delay them by milliseconds.
+        """
         for sequence, scored in scheduled.scored(result):
             self._open[sequence.request].score(scored)
-        generated = 0
+        generated, first = 0, list[RequestOutput]()
         for sequence, token, known in scheduled.take_tokens(result):
             output = self._open[sequence.request]
             count = output.accept(token, known)
@@ -57,9 +59,12 @@ class OutputProcessor:
             if count <= 1:
                 self.cached_tokens += sequence.cached or 0
                 self.queue_seconds += sequence.queue_s
+                first.append(output)
+            else:
+                self._to_notify.append(output)
             if output.end is not None:
                 self._forget(output)
-            self._to_notify.append(output)
+        self._to_notify.extendleft(reversed(first))
         self.generated_tokens += generated
 
     def notify(self) -> None:

@@ -1,14 +1,15 @@
-"""Decode steps of one rank on one GPU, kernel by kernel, beside the least time that their bytes take.
+"""Steps of one rank on one GPU, kernel by kernel: decode steps beside the least time of their bytes; of prompts.
 
 Each preset's shape, with made-up weights, is a rank without an engine in a process of its own: graphs are captured for
-the sizes asked for alone, nothing is warmed up beyond them, and no prompt is read. Caches hold random numbers, and
-sequences random last tokens. Steps are queued one ahead, as an engine's are.
+the sizes asked for alone, and nothing is warmed up beyond them. Caches hold random numbers, and sequences random last
+tokens. Steps are queued one ahead, as an engine's are.
 
 step_us: of a step, the least of two turns. floor_us: the bytes of `weft.bench.step_bytes` at the bandwidth of a kernel
-that only reads. hit: experts that the sequences chose, layer by layer. order: the kernels of a step in their order,
-with the median µs of each and of the pause before it. Prints a line for each preset and number of sequences.
+that only reads; of steps with prompts, null. hit: experts that the sequences chose, layer by layer. order: the kernels
+of a step in their order, with the median µs of each and of the pause before it. Prints a line for each preset and step.
 
     python benchmarks/gpu_steps.py --presets qwen3-30b-a3b deepseek-v2-lite qwen3.5-35b-a3b gpt-oss-20b
+    python benchmarks/gpu_steps.py --batches 248 --prompts 8x1024 1x8192 8x993+248 --num-layers 16
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ from weft.bench.step_bytes import decode_step_bytes
 from weft.comm.reference import ReferenceWorld
 from weft.engine.config import EngineConfig
 from weft.engine.device import dtype_of, kv_dtype_of
-from weft.engine.messages import GroupRows, Join, Sampling, StartProfile, Step
+from weft.engine.messages import Chunk, GroupRows, Join, Sampling, StartProfile, Step
 from weft.engine.worker import graph_inputs, model_runner
 from weft.engine.worker.worker import Worker
 from weft.kernels.triton import fused_experts
@@ -48,12 +49,32 @@ SPARE = 192
 STEPS, TRACED = 24, 10
 
 
+class Prompts(NamedTuple):
+    """A step of prompts without cached tokens, beside decode rows."""
+
+    sequences: int
+    tokens: int
+    decoding: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.tokens + self.decoding
+
+    @classmethod
+    def read(cls, text: str) -> Prompts:
+        """`8x1024`: prompts × tokens of each; `8x993+248`: beside so many decode rows."""
+        prompts, _, decoding = text.partition("+")
+        sequences, tokens = map(int, prompts.split("x"))
+        return cls(sequences, tokens, int(decoding or 0))
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is measured of each preset."""
 
     num_layers: int
     batches: Sequence[int]
+    prompts: Sequence[Prompts]
     context: int
     backend: str
 
@@ -62,9 +83,13 @@ class Rank:
     """A rank with graphs for steps of `asked.batches` sequences. model: a directory."""
 
     def __init__(self, model: Path, asked: Asked):
-        most, self.asked, self.gpu = max(asked.batches), asked, torch.cuda.is_available()
+        self.asked, self.gpu = asked, torch.cuda.is_available()
+        most = max([*asked.batches, *(p.sequences + p.decoding for p in asked.prompts)])
+        longest = max([asked.context, *(p.tokens for p in asked.prompts)])
         graph_inputs.decode_capacities = lambda rows: sorted(asked.batches)  # type: ignore[assignment]
-        model_runner.captures_prompts = lambda *_: False  # type: ignore[assignment]
+        graph_inputs.prompt_capacities = lambda rows: sorted({p.rows for p in asked.prompts})  # type: ignore[assignment]
+        if not asked.prompts:
+            model_runner.captures_prompts = lambda *_: False  # type: ignore[assignment]
         model_runner.exchange_times = lambda *_: {}  # type: ignore[assignment]
         Worker.warm_up = lambda *_: None  # type: ignore[method-assign]
         self.config = EngineConfig(
@@ -76,9 +101,9 @@ class Rank:
             split_vocabulary="off",
             max_running=most,
             max_choices=most,
-            max_batch_tokens=max(512, most),
-            max_model_len=asked.context + SPARE,
-            kv_tokens=(asked.context + SPARE) * most,
+            max_batch_tokens=max([512, most, *(p.rows for p in asked.prompts)]),
+            max_model_len=longest + SPARE,
+            kv_tokens=(asked.context + SPARE) * most + longest,
             prefix_cache=False,
         )
         self.chosen: list[Tensor] = []  # the experts of each layer of each graph, the largest graph's first
@@ -100,11 +125,11 @@ class Rank:
             with profile(activities=[ProfilerActivity.CUDA]):  # the first one takes seconds
                 torch.cuda.synchronize()
 
-    def join(self, batch: int) -> None:
-        """Sequences of `context` tokens, each with pages and a last token."""
-        context, joins = self.asked.context, []
-        pages = -(-(context + SPARE) // self.config.page_size)
-        for row in range(batch):
+    def joins(self, rows: range, context: int, more: int) -> tuple[Join, ...]:
+        """Sequences of `context` tokens, each with pages for these and `more`."""
+        joins = []
+        pages = -(-(context + more) // self.config.page_size)
+        for row in rows:
             tables = []
             for group in self.worker.groups:
                 first, seen = 0, pages
@@ -114,18 +139,34 @@ class Rank:
                 own = [-1] * first + [(row * seen + i) % group.size for i in range(pages - first)]
                 tables.append((row, row) if group.rule.state else tuple(own))
             joins.append(Join(row, row, context, tuple(tables), Sampling(0.0, 1.0, 0, 1)))
-        rows, worker = GroupRows(joins=tuple(joins)), self.worker
+        return tuple(joins)
+
+    def join(self, batch: int) -> None:
+        """Sequences of `context` tokens, each with pages and a last token."""
+        rows, worker = GroupRows(joins=self.joins(range(batch), self.asked.context, SPARE)), self.worker
         worker.table.apply(rows)
         if worker.device_rows:
             worker.device_rows.apply(rows)
-        generator = torch.Generator().manual_seed(batch)
-        limit = min(5000, worker.runner.model.config.vocab_size)
-        tokens = torch.randint(10, limit, (batch,), generator=generator, dtype=torch.int32)
-        worker.table.last_token[:batch] = tokens.to(worker.table.device)
+        worker.table.last_token[:batch] = self.tokens(batch).to(worker.table.device)
 
-    def run(self, batch: int, steps: int) -> float:
+    def tokens(self, count: int) -> Tensor:
+        """Random tokens, int32."""
+        generator = torch.Generator().manual_seed(count)
+        limit = min(5000, self.worker.runner.model.config.vocab_size)
+        return torch.randint(10, limit, (count,), generator=generator, dtype=torch.int32)
+
+    def rows(self, asked: int | Prompts) -> GroupRows:
+        """Of a step: so many decode rows, or prompts. A prompt's row begins anew in each step."""
+        if isinstance(asked, int):
+            return GroupRows(decode_rows=tuple(range(asked)))
+        tokens = self.tokens(asked.sequences * asked.tokens).view(asked.sequences, -1)
+        prompts = range(asked.decoding, asked.decoding + asked.sequences)
+        chunks = [Chunk(row, each.numpy().tobytes(), True) for row, each in zip(prompts, tokens, strict=True)]
+        return GroupRows(tuple(range(asked.decoding)), tuple(chunks), self.joins(prompts, 0, asked.tokens))
+
+    def run(self, rows: GroupRows, steps: int) -> float:
         """Seconds of a step."""
-        rows, before = GroupRows(decode_rows=tuple(range(batch))), None
+        before = None
         began = time.perf_counter()
         for _ in range(steps):
             finish = self.worker.step(Step(next(self._number), (rows,)))
@@ -136,19 +177,24 @@ class Rank:
             before()
         return (time.perf_counter() - began) / steps
 
-    def measure(self, batch: int) -> dict[str, Any]:
-        """A row of figures."""
-        self.join(batch)
-        self.run(batch, 6)
-        seconds = min(self.run(batch, STEPS) for _ in range(2))
-        model, config = self.worker.runner.model.config, self.config
-        of_weights = dtype_of(config), batch, self.asked.context, kv_dtype_of(config)
-        row = {"step_us": seconds * 1e6, "bytes": decode_step_bytes(model, config.mesh, *of_weights)}
-        layers = len(self.chosen) // len(self.asked.batches)
-        at = sorted(self.asked.batches, reverse=True).index(batch) * layers
-        row["hit"] = [int(e[e >= 0].unique().numel()) for e in self.chosen[at : at + layers]]
+    def measure(self, asked: int | Prompts) -> dict[str, Any]:
+        """A row of figures: of a decode step, or of one with prompts."""
+        self.join(asked if isinstance(asked, int) else asked.decoding)
+        rows, config, row = self.rows(asked), self.config, dict[str, Any]()
+        self.run(rows, 6)
+        row["step_us"] = min(self.run(rows, STEPS) for _ in range(2)) * 1e6
+        if isinstance(asked, int):
+            model = self.worker.runner.model.config
+            of_weights = dtype_of(config), asked, self.asked.context, kv_dtype_of(config)
+            row["bytes"] = decode_step_bytes(model, config.mesh, *of_weights)
+        shapes = self.worker.runner._graphs.shapes[::-1] if self.worker.runner._graphs else []
+        if shapes:  # in the order of the captures
+            shape = self.worker.runner.shape_of((rows,), (rows.count,))
+            layers, at = len(self.chosen) // len(shapes), shapes.index(shape)
+            chosen = self.chosen[at * layers : (at + 1) * layers]
+            row["hit"] = [int(e[e >= 0].unique().numel()) for e in chosen]
         self.worker.profiler.start(StartProfile(TRACED + 2, traced=True))
-        self.run(batch, TRACED + 3)
+        self.run(rows, TRACED + 3)
         profiled = self.worker.profiler.stop()
         events = read_rank(json.loads(gzip.decompress(profiled.trace)), json.loads(profiled.about), config.mesh)
         steps = defaultdict(list)
@@ -168,8 +214,11 @@ def of_preset(send: Send, model: Path, asked: Asked) -> None:
     """Sends a row for each number of sequences."""
     with torch.inference_mode():
         rank = Rank(model, asked)
+        attention = rank.worker.runner.attention.option
         for batch in asked.batches:
-            send({"batch": batch, "attention": rank.worker.runner.attention.option} | rank.measure(batch))
+            send({"batch": batch, "attention": attention} | rank.measure(batch))
+        for prompts in asked.prompts:
+            send({"prompts": prompts._asdict(), "batch": prompts.rows, "attention": attention} | rank.measure(prompts))
 
 
 def main() -> None:
@@ -177,21 +226,23 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["qwen3-30b-a3b"])
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
+    shape = "8x1024, or 8x993+248: prompts × tokens of each, beside so many decode rows"
+    parser.add_argument("--prompts", nargs="+", type=Prompts.read, default=[], help=shape)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    asked = Asked(args.num_layers, args.batches, args.context, args.attention_backend)
+    asked = Asked(args.num_layers, args.batches, args.prompts, args.context, args.attention_backend)
     device = "cuda" if torch.cuda.device_count() else "cpu"
     [(host, bandwidth)] = apart(60.0, lambda send: send((describe_host(), read_bandwidth(device))))
     rows = []
     for preset in args.presets:
         model = Path(preset) if Path(preset).is_dir() else preset_dir(preset)
         for row in apart(300.0, of_preset, model, asked):
-            row = {"preset": preset, "floor_us": row["bytes"] / bandwidth * 1e6} | row
-            rows.append(row)
-            ratio = row["step_us"] / row["floor_us"]
-            print(f"{preset:24}{row['batch']:5}{row['step_us']:9.0f} µs, {ratio:.2f} of the floor", flush=True)
+            floor = row["bytes"] / bandwidth * 1e6 if "bytes" in row else None
+            rows.append({"preset": preset, "floor_us": floor} | row)
+            beside = "of prompts" if floor is None else f"{row['step_us'] / floor:.2f} of the floor"
+            print(f"{preset:24}{row['batch']:5}{row['step_us']:9.0f} µs, {beside}", flush=True)
     if args.json:
         head = {"host": host, "bandwidth": bandwidth, "num_layers": args.num_layers, "context": args.context}
         lines = ",\n".join(map(json.dumps, rows))

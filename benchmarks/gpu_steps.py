@@ -235,7 +235,8 @@ def main() -> None:
     asked = Asked(args.num_layers, args.batches, args.prompts, args.context, args.attention_backend)
     device = "cuda" if torch.cuda.device_count() else "cpu"
     [(host, bandwidth)] = apart(60.0, lambda send: send((describe_host(), read_bandwidth(device))))
-    rows = []
+    head = {"host": host, "bandwidth": bandwidth, "num_layers": args.num_layers, "context": args.context}
+    rows: list[dict[str, Any]] = []
     for preset in args.presets:
         model = Path(preset) if Path(preset).is_dir() else preset_dir(preset)
         for row in apart(300.0, of_preset, model, asked):
@@ -243,10 +244,9 @@ def main() -> None:
             rows.append({"preset": preset, "floor_us": floor} | row)
             beside = "of prompts" if floor is None else f"{row['step_us'] / floor:.2f} of the floor"
             print(f"{preset:24}{row['batch']:5}{row['step_us']:9.0f} µs, {beside}", flush=True)
-    if args.json:
-        head = {"host": host, "bandwidth": bandwidth, "num_layers": args.num_layers, "context": args.context}
-        lines = ",\n".join(map(json.dumps, rows))
-        args.json.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
+            if args.json:  # after each row: a run that is ended early loses nothing else
+                lines = ",\n".join(map(json.dumps, rows))
+                args.json.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

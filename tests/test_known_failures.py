@@ -222,7 +222,7 @@ def read_rows(block_of: Callable[[DecoderLayer], Any], norm: str, rows: Rows) ->
     def breaker(model: Decoder) -> None:
         layer = model.layers[0]
 
-        def forward(stream: TraceStream, rotary: Any, attention: Any) -> None:
+        def forward(stream: TraceStream, rotary: Any, attention: Any, wanted: Any) -> None:
             block = block_of(layer)
             x = stream.read(getattr(layer, norm), rows=rows)
             stream.add(block(x, rotary, attention) if block is layer.attention else block(x))

@@ -102,6 +102,10 @@ class TraceStream:
         """Records a delta and its debt."""
         self._deltas.add(delta)
 
+    def keep(self, rows: Tensor | slice) -> bool:
+        """As `Stream.keep`. Plans are of all rows, so it records nothing."""
+        return False
+
     def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
         """Records a read. Raises PlacementError where nothing was added before."""
         if not self._reads and not self._deltas.values:
@@ -178,6 +182,18 @@ class Stream:
                 f"{delta.origin} adds {delta.value.shape[0]} rows as {delta.placement}, which means {have} rows here"
             )
         self._deltas.add(delta)
+
+    def keep(self, rows: Tensor | slice) -> bool:
+        """Goes on with these rows alone where they are fewer than all and no exchange counts rows: on one rank. Returns
+        whether it does. rows: int64 `[S]`, or a slice.
+        """
+        if self.mesh.world > 1 or isinstance(rows, slice) or len(rows) >= self._rows.capacity_of(GROUP):
+            return False
+        assert self._residual is not None, "kept after a read"
+        self._residual = self._residual.index_select(0, rows)
+        self._deltas.values = [value.index_select(0, rows) for value in self._deltas.values]
+        self._rows, self._all_live = StepRows(self.mesh, self._rows.rank, (len(rows),)), {}
+        return True
 
     def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
         """The normalised residual with all deltas so far, complete, on the requested rows; of several, the plan's.

@@ -17,8 +17,10 @@ from place.meshes import layouts
 from weft.comm.transport import Transport
 from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.model_runner import ModelRunner
+from weft.hidden import Hidden
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.load import load_model
+from weft.models.moe import SparseMoE
 from weft.models.registry import load_config
 from weft.place.exchange import Exchange
 from weft.place.experts import Forms
@@ -135,6 +137,21 @@ def test_every_layout_gives_transformers_logits(saved: Any, family: str, mesh: M
     directory, model = saved(family, parts)
     texts = texts_of(mesh)
     compare(run_world(mesh.world, lambda t: drive(t, directory, mesh, texts)), texts, mesh, model)
+
+
+def test_the_last_layer_of_one_rank_ends_with_the_sampled_rows(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, model = saved("qwen3_moe", 2)
+    mesh, seen, forward = Mesh(), [], SparseMoE.forward
+
+    def counted(self: SparseMoE, x: Hidden) -> Hidden:
+        seen.append(len(x.value))
+        return forward(self, x)
+
+    monkeypatch.setattr(SparseMoE, "forward", counted)
+    texts = texts_of(mesh)
+    compare(run_world(1, lambda t: drive(t, directory, mesh, texts)), texts, mesh, model)
+    steps = [(sum(rows), sum(map(bool, rows))) for rows in (s(0) for s in STEPS.values())]
+    assert list(filter(None, seen)) == [n for step in steps for n in step if n]  # of three layers two have experts
 
 
 DISPATCHED = [Mesh(4, 1, 4, 1), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1), Mesh(4, 1, 1, 4)]

@@ -40,6 +40,9 @@ class DecoderLayer(Layer):
 
     attention: (Hidden, RotaryTable, StepCaches) → Hidden. mlp: Hidden → Hidden. rope: number of the decoder's rotary
     embedding for its queries and keys.
+
+    forward returns whether the stream has only the rows `wanted` from now on (`Stream.keep`), so that the mlp computes
+    these alone; None: all are wanted.
     """
 
     def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: FeedForward, rope: int = 0):
@@ -50,9 +53,17 @@ class DecoderLayer(Layer):
         self.post_norm = _norm(b, f"{path}.post_attention_layernorm", c)
         self.mlp = mlp
 
-    def forward(self, stream: Stream | TraceStream, rotary: RotaryTable, caches: StepCaches) -> None:
+    def forward(
+        self,
+        stream: Stream | TraceStream,
+        rotary: RotaryTable,
+        caches: StepCaches,
+        wanted: Tensor | slice | None = None,
+    ) -> bool:
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
+        kept = wanted is not None and stream.keep(wanted)
         stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes, beside=self.mlp.beside)))
+        return kept
 
 
 class Decoder(LanguageModel):
@@ -75,10 +86,11 @@ class Decoder(LanguageModel):
         hidden = self.embed(batch.tokens)
         tables = [rotary(batch.positions, hidden.value.dtype) for rotary in self.rotaries]
         stream.add(hidden)
-        for layer, rope in zip(self.layers, self._rope_of_layer, strict=True):
-            layer(stream, tables[rope], caches)
-        rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")[batch.sample_rows]
-        logits: Tensor = self.head(rows)
+        kept, last = False, len(self.layers) - 1
+        for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of_layer, strict=True)):
+            kept = layer(stream, tables[rope], caches, batch.sample_rows if i == last else None)
+        rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")
+        logits: Tensor = self.head(rows if kept else rows[batch.sample_rows])
         return logits
 
 

@@ -6,6 +6,7 @@ after a preemption — changes the history that a sequence reads through its pag
 
 from __future__ import annotations
 
+import operator
 import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -93,9 +94,10 @@ class FakeDevice:
             self.length[join.row] = join.context
         for entry in rows.entries:
             table = self.table[entry.row][1][entry.group]
-            changes = self.rules[entry.group].state and table[entry.index] != entry.value
-            assert changes or entry.index == len(table), "an entry that is no news, or beyond the table's end"
-            table[entry.index : entry.index + 1] = [entry.value]
+            place = slice(entry.first, entry.first + len(entry.values))
+            changes = self.rules[entry.group].state and all(map(operator.ne, table[place], entry.values))
+            assert changes or entry.first == len(table), "entries that are no news, or beyond the table's end"
+            table[place] = entry.values
         rest = [(row, None, True, None) for row in rows.decode_rows]
         rest += [(c.row, tuple(token_array(c.tokens)), c.samples, c.score) for c in rows.chunks]
         parts = []

@@ -29,7 +29,7 @@ from weft.comm.step_rows import PaddedRows
 from weft.dcp.group import context_group
 from weft.dcp.interleave import Interleave
 from weft.engine.config import EngineConfig
-from weft.engine.messages import Chunk, Entry, GroupRows, Join, Result, Sampling, Step
+from weft.engine.messages import Chunk, Entries, GroupRows, Join, Result, Sampling, Step
 from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.device_rows import DeviceRows
@@ -119,6 +119,7 @@ class Ranks:
         ours.table.apply(group_rows)
         self.rows.apply(group_rows)
         wanted = ours.table.batch(group_rows)
+        self.rows.writes.flush()
         assert self.inputs.put(group_rows) == len(group_rows.sampled_rows)
         counts = PaddedRows(Mesh(), 0, shape.rows, torch.device("cpu"))
         counts.fill((group_rows.count,))
@@ -220,17 +221,20 @@ def test_many_that_join_at_once_cost_the_host_no_more_operators_than_one() -> No
         table = RowTable(5, rules, 4, torch.device("cpu"))
         rows = DeviceRows(table, 6)
         table.last_token.fill_(77)
-        news = GroupRows(chunks=(chunk,), joins=tuple(joined), entries=(Entry(3, 0, 2, 11), Entry(3, 1, 0, 4)))
+        news = GroupRows(
+            chunks=(chunk,), joins=tuple(joined), entries=(Entries(3, 0, 2, (11, 12)), Entries(3, 1, 0, (4,)))
+        )
         with CountedOps() as counted:
             table.apply(news)
             rows.apply(news)
+            rows.writes.flush()
         counts.append(counted.count)
         at = [join.row for join in joined]
         assert rows.length[at].tolist() == [join.context for join in joined]
         assert rows.seed[at].tolist() == [join.sampling.seed for join in joined]
         assert rows.temperature[at].tolist() == [join.sampling.temperature for join in joined]
         assert rows.min_p[at].tolist() == [join.sampling.min_p for join in joined]
-        assert rows.entries[3].tolist() == [3, 9, 11, -1, -1, -1, 4, 8]
+        assert rows.entries[3].tolist() == [3, 9, 11, 12, -1, -1, 4, 8]
         assert table.last_token.tolist() == [77 if row not in at else NO_TOKEN for row in range(5)]
         assert rows.length[4] == 0 and (rows.entries[4] == -1).all()
     assert counts[0] == counts[1]

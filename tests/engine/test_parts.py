@@ -18,7 +18,7 @@ from engine.conftest import byte_tokenizer
 from weft.engine.messages import (
     Adjust,
     Chunk,
-    Entry,
+    Entries,
     GroupRows,
     Join,
     Ran,
@@ -171,7 +171,7 @@ def test_messages_survive_the_wire() -> None:
         decode_rows=(4, 2),
         chunks=(Chunk(3, token_bytes([5, 6]), True), Chunk(1, token_bytes([9]), False)),
         joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1), (8, 9)),),
-        entries=(Entry(4, 0, 2, 8),),
+        entries=(Entries(4, 0, 2, (8,)),),
         adjust=((2, Adjust(2, (0,), mask=b"\x01")),),
     )
     step = Step(8, (group, GroupRows()))

@@ -15,7 +15,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.messages import (
     Adjust,
     AskReport,
-    Entry,
+    Entries,
     GroupRows,
     Join,
     Result,
@@ -25,6 +25,7 @@ from weft.engine.messages import (
     ToRank,
 )
 from weft.engine.worker import model_runner
+from weft.engine.worker.staged_writes import PLACES, PinnedWrites
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
 from weft.place.cost import costs
@@ -92,6 +93,36 @@ def test_a_decode_step_that_changes_nothing_runs_no_operator(worker: Worker, mon
     assert (ops.count, len(entered)) == (0, 0)
 
 
+@torch.inference_mode()
+def test_changes_before_a_decode_step_take_one_launch_and_no_operator(worker: Worker) -> None:
+    """New pages, other rows and counts, and rows that sequences take: on a GPU each would be several operators."""
+    replays, rows, ops = list[int](), tuple(range(SEQUENCES)), CountedOps()
+
+    class Writes(NoGraph):
+        def replay(self) -> None:
+            replays.append(writes._staged)
+
+    assert worker.device_rows is not None
+    writes = worker.device_rows.writes = PinnedWrites(worker.device_rows._all)
+    writes._graphs = [Writes()] * PLACES  # type: ignore[list-item]
+    pages = tuple(Entries(row, 0, 1, (10 + row, 20 + row)) for row in rows)
+    steps = [
+        (GroupRows(rows, joins=joins(*rows)), 7 * SEQUENCES + SEQUENCES),
+        (GroupRows(rows, entries=pages), 2 * SEQUENCES),
+        (GroupRows(rows[1:]), len(rows[1:])),
+        (GroupRows(rows[1:3], entries=(Entries(1, 0, 3, (30,)),), joins=joins(3)), 1 + 7),
+    ]
+    for _ in "ab":  # once for each number of rows, views of outputs are made
+        replays.clear()
+        ops.count = 0
+        with ops:
+            for number, (group_rows, _) in enumerate(steps):
+                worker.step(Step(number, (group_rows,)))()
+                writes._counts.fill(0)  # as the kernel does
+    assert len(replays) == len(steps) and ops.count == 0
+    assert all(staged >= least for staged, (_, least) in zip(replays, steps, strict=True))
+
+
 def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one replay, as each step is; what differs from the last step in anything is looked up."""
     runner, sent, calls, counted = worker.runner, list[Any](), list[tuple[str, int]](), list[int]()
@@ -102,7 +133,7 @@ def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: 
         2: GroupRows((0, 1), joins=joins(0, 1)),  # they begin anew
         3: two,
         4: two,
-        5: GroupRows((0, 1), entries=(Entry(0, 0, 1, 5),)),
+        5: GroupRows((0, 1), entries=(Entries(0, 0, 1, (5,)),)),
         6: two,
         7: two,
         8: GroupRows((1, 0)),

@@ -49,6 +49,7 @@ from weft.kernels.triton import (  # noqa: E402
     route,
     sample,
     split_norm,
+    write_staged,
 )
 from weft.kernels.triton import decode_step as step  # noqa: E402
 from weft.kernels.triton import float8_linear as float8  # noqa: E402
@@ -406,6 +407,7 @@ def ends(capacity: int) -> None:
     pieces = step.table_pieces([2560, 2, 2560], [False, True, False], torch.device("meta"))
     step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), live, pieces, 16)
     reported = empty(8, 256, dtype=INT)
+    write_staged.write_staged(live, empty(256, dtype=LONG), rows, state)
     for ranks, shares in ((1, 75), (2, 1)):
         sampled = empty(ranks, capacity, shares, 2, dtype=FLOAT)
         step.step_out(rows, live, live, sampled, rows, state, state, state, live, reported)

@@ -9,7 +9,7 @@ all groups exchange their whole capacity: `EqualRows`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from weft.comm.transport import CommError, Epilogue, LiveSizes, Sizes, Transport
 from weft.place.chain import Counts
 from weft.place.edges import Edge
 from weft.place.spec import NAMED_ROWS, Mesh, Rows
+
+Fill = Callable[[Tensor, Sequence[int]], None]
+"""Fills an int32 tensor of the device with the host's numbers, before what is queued from now on."""
+
+
+def copy_numbers(to: Tensor, values: Sequence[int]) -> None:
+    """A `Fill` by a copy that is queued on torch's current stream."""
+    # torch keeps this pinned memory until the copy has ended.
+    to.copy_(torch.tensor(values, dtype=torch.int32, pin_memory=to.is_cuda), non_blocking=True)
 
 
 class StepRows:
@@ -92,7 +101,7 @@ class PaddedRows(StepRows):
     """A step in a CUDA graph: tensors have the capacity of `capacity` tokens in each DP group, and the live counts are
     on the device.
 
-    `fill` sets the counts, with one copy from pinned memory. All tensors that this object returns keep their addresses,
+    `fill` sets the counts. All tensors that this object returns keep their addresses,
     so that a graph that was captured with it serves every fill.
     """
 
@@ -112,8 +121,8 @@ class PaddedRows(StepRows):
         self._counts: Counts | None = None
         self._live_sizes: dict[Edge, LiveSizes] = {}
 
-    def fill(self, counts: Counts) -> None:
-        """Sets the live counts, at most the capacity. If they change, a copy is queued on torch's current stream.
+    def fill(self, counts: Counts, fill: Fill = copy_numbers) -> None:
+        """Sets the live counts, at most the capacity, by `fill` if they change.
 
         Raises ValueError where they do not fit.
         """
@@ -127,9 +136,7 @@ class PaddedRows(StepRows):
             start = mesh.row_range(dst, rank, counts)[0] - mesh.row_range(src, rank, counts)[0]
             last = max(self.capacity_of(src) - 1, 0)
             filled += [min(start + i, last) for i in range(len(index))]
-        # torch keeps this pinned memory until the copy has ended.
-        host = torch.tensor(filled, dtype=torch.int32, pin_memory=self._device.is_cuda)
-        self._device.copy_(host, non_blocking=True)
+        fill(self._device, filled)
         self._counts = counts
 
     def live(self, rows: Rows) -> Tensor:
@@ -183,13 +190,12 @@ class EqualRows(StepRows):
         }
         self._filled: int | None = None
 
-    def fill(self, counts: Counts) -> None:
+    def fill(self, counts: Counts, fill: Fill = copy_numbers) -> None:
         """As `PaddedRows.fill`."""
         _check_counts(counts, self.capacity)
         mine = counts[self.mesh.group_of(self.rank)]
         if mine != self._filled:
-            host = torch.tensor([mine], dtype=torch.int32, pin_memory=self._of_group.is_cuda)
-            self._of_group.copy_(host, non_blocking=True)
+            fill(self._of_group, [mine])
             self._filled = mine
 
     def live(self, rows: Rows) -> Tensor:

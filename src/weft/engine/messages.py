@@ -80,13 +80,13 @@ class Join(Struct, frozen=True, array_like=True):
     copy: tuple[int, int] | None = None
 
 
-class Entry(Struct, frozen=True, array_like=True):
-    """A new entry of a row's table: its page number `index`, or a slot of its state (0: before, 1: after)."""
+class Entries(Struct, frozen=True, array_like=True):
+    """New entries of a row's table from number `first` on: pages, or slots of its state (0: before, 1: after)."""
 
     row: int
     group: int
-    index: int
-    value: int
+    first: int
+    values: tuple[int, ...]
 
 
 class Chunk(Struct, frozen=True, array_like=True):
@@ -122,7 +122,7 @@ class GroupRows(Struct, frozen=True, array_like=True):
     decode_rows: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     joins: tuple[Join, ...] = ()
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[Entries, ...] = ()
     adjust: tuple[tuple[int, Adjust], ...] = ()
 
     @property

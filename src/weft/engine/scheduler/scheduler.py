@@ -29,7 +29,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from weft.engine.config import EngineConfig
-from weft.engine.messages import Adjust, Chunk, Entry, GroupRows, Join, Logprobs, Result, Scored
+from weft.engine.messages import Adjust, Chunk, Entries, GroupRows, Join, Logprobs, Result, Scored
 from weft.engine.request import Sequence
 from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
@@ -215,7 +215,7 @@ class Scheduler:
         decode_rows: list[int] = []
         chunks: list[Chunk] = []
         joins: list[Join] = []
-        entries: list[Entry] = []
+        entries: list[Entries] = []
         adjusted: list[tuple[int, Adjust]] = []
         sampled: list[tuple[Sequence, CacheAllocation]] = []
         scores: list[tuple[Sequence, CacheAllocation]] = []
@@ -248,17 +248,16 @@ class Scheduler:
         rows_of_step = GroupRows(tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted))
         return Scheduled(rows_of_step, sampled, scores)
 
-    def _new_entries(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entry]:
+    def _new_entries(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entries]:
         """The entries of its page tables that the ranks do not have yet."""
         for group, (table, sent) in enumerate(zip(allocation.tables, sequence.sent_tables, strict=True)):
+            new = range(len(sent), len(table))  # ranks read no page that a window has passed
             if self.caches.rules[group].state:
-                new = [i for i in (0, 1) if table[i] != sent[i]]
-                sent[:] = table
-            else:  # ranks read no page that a window has passed
-                new = list(range(len(sent), len(table)))
-                sent += table[len(sent) :]
-            for i in new:
-                yield Entry(sequence.row, group, i, table[i])
+                changed = [i for i in (0, 1) if table[i] != sent[i]]
+                new = range(changed[0], changed[-1] + 1) if changed else range(0)
+            if new:
+                sent[new.start :] = table[new.start :]
+                yield Entries(sequence.row, group, new.start, tuple(table[new.start : new.stop]))
 
     def _rows(self, sequence: Sequence, budget: int) -> int:
         if sequence.decoding:

@@ -7,10 +7,10 @@ import struct
 from array import array
 
 import torch
-from torch import Tensor
 
 from weft.engine.messages import GroupRows
-from weft.engine.worker.row_table import RowTable
+from weft.engine.worker.row_table import NO_TOKEN, RowTable
+from weft.engine.worker.staged_writes import PinnedWrites, StagedWrites
 
 JOINED = struct.Struct("=iffq")
 """What of a join is copied beside its tables, in the order of `DeviceRows.apply`."""
@@ -28,6 +28,7 @@ class DeviceRows:
         seed: int64 `[rows]`.
         last_token: the table's.
         steps: int32 `[1]`, how many graphs ran; each begins by counting itself.
+        writes: what is to change of all this and of other inputs of graphs before the next replay.
     """
 
     def __init__(self, table: RowTable, max_pages: int):
@@ -46,9 +47,10 @@ class DeviceRows:
         )
         self._begins = [0, *itertools.accumulate(self.widths)]
         self.steps = torch.zeros(1, dtype=torch.int32, device=device)
+        self.writes = PinnedWrites(self._all) if device.type == "cuda" else StagedWrites()
 
     def apply(self, group_rows: GroupRows) -> None:
-        """As `RowTable.apply`, by one copy, which is queued on torch's current stream. ValueError for an entry beyond a
+        """As `RowTable.apply` and `RowTable.forget_tokens`, staged by `writes`. ValueError for an entry beyond a
         table."""
         if not (group_rows.joins or group_rows.entries):
             return
@@ -63,9 +65,12 @@ class DeviceRows:
                 at.extend(range(first, first + len(table)))
                 values.extend(table)
         for entry in group_rows.entries:
-            at.append(self._place(entry.row, entry.group, entry.index))
-            values.append(entry.value)
-        _put(self._all, at, values)
+            end = self._place(entry.row, entry.group, entry.first + len(entry.values) - 1) + 1
+            at.extend(range(end - len(entry.values), end))
+            values.extend(entry.values)
+        self.writes.write(self._all, at, values)
+        joined = array("q", [join.row for join in group_rows.joins])
+        self.writes.write(self.last_token, joined, array("i", [NO_TOKEN]) * len(joined))
 
     def _place(self, row: int, group: int, index: int) -> int:
         """Where a table's entry is among all that is here."""
@@ -74,16 +79,7 @@ class DeviceRows:
         return self._entries + row * self._begins[-1] + self._begins[group] + index
 
     def ran(self, table: RowTable, group_rows: GroupRows) -> None:
-        """After a step without a graph: copies the new lengths of its rows to the device."""
+        """After a step without a graph: writes the new lengths of its rows."""
         rows = array("q", [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)])
-        _put(self.length, rows, array("i", [table.rows[row].length for row in rows]))
-
-
-def _put(to: Tensor, at: array[int], values: array[int]) -> None:
-    """to[at] = values, of int32 on the device: one copy and one kernel. at, values: of int64 and int32."""
-    both = array("i", at.tobytes())
-    both.extend(values)
-    host = torch.frombuffer(both, dtype=torch.int32)
-    # Pinned memory that torch keeps until the copy has ended.
-    put = host.pin_memory().to(to.device, non_blocking=True) if to.is_cuda else host
-    to.index_copy_(0, put[: 2 * len(at)].view(torch.int64), put[2 * len(at) :])
+        self.writes.write(self.length, rows, array("i", [table.rows[row].length for row in rows]))
+        self.writes.flush()

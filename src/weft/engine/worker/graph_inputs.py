@@ -65,7 +65,7 @@ class Inputs(Protocol):
     shapes: Sequence[Shape]
 
     def put(self, group_rows: GroupRows) -> int:
-        """Queues the copies that a replay waits for. Returns the number of sampled rows."""
+        """Stages or queues what a replay reads. Returns the number of sampled rows."""
         ...
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
@@ -125,7 +125,7 @@ class DecodeInputs:
         """See `Inputs.put`."""
         decode_rows = group_rows.decode_rows
         if self._copied[: len(decode_rows)] != decode_rows:
-            fill(self._decode_rows, decode_rows)
+            self._rows.writes.fill(self._decode_rows, decode_rows)
             self._copied = decode_rows
         return len(decode_rows)
 

@@ -48,21 +48,24 @@ class RowTable:
         self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)
 
     def apply(self, group_rows: GroupRows) -> None:
-        """Applies a message's changes, before the rows of its step. Raises ValueError for an entry beyond a table's
-        end."""
+        """Applies a message's changes, before the rows of its step, but for the last tokens on the device. Raises
+        ValueError for an entry beyond a table's end."""
         for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
             (self.cut.add if cuts(join.sampling) else self.cut.discard)(join.row)
             (self.floored.add if join.sampling.min_p > 0 else self.floored.discard)(join.row)
-        if group_rows.joins:  # at once: what is queued on a GPU costs the host as much for one as for many
-            joined = on_device([join.row for join in group_rows.joins], torch.int64, self.device)
-            self.last_token.index_fill_(0, joined, NO_TOKEN)
         for entry in group_rows.entries:
             row = self.rows[entry.row]
             table = row.tables[entry.group]
-            if entry.index > len(table):
-                raise ValueError(f"request {row.request} gets entry {entry.index} of a table of {len(table)} entries")
-            table[entry.index : entry.index + 1] = [entry.value]
+            if entry.first > len(table):
+                raise ValueError(f"request {row.request} gets entry {entry.first} of a table of {len(table)} entries")
+            table[entry.first : entry.first + len(entry.values)] = entry.values
+
+    def forget_tokens(self, group_rows: GroupRows) -> None:
+        """Rows that a message's sequences take have no last token."""
+        if group_rows.joins:  # at once: what is queued on a GPU costs the host as much for one as for many
+            joined = on_device([join.row for join in group_rows.joins], torch.int64, self.device)
+            self.last_token.index_fill_(0, joined, NO_TOKEN)
 
     def forget(self) -> None:
         """Empties every row."""

@@ -86,6 +86,7 @@ class StepGraphs:
                 self._counts[shape.rows].fill((0,) * groups)
             self._step(shape, self._counts[shape.rows])
             torch.cuda.synchronize()
+        self._rows.writes.capture()
         for done, shape in enumerate(shapes):
             gc.collect()  # a tensor that is freed in a capture would be lost to it
             graph = torch.cuda.CUDAGraph()
@@ -124,7 +125,8 @@ class StepGraphs:
         for transport in self._transports.values():
             transport.check()
         n = self._inputs[shape.prompts].put(group_rows)
-        self._counts[shape.rows].fill(counts)
+        self._counts[shape.rows].fill(counts, self._rows.writes.fill)
+        self._rows.writes.flush()
         self.repeat(shape)
         if (output := self._outputs.get((shape, n))) is None:
             logits = self._graphs[shape][1]

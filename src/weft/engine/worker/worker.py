@@ -179,6 +179,8 @@ class Worker:
             self.runner.caches.copy(on_device(copies, torch.int64, self.table.device))
         if self.device_rows:
             self.device_rows.apply(rows)
+        else:
+            self.table.forget_tokens(rows)
         split = self.runner.vocabulary is not None
         resampled: list[int] | None = None
         if shape is not None:
@@ -187,6 +189,8 @@ class Worker:
             if resampled := self.table.rows_to_resample(rows, split):
                 logits = self.table.resample(rows, resampled, logits, tokens, self.runner.full_logits)
         else:
+            if self.device_rows:
+                self.device_rows.writes.flush()
             full = not split or self.table.needs_full_logits(rows)
             logits = self.runner.forward(self.table.batch(rows), counts, full)
             self.table.advance(rows)

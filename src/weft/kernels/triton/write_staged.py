@@ -1,0 +1,30 @@
+"""Writes of single int32s to anywhere on the device, which the host has put to pinned memory."""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.triton.launch import kernel
+
+BLOCK = 1024
+
+
+@kernel
+def _write_staged(count, offsets, values, to, BLOCK: tl.constexpr):
+    n = tl.load(count)
+    for first in range(0, n, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        value = tl.load(values + i, mask=i < n)
+        tl.store(to + tl.load(offsets + i, mask=i < n), value, mask=i < n)
+    tl.debug_barrier()  # all is read, and the host may write there again
+    tl.store(count, 0)
+
+
+def write_staged(count: Tensor, offsets: Tensor, values: Tensor, to: Tensor) -> None:
+    """Writes values to where they belong, in no order, then sets `count` to 0. All but `to` may be pinned memory.
+
+    count: int32 `[1]`, how many there are. offsets: int64 `[≥ count]`, in elements from the beginning of `to`; they may
+    lie in other tensors of the device. values: int32 `[≥ count]`. to: int32.
+    """
+    _write_staged[(1,)](count, offsets, values, to, BLOCK=BLOCK, num_warps=8)

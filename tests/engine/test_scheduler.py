@@ -332,6 +332,31 @@ def test_what_sampling_needs_is_sent_in_every_step() -> None:
     assert asked == [[driver.live[0].row]] * 6
 
 
+def test_pages_are_taken_ahead_while_others_wait_for_a_row() -> None:
+    """Not for pages: what the next of them needs is left."""
+
+    def steps_with_pages(waiting: int, pages: int) -> int:
+        driver = make(num_pages=pages, page_size=8, max_running=3, prefix_cache=False)
+        for request in range(3):
+            driver.add(request, [request] * (3 + 2 * request), 100)
+        if waiting:
+            driver.add(3, [3] * waiting, 9)
+        schedule, entries = driver.scheduler.schedule, list[bool]()
+
+        def seen() -> Scheduled:
+            scheduled = schedule()
+            entries.append(bool(scheduled.rows.entries))
+            return scheduled
+
+        driver.scheduler.schedule = seen  # type: ignore[method-assign]
+        for _ in range(60):
+            driver.step()
+        return sum(entries)
+
+    assert steps_with_pages(0, 128) == steps_with_pages(20, 128) <= 3
+    assert steps_with_pages(200, 40) > 10
+
+
 def test_pages_are_not_taken_ahead_where_others_may_need_them() -> None:
     driver = make(num_pages=7, prefix_cache=False)
     for request, (prompt, length) in enumerate([(4, 3), (9, 17), (4, 3)]):

@@ -204,10 +204,14 @@ class Scheduler:
             of the
         prefix tree alone.
         """
-        held = sum(len(s.allocation.tables[0]) for s in self.running if s.allocation)
-        if self.waiting or self.caches.frees_on_advance or held + 2 * len(self.running) > self.caches.total:
+        if self.caches.frees_on_advance or (self.waiting and len(self.running) < self.max_running):
             return
-        ahead = self.caches.page_size * max(1, min(PAGES_AHEAD, self.caches.free // len(self.running)))
+        page_size, running = self.caches.page_size, len(self.running)
+        first = -(-self.waiting.first().left // page_size) if self.waiting else 0  # it waits for a row
+        held = sum(len(s.allocation.tables[0]) for s in self.running if s.allocation)
+        if held + first + 2 * running > self.caches.total:
+            return
+        ahead = page_size * max(1, min(PAGES_AHEAD, (self.caches.free - first) // running))
         self.caches.grow_all([(s.allocation, min(s.computed + ahead, s.to_run)) for s in decoding if s.allocation])
 
     def _rows_of_step(self) -> Scheduled:

@@ -124,7 +124,7 @@ def test_changes_before_a_decode_step_take_one_launch_and_no_operator(worker: Wo
 
 
 def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is one replay, as each step is; what differs from the last step in anything is looked up."""
+    """It is one replay, as each step is, also with new pages; what else differs from the last step is looked up."""
     runner, sent, calls, counted = worker.runner, list[Any](), list[tuple[str, int]](), list[int]()
     two, three, cut = GroupRows((0, 1)), GroupRows((0, 1, 2)), Sampling(1.0, 1.0, 2, 1)
     logprobs = GroupRows((0, 1), adjust=((1, Adjust(logprobs=0)),))
@@ -169,7 +169,9 @@ def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: 
 
     worker.serve(messages().__next__, sent.append)
     repeated = [number for name, number in calls if name == "repeat"]
-    assert repeated == [4, 7, 9, 18]
+    assert repeated == [3, 4, 5, 6, 7, 9, 18]
+    assert worker.device_rows is not None
+    assert worker.table.rows[0].tables == [[0, 5]] and worker.device_rows.entries[0].tolist() == [0, 5, -1, -1]
     assert [number for name, number in calls if name == "replay"] == [n for n in steps if n not in repeated] + [18]
     assert counted == [len(steps)], "a report knows of all steps"
     results = [message for message in sent if isinstance(message, Result)]

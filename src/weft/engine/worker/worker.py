@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from weft.attention.caches import cached_layers
@@ -56,9 +57,10 @@ Finish = Callable[[], Result]
 
 
 class Repeatable(NamedTuple):
-    """A decode step by a graph, with what is the same when the next message asks for the same rows and no changes.
+    """A decode step by a graph, with what is the same when the next message asks for the same rows.
 
-    groups: of its message. tokens: int32 `[S]`, on the device, that each replay overwrites. plan: checksum.
+    groups: a message that asks for them, and for no changes. tokens: int32 `[S]`, on the device, that each replay
+    overwrites. plan: checksum.
     """
 
     groups: tuple[GroupRows, ...]
@@ -168,8 +170,8 @@ class Worker:
         The result of the DP group's leader has the tokens. The caller is in inference mode, which would take a good
         part of a step's CPU time to enter.
         """
-        if (last := self._last) is not None and step.groups == last.groups:
-            return self._repeat(step.number, last)
+        if (last := self._last) is not None and (step.groups == last.groups or _only_entries(step.groups, last.groups)):
+            return self._repeat(step, last)
         self._settle()
         rows, counts = step.groups[self._group], step.counts
         shape = self.runner.shape_of(step.groups, counts)
@@ -205,23 +207,29 @@ class Worker:
         output.copy()
         plan = self.runner.plan_checksum(counts, shape)
         self._last = None
-        if shape is not None and not (shape.prompts or resampled) and rows == GroupRows(rows.decode_rows):
-            self._last = Repeatable(step.groups, counts, shape, tokens, plan)
+        if shape is not None and not (shape.prompts or resampled or rows.adjust):
+            again = tuple(GroupRows(group.decode_rows) for group in step.groups)
+            self._last = Repeatable(again, counts, shape, tokens, plan)
         scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]
         return partial(self._result, step.number, counts, plan, output, scored_from)
 
-    def _repeat(self, number: int, last: Repeatable) -> Finish:
-        """`step` for the same rows as the last one, which nothing has changed: it looks up nothing again.
+    def _repeat(self, step: Step, last: Repeatable) -> Finish:
+        """`step` for the same rows as the last one, which have got new pages at most: it looks up nothing again.
 
         Most decode steps are like this. The thread has slept since the last one, and what it runs and reads costs it
         several times as much as in a loop.
         """
-        rows = last.groups[self._group]
-        self.profiler.begin(number, last.counts, last.shape)
+        rows = step.groups[self._group]
+        self.profiler.begin(step.number, last.counts, last.shape)
+        if rows.entries:
+            assert self.device_rows is not None, "graphs read their rows from the device"
+            self.table.apply(rows)
+            self.device_rows.apply(rows)
+            self.device_rows.writes.flush()
         self.runner.repeat(last.shape)
         self._repeats += 1
         output = StepOutput(rows, last.tokens, self.runner.sampled_tokens(len(rows.decode_rows)))
-        return partial(self._result, number, last.counts, last.plan, output, ())
+        return partial(self._result, step.number, last.counts, last.plan, output, ())
 
     def _settle(self) -> None:
         """Counts the steps that `_repeat` ran."""
@@ -283,6 +291,11 @@ class Worker:
             except Exception as error:
                 send(failure(self.rank, error))
                 return
+
+
+def _only_entries(groups: tuple[GroupRows, ...], rows: tuple[GroupRows, ...]) -> bool:
+    """Whether a message asks for these rows, and for no changes but new entries of tables."""
+    return all(group == replace(same, entries=group.entries) for group, same in zip(groups, rows, strict=True))
 
 
 def failure(rank: int, error: Exception) -> Failure:

@@ -222,6 +222,8 @@ def test_a_real_window(tmp_path: Path) -> None:
     assert moved["outputs: fused: merge_scatterv"] == 3 * 2 * (5 * 4 + 4)
     assert all(row["bytes"] > 0 and row["us"] > 0 for row in found["collectives"])
     assert found["cpu_us_a_step"]["controller"] > 0 and len(found["cpu_us_a_step"]["rank"]) == 2
+    threads = found["cpu_us_a_step"]["rank_threads"]
+    assert [threads[rank][f"weft-rank-{rank}"] > 0 for rank in (0, 1)] == [True, True] and "weft-rank-0" in text
     assert max(map(len, text.splitlines()[:-1])) <= 80 and "waiting" in text
     assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
     with gzip.open(out / "trace.json.gz", "rt") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,6 +108,12 @@ class Command:
         return 0
 
 
+def _threads(cpu_us: dict[str, float]) -> str:
+    """Those that take CPU time, the most first."""
+    taken = sorted(cpu_us.items(), key=lambda thread: -thread[1])
+    return ", ".join(f"{name} {us:,.0f}" for name, us in taken if us >= 1)
+
+
 def tables(report: dict[str, Any]) -> str:
     """For reading, in 80 columns: all of a step, in the mean over steps and ranks."""
     cpu, step, size = report["cpu_us_a_step"], report["step_us"], report["bytes_a_step"]
@@ -116,6 +123,7 @@ def tables(report: dict[str, Any]) -> str:
         f"a step: {report['unprofiled_step_us']:,.0f} µs, {step:,.0f} µs under the profiler",
         f"weights and cached tokens: {size / 1e9:,.2f} GB a rank, {rate:,.1f} GB/s",
         f"CPU time of a step: controller {cpu['controller']:,.0f} µs, ranks {ranks} µs",
+        *textwrap.wrap(f"threads of rank 0, µs: {_threads(cpu['rank_threads'][0])}", 80, subsequent_indent="  "),
         f"idle: {report['idle_between']:.1%} between steps, {report['idle_within']:.1%} within",
         "",
     ]

@@ -29,6 +29,7 @@ from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import EQUALS, FinishReason, SamplingParams, Sequence, Sharing
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.engine.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
+from weft.engine.threads import name_thread
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -263,6 +264,7 @@ class Engine:
     # --- on the engine's thread -------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        name_thread("weft-engine")
         try:
             while not self._stopping:
                 try:

@@ -285,6 +285,7 @@ class Profiled(Struct, frozen=True, tag=True):
         seconds: from the start of the first to the end of the last.
         thread_cpu_s: CPU time of the thread that runs steps.
         process_cpu_s: CPU time of all threads of the rank's process.
+        threads: of each of them, by name.
         trace: of torch's profiler, as gzipped JSON; empty where it did not run.
         about: as JSON, the steps of the trace and what they exchange.
     """
@@ -294,6 +295,7 @@ class Profiled(Struct, frozen=True, tag=True):
     seconds: float
     thread_cpu_s: float
     process_cpu_s: float
+    threads: dict[str, float] = {}
     trace: bytes = b""
     about: str = ""
 

@@ -270,6 +270,7 @@ class Found:
             "controller": us * window.controller_cpu_s,
             "rank": [us * s for s in window.rank_cpu_s],
             "rank_process": [us * s for s in window.process_cpu_s],
+            "rank_threads": [{name: us * s for name, s in rank.threads.items()} for rank in window.ranks],
         }
         return {"unprofiled_step_us": us * window.seconds, "cpu_us_a_step": cpu} | self.figures
 

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from weft.engine.config import EngineConfig, EngineError
+from weft.engine.threads import name_thread
 from weft.kv.cache_events import CacheEvents, KVEventBatch
 
 log = logging.getLogger(__name__)
@@ -155,6 +156,7 @@ class EventPublisher:
         self._full = full
 
     def _run(self) -> None:
+        name_thread("weft-kv-events")
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         for channel in self.channels:

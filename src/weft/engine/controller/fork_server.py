@@ -23,11 +23,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from weft.engine.threads import name_thread
 from weft.engine.worker import rank
 
 
 def main(root: Path) -> None:
     """Forks ranks until standard input ends."""
+    name_thread("weft-forks")
     children: dict[int, int] = {}  # pidfd → pid
     pending = b""
     _say({"ready": True})

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from weft.engine.config import EngineConfig
 from weft.engine.device import check_gpu, device_of
 from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
+from weft.engine.threads import name_thread
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker, failure
 from weft.kernels.build import BuildError
@@ -30,6 +31,7 @@ from weft.place.spec import LayoutError
 
 def main(directory: Path, rank: int, parent: int) -> int:
     """Runs a rank until it gets Stop, fails, or its parent is gone. Returns its exit code."""
+    name_thread(f"weft-rank-{rank}")
     threading.Thread(target=_leave_with_parent, args=(parent, directory.parent), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
@@ -75,6 +77,7 @@ def _leave_with_parent(parent: int, root: Path) -> None:
 
     Each rank removes it: the others need nothing in it any more, and the last finds what one before could not remove.
     """
+    name_thread("weft-parent")
     while os.getppid() == parent:
         time.sleep(0.5)
     shutil.rmtree(root, ignore_errors=True)

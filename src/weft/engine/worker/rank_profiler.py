@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from weft.engine.messages import Profiled, StartProfile
+from weft.engine.threads import cpu_by_thread
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.run_stats import RunStats
@@ -53,6 +54,7 @@ class RankProfiler:
         if not self._wanted:
             return
         if not self._steps:
+            self._threads = cpu_by_thread()
             self._began = self._clocks()
         if len(self._steps) == self._wanted:
             self._end()
@@ -87,7 +89,8 @@ class RankProfiler:
         self._wanted = 0
         if self._steps:
             wall, thread, process = (now - then for now, then in zip(self._clocks(), self._began, strict=True))
-            self._done = Profiled(self._runner.rank, len(self._steps), wall, thread, process)
+            each = {name: cpu - self._threads.get(name, 0.0) for name, cpu in cpu_by_thread().items()}
+            self._done = Profiled(self._runner.rank, len(self._steps), wall, thread, process, each)
         if self._profiler is not None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

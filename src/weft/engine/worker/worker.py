@@ -37,6 +37,7 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
+from weft.engine.threads import name_thread
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.memory import check_cache, check_weights, groups_of, measure, min_over_ranks, sized
@@ -284,6 +285,7 @@ class Worker:
             sender.join()
 
     def _send_results(self, begun: queue.SimpleQueue[Finish | None], send: Send) -> None:
+        name_thread("weft-results")
         torch.cuda.set_device(self.table.device)
         while (finish := begun.get()) is not None:
             try:

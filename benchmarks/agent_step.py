@@ -24,14 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from weft.bench.host import describe_host
 from weft.bench.hosts_rig import Host, joined_hosts
 from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
+from weft.engine.rank_sockets import SOCKET, RankSocket, RankSockets
 
 RANKS = 2
 """Of each host."""
@@ -40,13 +39,11 @@ WARM = 50
 
 
 def echo(folder: str, rank: int) -> None:
-    """A rank: its sockets are those of `weft.engine.worker.rank`."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.bind(f"ipc://{folder}/to-{rank}")
-    outbox.connect(f"ipc://{folder}/from")
-    while inbox.recv():
-        outbox.send(REPLY)
+    """A rank: its socket is that of `weft.engine.worker.rank`."""
+    controller = RankSocket(Path(folder) / SOCKET, rank)
+    controller.send(REPLY)
+    while controller.receive():
+        controller.send(REPLY)
 
 
 class EchoRanks:
@@ -60,22 +57,24 @@ class EchoRanks:
         if self.running:
             return
         self.folder = tempfile.TemporaryDirectory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.inbox = self._context.socket(zmq.PULL)
-        self.inbox.bind(f"ipc://{self.folder.name}/from")
-        self._outboxes, self._processes = [], []
+        self.sockets = RankSockets(Path(self.folder.name) / SOCKET, self.ranks)
+        self._processes = []
         for rank in self.ranks:
-            outbox = self._context.socket(zmq.PUSH)
-            outbox.connect(f"ipc://{self.folder.name}/to-{rank}")
             process = multiprocessing.get_context("spawn").Process(target=echo, args=(self.folder.name, rank))
             process.start()
-            self._outboxes.append(outbox), self._processes.append(process)
+            self._processes.append(process)
+        for _ in self.ranks:
+            assert self.receive(60), "a rank did not start"
         self.running = True
 
     def send_all(self, encoded: bytes) -> None:
         """A step."""
-        for outbox in self._outboxes:
-            outbox.send(encoded)
+        for rank in self.ranks:
+            self.sockets.send(rank, encoded)
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """A reply."""
+        return self.sockets.receive(timeout_s)
 
     def ended(self, *, killed: bool = False) -> None:
         """None has."""
@@ -88,7 +87,7 @@ class EchoRanks:
         for process in self._processes:
             process.kill()
             process.join()
-        self._context.destroy(linger=0)
+        self.sockets.close()
         self.folder.cleanup()
         self.running = False
 
@@ -118,7 +117,7 @@ def controller(address: str, key: Path, asked: argparse.Namespace) -> dict[str, 
     def directly() -> None:
         local.send_all(message)
         for _ in range(RANKS):
-            local.inbox.recv()
+            local.receive(60)
 
     def by_agent() -> None:
         agents.send(1, None, message)

@@ -224,6 +224,7 @@ def test_a_real_window(tmp_path: Path) -> None:
     assert found["cpu_us_a_step"]["controller"] > 0 and len(found["cpu_us_a_step"]["rank"]) == 2
     threads = found["cpu_us_a_step"]["rank_threads"]
     assert [threads[rank][f"weft-rank-{rank}"] > 0 for rank in (0, 1)] == [True, True] and "weft-rank-0" in text
+    assert not [name for name in threads[0] if "ZMQ" in name], "a message wakes the thread that wants it"
     assert max(map(len, text.splitlines()[:-1])) <= 80 and "waiting" in text
     assert (out / "profile.png").read_bytes().startswith(b"\x89PNG")
     with gzip.open(out / "trace.json.gz", "rt") as file:

@@ -62,7 +62,7 @@ class HostsExecutor(ProcessExecutor):
         self._agents.start(digests.plain(config), table, self._starts)
         self._local.launch(config, self._starts)
         self._poller = zmq.Poller()
-        for source in (self._local.inbox, self._agents.socket):
+        for source in (self._local.sockets, self._agents.socket):
             self._poller.register(source, zmq.POLLIN)
         deadline = time.monotonic() + LOAD_TIMEOUT_S
         while not self._local.launched(POLL_S):
@@ -83,11 +83,13 @@ class HostsExecutor(ProcessExecutor):
         self._local.send_all(encoded)
 
     def _receive(self) -> FromRank | None:
+        assert self._agents is not None
         if not self._received:
             ready = dict(self._poller.poll(int(POLL_S * 1000)))
-            if self._local.inbox in ready:
-                self._received.append(self._local.inbox.recv())
-            if len(ready) > (self._local.inbox in ready):
+            of_agents = self._agents.socket in ready
+            if len(ready) > of_agents and (message := self._local.receive(0)) is not None:
+                self._received.append(message)
+            if of_agents:
                 self._drain()
         return decode_from_rank(self._received.popleft()) if self._received else None
 

@@ -1,4 +1,4 @@
-"""The processes of one host's ranks: a fork server starts them, and messages go to and from them over ZeroMQ's ipc."""
+"""The processes of one host's ranks: a fork server starts them, and sockets carry messages to and from them."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import zmq
-
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.controller.fork_client import ForkServer, RankProcess
 from weft.engine.messages import Stop, encode
+from weft.engine.rank_sockets import SOCKET, RankSockets
 
 POLL_S = 0.2
 """How long a wait for one message lasts."""
+DRAIN_S = 0.05
+"""How often messages of ranks that are to stop are read."""
 
 
 class RankProcesses:
     """One host's ranks. All their files are in one private folder. Methods raise EngineError in one line.
 
-    ranks: their numbers in the world. processes: in the order of `ranks`. inbox: where their messages come.
+    ranks: their numbers in the world. processes: in the order of `ranks`. sockets: to poll, while they run.
     """
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = tuple(ranks)
         self.processes: list[RankProcess] = []
-        self.inbox: zmq.Socket[bytes]
+        self.sockets: RankSockets | None = None
         self._server: ForkServer | None = None
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._outboxes: dict[int, zmq.Socket[bytes]] = {}
 
     def prepare(self) -> None:
         """Begins the start of the fork server, unless there is one."""
@@ -43,28 +42,21 @@ class RankProcesses:
     @property
     def running(self) -> bool:
         """Whether ranks were launched and not stopped."""
-        return self._context is not None
+        return self.sockets is not None
 
     def launch(self, config: EngineConfig, number: int) -> None:
         """Requests all ranks; `launched` says when they are there. number: of this start, another for each."""
         self.prepare()
         assert self._server is not None
-        self.processes, self._outboxes = [], {}
+        self.processes = []
         self._run = run = self.directory / str(number)
         run.mkdir()
         (run / "config.json").write_text(json.dumps(config.to_dict()))
-        self._context = zmq.Context()
-        self.inbox = self._context.socket(zmq.PULL)
-        self.inbox.setsockopt(zmq.RCVTIMEO, int(POLL_S * 1000))  # a poll before each message would take twice the time
         try:
-            self.inbox.bind(f"ipc://{run}/from")
-        except zmq.ZMQError as error:  # the path of a socket is short; TMPDIR may be long
-            raise EngineError(f"no sockets in {self.directory}: {error.strerror}; set TMPDIR to another") from error
+            self.sockets = RankSockets(run / SOCKET, self.ranks)
+        except OSError as error:  # the path of a socket is short; TMPDIR may be long
+            raise EngineError(f"no sockets in {self.directory}: {error}; set TMPDIR to another") from error
         for rank in self.ranks:
-            outbox = self._context.socket(zmq.PUSH)
-            # The rank binds and this end connects: a PUSH socket that binds blocks once its only peer is dead.
-            outbox.connect(f"ipc://{run}/to-{rank}")
-            self._outboxes[rank] = outbox
             self._server.request(run, rank)
 
     def launched(self, timeout_s: float) -> bool:
@@ -78,19 +70,18 @@ class RankProcesses:
 
     def send(self, rank: int, encoded: bytes) -> None:
         """Sends a message to one rank."""
-        self._outboxes[rank].send(encoded)
+        assert self.sockets is not None
+        self.sockets.send(rank, encoded)
 
     def send_all(self, encoded: bytes) -> None:
         """Sends the same message to every rank of this host."""
-        for outbox in self._outboxes.values():
-            outbox.send(encoded)
+        for rank in self.ranks:
+            self.send(rank, encoded)
 
-    def receive(self) -> bytes | None:
-        """The next message of a rank; None where none came within POLL_S."""
-        try:
-            return self.inbox.recv()
-        except zmq.Again:
-            return None
+    def receive(self, timeout_s: float = POLL_S) -> bytes | None:
+        """The next message of a rank; None where none came within timeout_s."""
+        assert self.sockets is not None
+        return self.sockets.receive(timeout_s)
 
     def ended(self, *, killed: bool = False) -> str | None:
         """One line about a rank that has ended, or None. killed: only about one that a signal ended."""
@@ -106,19 +97,22 @@ class RankProcesses:
 
     def stop(self, grace_s: float) -> None:
         """Ends every rank. grace_s: how long they may take to exit by themselves. May be called twice."""
-        if self._context is None:
+        if self.sockets is None:
             return
         for rank, process in zip(self.ranks, self.processes, strict=False):
             if grace_s and process.poll() is None:
                 self.send(rank, encode(Stop()))
         deadline = time.monotonic() + grace_s
         for process in self.processes:
-            if process.wait(max(0.0, deadline - time.monotonic())) is None:
-                process.kill()
-                process.wait()
-        self._context.destroy(linger=0)
+            while process.wait(max(0.0, min(DRAIN_S, deadline - time.monotonic()))) is None:
+                while self.sockets.receive(0):  # a rank that waits for that does not see that it is to stop
+                    pass
+                if time.monotonic() >= deadline:
+                    process.kill()
+                    process.wait()
+        self.sockets.close()
+        self.sockets = None
         shutil.rmtree(self._run, ignore_errors=True)
-        self._context = None
         if len(self.processes) < len(self.ranks) and self._server is not None:
             self._server.close()  # it may still fork ranks that were asked for: they must not be taken for later ones
 

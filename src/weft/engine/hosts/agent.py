@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -85,8 +86,10 @@ class HostAgent:
     def _serve(self) -> None:
         began, said, looked = time.monotonic(), 0.0, 0.0
         while True:
-            sources = [self._socket, self._monitor, *([self._ranks.inbox] if self._ranks.running else [])]
-            ready = dict(zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], TICK_MS))
+            sources: list[Any] = [self._socket, self._monitor]
+            if self._ranks.sockets:
+                sources.append(self._ranks.sockets.fileno())
+            ready: dict[Any, int] = dict(zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], TICK_MS))
             if self._monitor in ready:
                 self._watch(recv_monitor_message(self._monitor)["event"])
             if self._socket in ready:
@@ -94,8 +97,8 @@ class HostAgent:
                     return
             elif self._gone:  # its last words have been heard
                 raise EngineError(f"node 0 at {self._where} is gone; so are the ranks of this host")
-            if self._ranks.running and self._ranks.inbox in ready:
-                self._send(FromRanks(self._number, self._ranks.inbox.recv()))
+            if self._ranks.running and (message := self._ranks.receive(0)) is not None:
+                self._send(FromRanks(self._number, message))
             if (now := time.monotonic()) > looked + TICK_MS / 1000:
                 looked = now
                 self._look_after_ranks()

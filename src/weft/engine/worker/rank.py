@@ -15,12 +15,12 @@ import traceback
 from pathlib import Path
 
 import torch
-import zmq
 from transformers.utils import logging as transformers_logging
 
 from weft.engine.config import EngineConfig
 from weft.engine.device import check_gpu, device_of
-from weft.engine.messages import Failure, FromRank, ToRank, decode_to_rank, encode
+from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_to_rank, encode
+from weft.engine.rank_sockets import SOCKET, RankSocket
 from weft.engine.threads import name_thread
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker, failure
@@ -37,19 +37,17 @@ def main(directory: Path, rank: int, parent: int) -> int:
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
     bind(config, rank)
     torch.set_num_threads(config.threads)
-    context = zmq.Context()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.bind(f"ipc://{directory}/to-{rank}")
-    outbox.connect(f"ipc://{directory}/from")
-
-    sending = threading.Lock()
+    controller, sending = RankSocket(directory / SOCKET, rank), threading.Lock()
 
     def send(message: FromRank) -> None:
-        with sending:  # a socket takes one thread at a time
-            outbox.send(encode(message))
+        with sending:  # messages of several packets must not mix
+            controller.send(encode(message))
 
     def receive() -> ToRank:
-        return decode_to_rank(inbox.recv())
+        try:
+            return decode_to_rank(controller.receive())
+        except EOFError:  # nobody is there to work for
+            return Stop()
 
     code = 0
     try:
@@ -68,7 +66,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
         traceback.print_exc()
         send(failure(rank, error))
         code = 1
-    context.destroy(linger=1000)
+    controller.close()
     return code
 
 

@@ -1,0 +1,124 @@
+"""Messages between ranks and the process that starts them."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.engine.rank_sockets import PACKET, RankSocket, RankSockets
+
+SIZES = (0, 1, 300, PACKET - 1, PACKET, PACKET + 1, 3 * PACKET + 5, 40 * PACKET)
+LARGE = 100 * PACKET
+"""Bytes that no socket takes before anybody reads."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "ranks"
+
+
+@pytest.fixture
+def ends(path: Path) -> Iterator[tuple[RankSockets, list[RankSocket]]]:
+    sockets = RankSockets(path, (4, 5))
+    ranks = [RankSocket(path, rank) for rank in (5, 4)]  # in any order
+    for rank in ranks:
+        rank.send(b"ready")
+    assert [next_of(sockets), next_of(sockets)] == [b"ready"] * 2
+    yield sockets, ranks[::-1]
+    for each in (sockets, *ranks):
+        each.close()
+
+
+def next_of(sockets: RankSockets) -> bytes:
+    message = sockets.receive(10)
+    assert message is not None, "nothing came"
+    return message
+
+
+def message(size: int) -> bytes:
+    return bytes(range(256)) * (size // 256) + b"." * (size % 256)
+
+
+def test_messages_of_all_sizes_come_whole_and_in_order(ends: tuple[RankSockets, list[RankSocket]]) -> None:
+    sockets, ranks = ends
+    for at, rank in enumerate(ranks):
+        for size in SIZES:
+            sockets.send(4 + at, message(size))
+        sent = threading.Thread(target=lambda rank=rank: [rank.send(message(size)) for size in SIZES])
+        sent.start()
+        assert [next_of(sockets) for _ in SIZES] == [message(size) for size in SIZES]
+        sent.join()
+        while select.select([sockets], [], [], 0)[0]:  # what the rank's socket did not take is sent as it reads
+            sockets.receive(0)
+        done = threading.Event()
+        sending = threading.Thread(target=lambda done=done: [sockets.receive(0.01) for _ in iter(done.is_set, True)])
+        sending.start()
+        assert [rank.receive() for _ in SIZES] == [message(size) for size in SIZES]
+        done.set()
+        sending.join()
+    assert sockets.receive(0) is None
+
+
+def test_a_rank_that_does_not_read_keeps_nobody_waiting(ends: tuple[RankSockets, list[RankSocket]]) -> None:
+    """Nor one that waits until its own message is read."""
+    sockets, (first, second) = ends
+    sockets.send(4, message(LARGE))
+    sockets.send(4, b"then")
+    sending = threading.Thread(target=first.send, args=(message(LARGE),))
+    sending.start()
+    second.send(b"hello")
+    found = [next_of(sockets), next_of(sockets)]
+    assert sorted(found, key=len) == [b"hello", message(LARGE)]
+    sending.join()
+    got: list[bytes] = []
+    reading = threading.Thread(target=lambda: got.extend([first.receive(), first.receive()]))
+    reading.start()
+    while len(got) < 2 and sockets.receive(0.01) is None:
+        pass
+    reading.join()
+    assert got == [message(LARGE), b"then"]
+
+
+def test_what_a_rank_said_before_it_ended_is_heard(ends: tuple[RankSockets, list[RankSocket]]) -> None:
+    sockets, (first, second) = ends
+    sockets.send(4, b"never read")
+    first.send(b"last")
+    first.close()
+    assert sockets.receive(10) == b"last" and sockets.receive(0.01) is None
+    for size in (1, LARGE):
+        sockets.send(4, message(size))  # is dropped
+    sockets.send(3, b"to a rank that never came")
+    sockets.send(5, b"still here")
+    assert second.receive() == b"still here"
+    second.send(b"yes")
+    assert next_of(sockets) == b"yes"
+
+
+def test_a_rank_sees_that_the_other_end_is_gone(ends: tuple[RankSockets, list[RankSocket]]) -> None:
+    sockets, (first, second) = ends
+    sockets.send(4, b"last")
+    second.send(b"never read")
+    sockets.close()
+    assert first.receive() == b"last"
+    for rank in (first, second):
+        with pytest.raises(EOFError):
+            rank.receive()
+        rank.send(message(LARGE))  # is dropped
+
+
+def test_others_can_poll_for_messages(ends: tuple[RankSockets, list[RankSocket]]) -> None:
+    sockets, (first, _) = ends
+    began = time.monotonic()
+    assert sockets.receive(0.05) is None and time.monotonic() - began >= 0.05
+    assert select.select([sockets], [], [], 0)[0] == []
+    first.send(b"one")
+    first.send(b"two")
+    for expected in (b"one", b"two"):
+        assert select.select([sockets], [], [], 10)[0] == [sockets]
+        assert sockets.receive(0) == expected
+    assert select.select([sockets], [], [], 0)[0] == []

@@ -125,8 +125,11 @@ def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
     first = GroupRows(chunks=(Chunk(2, token_bytes([1, 2]), True), Chunk(0, token_bytes([1]), True)))
     first = structs.replace(first, joins=tuple(Join(row, 1, 0, ((row,),), greedy) for row in (2, 0)))
     table.apply(first)
+    table.forget_tokens(first)
     assert table.sample(first, logits).tolist() == [5, 7] and table.last_token.tolist() == [7, NO_TOKEN, 5]
-    table.apply(GroupRows(joins=(Join(2, 2, 3, ((1,),), greedy),)))
+    second = GroupRows(joins=(Join(2, 2, 3, ((1,),), greedy),))
+    table.apply(second)
+    table.forget_tokens(second)
     decoding = GroupRows(decode_rows=(0, 2))
     batch = table.batch(decoding)
     assert batch.tokens.tolist() == [7, 0] and batch.positions.tolist() == [0, 3]

@@ -167,7 +167,6 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
             rows = step.groups[worker.mesh.group_of(worker.rank)]
             worker.table.apply(rows)
             worker.device_rows.apply(rows)
-            worker.device_rows.writes.flush()
             worker.table.advance(rows)
             worker.device_rows.ran(worker.table, rows)
             worker.table.last_token.fill_(TOKEN)

@@ -119,7 +119,6 @@ class Ranks:
         ours.table.apply(group_rows)
         self.rows.apply(group_rows)
         wanted = ours.table.batch(group_rows)
-        self.rows.writes.flush()
         assert self.inputs.put(group_rows) == len(group_rows.sampled_rows)
         counts = PaddedRows(Mesh(), 0, shape.rows, torch.device("cpu"))
         counts.fill((group_rows.count,))
@@ -227,7 +226,6 @@ def test_many_that_join_at_once_cost_the_host_no_more_operators_than_one() -> No
         with CountedOps() as counted:
             table.apply(news)
             rows.apply(news)
-            rows.writes.flush()
         counts.append(counted.count)
         at = [join.row for join in joined]
         assert rows.length[at].tolist() == [join.context for join in joined]

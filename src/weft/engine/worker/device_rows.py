@@ -50,8 +50,12 @@ class DeviceRows:
         self.writes = PinnedWrites(self._all) if device.type == "cuda" else StagedWrites()
 
     def apply(self, group_rows: GroupRows) -> None:
-        """As `RowTable.apply` and `RowTable.forget_tokens`, staged by `writes`. ValueError for an entry beyond a
-        table."""
+        """As `RowTable.apply` and `RowTable.forget_tokens`. ValueError for an entry beyond a table."""
+        self.stage(group_rows)
+        self.writes.flush()
+
+    def stage(self, group_rows: GroupRows) -> None:
+        """`apply`, which the next flush of `writes` carries out."""
         if not (group_rows.joins or group_rows.entries):
             return
         at, values = array("q"), array("i")

@@ -181,7 +181,7 @@ class Worker:
         if copies := [join.copy for join in rows.joins if join.copy]:
             self.runner.caches.copy(on_device(copies, torch.int64, self.table.device))
         if self.device_rows:
-            self.device_rows.apply(rows)
+            self.device_rows.stage(rows)
         else:
             self.table.forget_tokens(rows)
         split = self.runner.vocabulary is not None
@@ -226,7 +226,6 @@ class Worker:
             assert self.device_rows is not None, "graphs read their rows from the device"
             self.table.apply(rows)
             self.device_rows.apply(rows)
-            self.device_rows.writes.flush()
         self.runner.repeat(last.shape)
         self._repeats += 1
         output = StepOutput(rows, last.tokens, self.runner.sampled_tokens(len(rows.decode_rows)))

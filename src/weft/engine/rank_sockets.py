@@ -85,15 +85,15 @@ class RankSockets:
     """
 
     def __init__(self, path: Path, ranks: Sequence[int]):
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._poll = select.epoll()
         self._by_descriptor: dict[int, _Connection] = {}
         self._by_rank: dict[int, _Connection] = {}
         try:
-            self._listener.bind(str(path))
-            self._listener.listen(len(ranks))
-            self._listener.setblocking(False)
-            self._poll.register(self._listener, select.EPOLLIN)
+            self._server.bind(str(path))
+            self._server.listen(len(ranks))
+            self._server.setblocking(False)
+            self._poll.register(self._server, select.EPOLLIN)
         except OSError:
             self.close()
             raise
@@ -116,7 +116,7 @@ class RankSockets:
         until = time.monotonic() + timeout_s
         while ready := self._poll.poll(max(0.0, until - time.monotonic()), 1):
             [(descriptor, events)] = ready
-            if descriptor == self._listener.fileno():
+            if descriptor == self._server.fileno():
                 self._accept()
                 continue
             connection = self._by_descriptor[descriptor]
@@ -130,11 +130,11 @@ class RankSockets:
     def close(self) -> None:
         """Ends all connections."""
         self._poll.close()
-        for each in (self._listener, *(connection.socket for connection in self._by_descriptor.values())):
+        for each in (self._server, *(connection.socket for connection in self._by_descriptor.values())):
             each.close()
 
     def _accept(self) -> None:
-        made, _ = self._listener.accept()
+        made, _ = self._server.accept()
         made.setblocking(False)
         self._by_descriptor[made.fileno()] = _Connection(made)
         self._poll.register(made, select.EPOLLIN)

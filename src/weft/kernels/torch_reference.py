@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from math import inf
 from typing import Protocol
@@ -242,16 +242,20 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     add: bool = False,
+    wait: Callable[[], None] | None = None,
 ) -> Tensor:
     """Fills and returns out `[T, width]`: Σ of weight · down(gated(gate_up(x))) over a token's experts on this rank.
 
     x: `[T, width]`, in FP8 only where the weights are. chosen: by `route`; an index outside `[0, E)` is an expert of
     another rank. gate_up: `[E, 2·inner, width]`, gate's rows first. down: `[E, width, inner]`. limit, alpha: as `gated`
-    takes them. biases: `[E, 2·inner]`, `[E, width]`. add: the sum is added to the values of out. With weights in FP8
-    the rows of both products are quantised, and sums are in float32.
+    takes them. biases: `[E, 2·inner]`, `[E, width]`. add: the sum is added to the values of out. wait: called once,
+    before out is read or written (`weft.kernels.side_stream`). With weights in FP8 the rows of both products are
+    quantised, and sums are in float32.
 
     It takes two products for each expert that has a row: on CPUs torch's grouped product is a loop over all experts.
     """
+    if wait is not None:
+        wait()
     in_float8, (weight, expert) = isinstance(gate_up, Fp8Weight), chosen
     dtype = torch.promote_types(out.dtype, torch.float32) if in_float8 else out.dtype
     total = torch.zeros_like(out, dtype=dtype) if add or in_float8 else out.zero_()

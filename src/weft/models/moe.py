@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from weft.hidden import Hidden
 from weft.kernels import ops
 from weft.kernels.float8 import Fp8Rows
+from weft.kernels.side_stream import beside
 from weft.kernels.torch_reference import Chosen
 from weft.models.expert_sources import EXPERT_STORAGE, ExpertLayout, ExpertStorage, expert_sources, gate_up_biases
 from weft.models.layers import Builder, Layer, Linear
@@ -80,29 +81,41 @@ class Experts(Layer):
         """
         if self._dispatches(x):
             assert x.settler is not None
-            added, chosen = shared and shared(), router.choose(x)
+            added, wait = beside(shared, x.value) if shared else (None, None)
+            chosen = router.choose(x)
             out = x.settler.dispatch(x.require_complete(self.path), *chosen, self.experts, self._sum_of_chosen)
             owned = Hidden(out, x.placement, x.mesh, self.path)
+            if wait:
+                wait()
             if added is not None:
                 owned += added
             return owned
         taken, placement = self._world_rows(x), x.mesh.placement(x.placement.rows, owes="world")
-        added, in_float8 = shared and shared(), bool(self.units)
+        added, wait = beside(shared, x.value) if shared else (None, None)
+        in_float8 = bool(self.units)
         if added is not None:
             Hidden(x.value, placement, x.mesh, self.path).require_same(added)
         if x.beside is None:
             routed = ops.route(router.logits(x), router.routing, x.live, self.mine, in_float8, router.bias)
         else:
             routed = ops.route_chosen(*router.listed(x.beside), x.live, self.mine, in_float8)
-        out = self._sum(taken, x.value, routed, None if added is None else added.value)
+        out = self._sum(taken, x.value, routed, None if added is None else added.value, wait)
         return Hidden(out, placement, x.mesh, self.path)
 
     def _sum_of_chosen(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """The sum over this rank's experts for rows; expert: counted over all ranks, −1 for none."""
         return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, bool(self.units)))
 
-    def _sum(self, x: Tensor | Fp8Rows, like: Tensor, chosen: Chosen, added: Tensor | None = None) -> Tensor:
-        """The sum over this rank's experts for rows, of like's dtype; added: a term of it, overwritten with it."""
+    def _sum(
+        self,
+        x: Tensor | Fp8Rows,
+        like: Tensor,
+        chosen: Chosen,
+        added: Tensor | None = None,
+        wait: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """The sum over this rank's experts for rows, of like's dtype; added: a term of it, overwritten with it, which
+        may be read once wait was called."""
         return ops.experts(
             x,
             chosen,
@@ -114,6 +127,7 @@ class Experts(Layer):
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
             add=added is not None,
+            wait=wait,
         )
 
     def _dispatches(self, x: Hidden) -> bool:

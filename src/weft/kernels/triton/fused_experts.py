@@ -17,6 +17,8 @@ the first product's columns are one group of the second: the kernel quantises it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -191,6 +193,7 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     add: bool = False,
+    wait: Callable[[], None] | None = None,
 ) -> Tensor:
     """Fills and returns out: Σ of weight · down(silu(gate(x)) · up(x)) over a token's pairs with an expert of this
     rank.
@@ -201,11 +204,14 @@ def experts(
     out: `[T, width]`, zero where no expert is on this rank.
     limit, alpha: as in `weft.kernels.torch_reference.gated`.
     gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
-    add: the sum is added to the values of out, such as a shared expert's result.
+    add: the sum is added to the values of out, such as a shared expert's result. wait: called once, before out is
+        read or written.
 
     Raises ValueError where shapes or dtypes do not match.
     """
     if not _check(x, routing, gate_up, down, out, gate_up_bias, down_bias):
+        if wait is not None:
+            wait()
         return out
     if alpha is not None and limit is None:
         raise ValueError("alpha without a limit")
@@ -231,13 +237,14 @@ def experts(
             parts = fused_experts_float8.parts_of_pairs(
                 x, routing, gate_up, down, up_tile, down_tile, limit, alpha, gate_up_bias
             )
-            return _sum(parts, routing, out, parts.shape[0], down_bias, add)
+            return _sum(parts, routing, out, parts.shape[0], down_bias, add, wait)
         hidden = out.new_empty(pairs, inner, dtype=last.dtype)
         hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
     elif plain and up_tile is down_tile is None and prompt_experts.takes(given, routing, up, last):
-        return _sum(prompt_experts.pairs_outputs(given, routing, up, last)[None], routing, out, 0, None, add)
+        each = prompt_experts.pairs_outputs(given, routing, up, last)[None]
+        return _sum(each, routing, out, 0, None, add, wait)
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
     cut = up_tile or up_tile_of(rows, up.itemsize)
@@ -256,7 +263,7 @@ def experts(
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
         BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
-    return _sum(each, routing, out, 0, None, add)
+    return _sum(each, routing, out, 0, None, add, wait)
 
 
 def route_scored(
@@ -301,8 +308,18 @@ def _check(
     return rows > 0
 
 
-def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:
+def _sum(
+    parts: Tensor,
+    routing: Routing,
+    out: Tensor,
+    count: int,
+    bias: Tensor | None,
+    add: bool,
+    wait: Callable[[], None] | None,
+) -> Tensor:
     """Fills and returns out. count: `_sum_choices`'s PARTS."""
+    if wait is not None:
+        wait()
     rows, width = out.shape
     block = min(1024, next_power_of_2(width))
     _sum_choices[(rows, cdiv(width, block))](

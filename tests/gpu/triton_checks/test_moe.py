@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,13 @@ from gpu import definitions
 from gpu.triton_checks.worker import INTERPRETED
 from weft.hidden import Hidden
 from weft.kernels import ops
+from weft.kernels.side_stream import beside
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.torch_reference import choose
 from weft.kernels.triton import fused_experts, prompt_experts
 from weft.kernels.triton import route as kernels
 from weft.kernels.triton.experts_tiles import ExpertsTile
+from weft.models import moe
 from weft.models.layers import Builder
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Router, Routing
@@ -326,6 +329,64 @@ def test_a_block_of_experts_is_that_of_a_cpu(device: torch.device, monkeypatch: 
     assert torch.allclose(found.value.cpu(), wanted.value, rtol=1e-4, atol=1e-5)
     with pytest.raises(PlacementError, match=r"cannot add .* to mlp\.experts"):
         block.experts(x, block.router, lambda: replace(found, placement=Placement(Rows.WORLD, owes="ep")))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_a_shared_experts_result_is_not_touched_before_the_wait(
+    rows: int, by_kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = Builder(mesh := Mesh(), 0, torch.float32, torch.device("cpu"))
+    block = SparseMoE(b, "mlp", 32, MoEConfig(15, 16, RULES["sigmoid"], shared=24, shared_gate=False)).to(device)
+    torch.manual_seed(1)
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    x = Hidden(torch.randn(rows, 32, device=device), mesh.placement(Rows.WORLD), mesh, "x")
+    monkeypatch.setattr(ops, "on_gpu", lambda x: by_kernels)
+    wanted, waits = block(x).value, []
+
+    def late(function: Callable[[], Hidden], like: Tensor) -> tuple[Hidden, Callable[[], None]]:
+        made = function()
+        value = made.value.clone()
+        made.value.fill_(NAN)
+
+        def wait() -> None:
+            waits.append(made.value.copy_(value))
+
+        return made, wait
+
+    monkeypatch.setattr(moe, "beside", late)
+    assert torch.equal(block(x).value, wanted) and len(waits) == 1
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a GPU")
+def test_what_runs_beside_is_captured(device: torch.device) -> None:
+    """A branch of a graph is over where its result is read, also when the graph is replayed again and again."""
+    weights = torch.randn(3, 2048, 2048, device=device, dtype=torch.bfloat16) / 45
+    x = torch.randn(4, 2048, device=device, dtype=torch.bfloat16)
+
+    def step(apart: bool) -> Tensor:
+        left = x
+        for _ in range(20):
+            here = left
+
+            def branch(here: Tensor = here) -> Tensor:
+                return ops.linear(ops.linear(here, weights[0]), weights[1])
+
+            right, wait = beside(branch, here) if apart else (branch(), lambda: None)
+            left = ops.linear(here, weights[2])
+            wait()
+            left = (left + right) / 2
+        return left
+
+    wanted, graph = step(False), torch.cuda.CUDAGraph()
+    assert torch.equal(step(True), wanted)
+    with torch.cuda.graph(graph):
+        found = step(True)
+    for _ in range(50):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(found, step(False))
 
 
 def test_what_a_router_chose_before_rows_travelled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,8 @@ def norm_rope_cache(
         raise ValueError("the last dimensions must be contiguous")
     out = parts.new_empty(rows, heads, d, dtype=dtype) if q_out is None else q_out
     if rows:
-        block_t = 1 if rows < 16 else 8
+        block_d = next_power_of_2(d)
+        block_t = 1 if rows < 16 else 8 if rows < 1024 else max(8, 2048 // block_d)
         _norm_rope_cache[(cdiv(rows, block_t), heads + 2 * kv_heads)](
             parts, parts if bias is None else bias, parts if q_weight is None else q_weight,
             parts if k_weight is None else k_weight, cos, sin, slots, out, keys, values, cache.k_exponents,
@@ -165,7 +166,7 @@ def norm_rope_cache(
             HEADS=heads, KV_HEADS=kv_heads, D=d, ROTARY=rotary_dim,
             NORM=q_weight is not None, INTERLEAVED=interleaved, BLOCK_T=block_t,
             BLOCK_PAIRS=max(1, next_power_of_2(rotary_dim // 2)), BLOCK_REST=max(1, next_power_of_2(d - rotary_dim)),
-            BLOCK_D=next_power_of_2(d), PARTS=count, BIAS=bias is not None, FLOAT8=cache.in_float8,
+            BLOCK_D=block_d, PARTS=count, BIAS=bias is not None, FLOAT8=cache.in_float8,
             num_warps=1 if block_t == 1 else 4, **overlap.options(),
         )  # fmt: skip
     return out

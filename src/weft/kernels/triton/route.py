@@ -273,15 +273,17 @@ def choose(
     if parts.stride(2) != 1 or experts % groups or any(b is not None and b.shape != (experts,) for b in (bias, offset)):
         raise ValueError(f"logits are {[rows, experts]}, contiguous by rows, in {groups} groups; bias {bias}")
     if rows:
-        _route[(cdiv(rows, 4),)](
+        # Of four rows of up to 128 experts each warp has one; warps that share rows would wait for each other.
+        block_t = 4 if experts <= 128 else 1
+        _route[(cdiv(rows, block_t),)](
             parts, parts if offset is None else offset, parts if bias is None else bias, live, weight, expert, rows,
             parts.stride(0) if count > 1 else 0, parts.stride(1), rule.scale, PARTS=count, OFFSET=offset is not None,
             DTYPE=LANGUAGE[found.dtype],
             E=experts, K=k, BLOCK_K=next_power_of_2(k), SIGMOID=rule.score == "sigmoid", BIAS=bias is not None,
             GROUPS=groups, TOP_GROUPS=min(groups, rule.top_groups), GROUP_BEST=rule.group_best,
-            RENORMALISE=rule.renormalise, FIRST=first, HELD=experts - first if held is None else held, BLOCK_T=4,
+            RENORMALISE=rule.renormalise, FIRST=first, HELD=experts - first if held is None else held, BLOCK_T=block_t,
             BLOCK_GROUPS=next_power_of_2(groups), BLOCK_SIZE=next_power_of_2(experts // groups),
-            num_warps=4, **overlap.options(),
+            num_warps=block_t, **overlap.options(),
         )  # fmt: skip
     return weight, expert
 

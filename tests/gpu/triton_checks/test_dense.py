@@ -128,7 +128,8 @@ def test_which_products_are_taken(device: torch.device) -> None:
     for sizes in ((17, 2048, 2048), (16, 4096, 2048), (16, 2048, 4096), (8, 8, 2048), (8, 576, 7168)):
         tile = dense.tile_of(*sizes)
         assert tile is not None and not tile.sliced, sizes
-    assert dense.tile_of(1, 5120, 2048) == dense.tile_of(4, 5120, 2048) == DenseTile(128, 8, 256, 8)
+    assert dense.tile_of(1, 5120, 2048) == dense.tile_of(4, 5120, 2048) == DenseTile(64, 8, 256, 4)
+    assert dense.tile_of(1, 5632, 2048) == DenseTile(128, 8, 256, 8)  # seven hundred programs of half the columns
     assert dense.tile_of(5, 5120, 2048) is None  # five hundred programs
     assert dense.tile_of(64, 2560, 2048) is None and dense.tile_of(64, 2560, 2048, True) == DenseTile(128, 4, 512, 8)
     for rows in (1, 16, 17, 64):

@@ -201,7 +201,7 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> De
         return whole
     cuts = [(64, 512 if width > 1024 else 256 if width > 128 else 128, 4)]
     if rows <= 4:
-        cuts.append((128, 256, 8))
+        cuts += [(64, 256, 4), (128, 256, 8)]
     if rows > 32 and added_next:
         cuts.append((128, 512, 8))
     for columns, block, warps in cuts:

@@ -237,7 +237,7 @@ def time_moe(report: Report, split: str, rows: int) -> None:
     gate_up, down = normal(held, 2 * inner, HIDDEN, scale=0.02), normal(held, HIDDEN, inner, scale=0.03)
     live = ints(rows)
     sets = [(normal(rows, HIDDEN), skewed_logits(rows)) for _ in range(2 if rows == 4096 else 12)]
-    out, tile_rows = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16), tile_rows_of(rows)
+    out, tile_rows = torch.empty(rows, HIDDEN, device=DEVICE, dtype=BF16), tile_rows_of(rows, rows * CHOSEN, EXPERTS)
 
     def routed(logits: Tensor) -> route.Routing:
         return route.route(logits, RULE, live, tile_rows, 0, held)

@@ -299,7 +299,7 @@ def parts_of(rows: int, outputs: int, width: int, bias: torch.Tensor | None = No
 
 
 def route_rows(rows: int) -> None:
-    live, tile_rows = empty(1, dtype=INT), tile_rows_of(rows)
+    live, tile_rows = empty(1, dtype=INT), tile_rows_of(rows, 8 * rows, 128)
     logits = parts_of(rows, 128, 2048, empty(128))
     route.route(logits, Routing(8, renormalise=True), live, tile_rows, 64, 64)
 
@@ -322,7 +322,7 @@ def mix_experts(
     def new(*shape: int) -> torch.Tensor:
         return empty(*shape, dtype=dtype or torch.bfloat16)
 
-    routing = routed(rows, held, tile_rows_of(rows))
+    routing = routed(rows, held, tile_rows_of(rows, 8 * rows, held))
     gate_up, down = new(held, 2 * inner, width), new(held, width, inner)
     more = dict(limit=7.0, alpha=1.702, gate_up_bias=new(held, 2 * inner), down_bias=new(held, width))
     fused_experts.experts(new(rows, width), routing, gate_up, down, new(rows, width), **more if biased else {})
@@ -345,7 +345,7 @@ def in_float8(*shape: int, unit: tuple[int, int] = (128, 128)) -> Fp8Weight:
 
 
 def mix_float8_experts(rows: int, held: int, inner: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:
-    routing = routed(rows, held, tile_rows_of(rows, float8=True))
+    routing = routed(rows, held, tile_rows_of(rows, 8 * rows, held, float8=True))
     gate_up, down = in_float8(held, 2 * inner, width, unit=unit), in_float8(held, width, inner, unit=unit)
     fused_experts.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.kernels.triton.float8_linear import FEW_ROWS
+from weft.kernels.triton.launch import cdiv, next_power_of_2
 
 
 class ExpertsTile(NamedTuple):
@@ -16,33 +17,30 @@ class ExpertsTile(NamedTuple):
     stages: int
 
 
-def tile_rows_of(rows: int, float8: bool = False) -> int:
-    """Rows of a tile, for tensors of `rows` tokens. At most 64 in FP8, where sums take more registers."""
-    return 16 if rows <= 64 else 32 if rows <= 128 else 64 if rows < 1024 or float8 else 128
+def tile_rows_of(rows: int, pairs: int, experts: int, float8: bool = False) -> int:
+    """Rows of a tile, for so many rows, and pairs of them and of so many experts. At most 64 in FP8, where sums take
+    more registers."""
+    if float8:
+        return 16 if rows <= 64 else 32 if rows <= 128 else 64
+    # Twice as many as an expert has on average. It seldom has more: another tile would read its weights again.
+    return 128 if rows >= 1024 else min(64, max(16, next_power_of_2(2 * cdiv(pairs, experts))))
 
 
-def up_tile_of(rows: int, itemsize: int) -> ExpertsTile:
+def up_tile_of(rows: int, tile_rows: int, itemsize: int) -> ExpertsTile:
     """The tile of the first product. It reads the columns of gate and of up: twice as many as the tile has."""
-    if rows == 1:
-        return ExpertsTile(32, 512 // itemsize, 4, 4)
     if rows <= 4:
-        return ExpertsTile(32, 128, 4, 4)
-    if rows <= 128:
-        return ExpertsTile(32, 512 // itemsize, 4, 3)
-    if rows < 1024:
-        return ExpertsTile(64, 128 // itemsize, 4, 3)
-    return ExpertsTile(128, 128 // itemsize, 8, 4)
+        return ExpertsTile(32, 512 // itemsize if rows == 1 else 128, 4, 4)
+    if tile_rows <= 32:
+        return ExpertsTile(32, 512 // itemsize, 4, 3) if tile_rows == 16 else ExpertsTile(64, 256 // itemsize, 4, 3)
+    return ExpertsTile(64, 128 // itemsize, 4, 3) if tile_rows == 64 else ExpertsTile(128, 128 // itemsize, 8, 4)
 
 
-def down_tile_of(rows: int, inner: int, itemsize: int) -> ExpertsTile:
-    """The tile of the second product, of depth `inner`."""
+def down_tile_of(rows: int, tile_rows: int, itemsize: int) -> ExpertsTile:
+    """The tile of the second product."""
     if rows <= 4:
         return ExpertsTile(64, 128, 4, 6 if rows == 1 else 4)
-    if rows <= 128:  # 64 columns are quicker at a depth of 768; greater depths were measured up to 64 rows
-        deep = rows <= 64 and itemsize == 2 and inner > 1024
-        return ExpertsTile(128 if deep or inner * itemsize <= 1024 else 64, 128, 4, 3)
-    if rows < 1024:
-        return ExpertsTile(256 // itemsize, 128 // itemsize, 4, 3)
+    if tile_rows <= 64:
+        return ExpertsTile(256 // itemsize, 128 if tile_rows <= 32 else 128 // itemsize, 4, 3)
     return ExpertsTile(512 // itemsize, 128 // itemsize, 8, 4)
 
 

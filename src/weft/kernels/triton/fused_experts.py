@@ -247,7 +247,7 @@ def experts(
         return _sum(each, routing, out, 0, None, add, wait)
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
-    cut = up_tile or up_tile_of(rows, up.itemsize)
+    cut = up_tile or up_tile_of(rows, routing.tile_rows, up.itemsize)
     _up[(tiles * cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
@@ -255,7 +255,7 @@ def experts(
         BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
         **overlap.options(),
     )  # fmt: skip
-    cut = down_tile or down_tile_of(rows, inner, last.itemsize)
+    cut = down_tile or down_tile_of(rows, routing.tile_rows, last.itemsize)
     each = out.new_empty(1, pairs, width)
     _down[(tiles * cdiv(width, cut.columns),)](
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
@@ -270,8 +270,9 @@ def route_scored(
     logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
 ) -> Routing:
     """`route` to experts with the numbers `mine`, in the tiles of `experts`. in_float8: weights are in FP8."""
-    rows = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-2]
-    return route(logits, rule, live, tile_rows_of(rows, in_float8), mine.start, len(mine), bias)
+    rows, experts = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-2:]
+    tile_rows = tile_rows_of(rows, rows * rule.k, experts, in_float8)
+    return route(logits, rule, live, tile_rows, mine.start, len(mine), bias)
 
 
 def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Routing:
@@ -280,7 +281,8 @@ def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: rang
     if live is not None:
         here &= torch.arange(len(expert), dtype=torch.int32, device=expert.device)[:, None] < live
     expert = (expert - mine.start).where(here, -1)
-    return sort_pairs(weight, expert, len(mine), tile_rows_of(len(expert), in_float8))
+    tile_rows = tile_rows_of(len(expert), expert.numel(), len(mine), in_float8)
+    return sort_pairs(weight, expert, len(mine), tile_rows)
 
 
 def _check(

@@ -18,6 +18,10 @@ MAX_ROWS = 256
 T = TypeVar("T")
 
 
+def nothing() -> None:
+    """There is nothing to wait for."""
+
+
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The second stream of a GPU."""
@@ -31,7 +35,7 @@ def beside(function: Callable[[], T], like: Tensor) -> tuple[T, Callable[[], Non
     They may read what was launched before, and must not write what the caller's kernels read.
     """
     if not like.is_cuda or len(like) > MAX_ROWS:
-        return function(), lambda: None
+        return function(), nothing
     here, side = torch.cuda.current_stream(like.device), side_stream(like.device)
     side.wait_stream(here)
     with torch.cuda.stream(side):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from weft.kernels import float8
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
+from weft.kernels.side_stream import nothing
 from weft.kernels.split_k import SplitKPartials
 
 
@@ -242,7 +243,7 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     add: bool = False,
-    wait: Callable[[], None] | None = None,
+    wait: Callable[[], None] = nothing,
 ) -> Tensor:
     """Fills and returns out `[T, width]`: Σ of weight · down(gated(gate_up(x))) over a token's experts on this rank.
 
@@ -254,8 +255,7 @@ def experts(
 
     It takes two products for each expert that has a row: on CPUs torch's grouped product is a loop over all experts.
     """
-    if wait is not None:
-        wait()
+    wait()
     in_float8, (weight, expert) = isinstance(gate_up, Fp8Weight), chosen
     dtype = torch.promote_types(out.dtype, torch.float32) if in_float8 else out.dtype
     total = torch.zeros_like(out, dtype=dtype) if add or in_float8 else out.zero_()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weft.hidden import Hidden
 from weft.kernels import ops
 from weft.kernels.float8 import Fp8Rows
-from weft.kernels.side_stream import beside
+from weft.kernels.side_stream import beside, nothing
 from weft.kernels.torch_reference import Chosen
 from weft.models.expert_sources import EXPERT_STORAGE, ExpertLayout, ExpertStorage, expert_sources, gate_up_biases
 from weft.models.layers import Builder, Layer, Linear
@@ -81,17 +81,16 @@ class Experts(Layer):
         """
         if self._dispatches(x):
             assert x.settler is not None
-            added, wait = beside(shared, x.value) if shared else (None, None)
+            added, wait = beside(shared, x.value) if shared else (None, nothing)
             chosen = router.choose(x)
             out = x.settler.dispatch(x.require_complete(self.path), *chosen, self.experts, self._sum_of_chosen)
             owned = Hidden(out, x.placement, x.mesh, self.path)
-            if wait:
-                wait()
+            wait()
             if added is not None:
                 owned += added
             return owned
         taken, placement = self._world_rows(x), x.mesh.placement(x.placement.rows, owes="world")
-        added, wait = beside(shared, x.value) if shared else (None, None)
+        added, wait = beside(shared, x.value) if shared else (None, nothing)
         in_float8 = bool(self.units)
         if added is not None:
             Hidden(x.value, placement, x.mesh, self.path).require_same(added)
@@ -112,7 +111,7 @@ class Experts(Layer):
         like: Tensor,
         chosen: Chosen,
         added: Tensor | None = None,
-        wait: Callable[[], None] | None = None,
+        wait: Callable[[], None] = nothing,
     ) -> Tensor:
         """The sum over this rank's experts for rows, of like's dtype; added: a term of it, overwritten with it, which
         may be read once wait was called."""

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
+from weft.kernels.side_stream import nothing
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.torch_reference import Rule
 from weft.kernels.triton import float8_linear, fused_experts_float8, overlap, prompt_experts
@@ -193,7 +194,7 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     add: bool = False,
-    wait: Callable[[], None] | None = None,
+    wait: Callable[[], None] = nothing,
 ) -> Tensor:
     """Fills and returns out: Σ of weight · down(silu(gate(x)) · up(x)) over a token's pairs with an expert of this
     rank.
@@ -209,12 +210,31 @@ def experts(
 
     Raises ValueError where shapes or dtypes do not match.
     """
-    if not _check(x, routing, gate_up, down, out, gate_up_bias, down_bias):
-        if wait is not None:
-            wait()
-        return out
     if alpha is not None and limit is None:
         raise ValueError("alpha without a limit")
+    if not _check(x, routing, gate_up, down, out, gate_up_bias, down_bias):
+        wait()
+        return out
+    biases = gate_up_bias, down_bias
+    parts, count = _products(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, *biases)
+    wait()
+    return _sum(parts, routing, out, count, down_bias if count else None, add)
+
+
+def _products(
+    x: Tensor | Fp8Rows,
+    routing: Routing,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
+    out: Tensor,
+    up_tile: ExpertsTile | None,
+    down_tile: ExpertsTile | None,
+    limit: float | None,
+    alpha: float | None,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> tuple[Tensor, int]:
+    """What `_sum` adds, with its count. out: made like it."""
     up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
     given = x.values if isinstance(x, Fp8Rows) else x
     (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2]
@@ -237,14 +257,13 @@ def experts(
             parts = fused_experts_float8.parts_of_pairs(
                 x, routing, gate_up, down, up_tile, down_tile, limit, alpha, gate_up_bias
             )
-            return _sum(parts, routing, out, parts.shape[0], down_bias, add, wait)
+            return parts, parts.shape[0]
         hidden = out.new_empty(pairs, inner, dtype=last.dtype)
         hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
     elif plain and up_tile is down_tile is None and prompt_experts.takes(given, routing, up, last):
-        each = prompt_experts.pairs_outputs(given, routing, up, last)[None]
-        return _sum(each, routing, out, 0, None, add, wait)
+        return prompt_experts.pairs_outputs(given, routing, up, last)[None], 0
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
     cut = up_tile or up_tile_of(rows, routing.tile_rows, up.itemsize)
@@ -263,7 +282,7 @@ def experts(
         BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
         BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
-    return _sum(each, routing, out, 0, None, add, wait)
+    return each, 0
 
 
 def route_scored(
@@ -310,18 +329,8 @@ def _check(
     return rows > 0
 
 
-def _sum(
-    parts: Tensor,
-    routing: Routing,
-    out: Tensor,
-    count: int,
-    bias: Tensor | None,
-    add: bool,
-    wait: Callable[[], None] | None,
-) -> Tensor:
+def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:
     """Fills and returns out. count: `_sum_choices`'s PARTS."""
-    if wait is not None:
-        wait()
     rows, width = out.shape
     block = min(1024, next_power_of_2(width))
     _sum_choices[(rows, cdiv(width, block))](

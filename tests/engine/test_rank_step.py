@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft.comm import step_rows
 from weft.comm.reference import ReferenceWorld
 from weft.comm.step_rows import PaddedRows
 from weft.engine.config import EngineConfig
@@ -29,6 +30,7 @@ from weft.engine.worker.staged_writes import PLACES, PinnedWrites
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
 from weft.place.cost import costs
+from weft.place.spec import Mesh, Rows
 
 SEQUENCES, STEPS, GREEDY = 5, 6, Sampling(0.0, 1.0, 0, 1)
 
@@ -91,6 +93,30 @@ def test_a_decode_step_that_changes_nothing_runs_no_operator(worker: Worker, mon
     assert [result.tokens for result in results] == [*[(70,) * SEQUENCES] * (1 + STEPS), (70,)]
     assert worker.table.rows[0].length == 3 + 1 + STEPS + 1
     assert (ops.count, len(entered)) == (0, 0)
+
+
+def test_counts_that_were_there_before_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps of a few groups; what is kept of many does not grow with them."""
+    monkeypatch.setattr(step_rows, "MAX_FILLED", 4)
+    mesh, computed = Mesh(2, 2, 4, 1), list[Any]()
+    rows = PaddedRows(mesh, 3, 8, torch.device("cpu"))
+    values = rows._values
+    monkeypatch.setattr(rows, "_values", lambda counts: (computed.append(counts), values(counts))[1])
+    some = [(5, 3), (0, 8), (5, 2)]
+    expected = []
+    for counts in some:
+        rows.fill(counts)
+        expected.append(rows._device.tolist())
+    for counts, wanted in list(zip(some, expected, strict=True)) * 3:
+        rows.fill(counts)
+        assert rows._device.tolist() == wanted and rows.live(Rows.WORLD).item() == sum(counts)
+    assert computed == some
+    for first in range(8):
+        rows.fill((first, 1))
+        assert len(rows._filled) <= 4
+    with pytest.raises(ValueError, match="do not fit"):
+        rows.fill((9, 0))
+    assert (9, 0) not in rows._filled
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ all groups exchange their whole capacity: `EqualRows`.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -19,6 +20,8 @@ from weft.place.chain import Counts
 from weft.place.edges import Edge
 from weft.place.spec import NAMED_ROWS, Mesh, Rows
 
+MAX_FILLED = 1024
+"""How many different counts `PaddedRows.fill` keeps."""
 Fill = Callable[[Tensor, Sequence[int]], None]
 """Fills an int32 tensor of the device with the host's numbers, before what is queued from now on."""
 
@@ -101,8 +104,8 @@ class PaddedRows(StepRows):
     """A step in a CUDA graph: tensors have the capacity of `capacity` tokens in each DP group, and the live counts are
     on the device.
 
-    `fill` sets the counts. All tensors that this object returns keep their addresses,
-    so that a graph that was captured with it serves every fill.
+    `fill` sets the counts. All tensors that this object returns keep their addresses, so that a graph that was captured
+    with it serves every fill.
     """
 
     def __init__(self, mesh: Mesh, rank: int, capacity: int, device: torch.device):
@@ -119,6 +122,7 @@ class PaddedRows(StepRows):
         self._live = dict(zip(NAMED_ROWS, rest, strict=False))
         self._indices = dict(zip(cuts, rest[len(NAMED_ROWS) :], strict=True))
         self._counts: Counts | None = None
+        self._filled: dict[Counts, array[int]] = {}  # by counts of steps before
         self._live_sizes: dict[Edge, LiveSizes] = {}
 
     def fill(self, counts: Counts, fill: Fill = copy_numbers) -> None:
@@ -128,16 +132,24 @@ class PaddedRows(StepRows):
         """
         if counts == self._counts:
             return
+        if (filled := self._filled.get(counts)) is None:
+            if len(self._filled) == MAX_FILLED:
+                self._filled.clear()
+            filled = self._filled[counts] = array("i", self._values(counts))
+        fill(self._device, filled)
+        self._counts = counts
+
+    def _values(self, counts: Counts) -> list[int]:
+        """All that is on the device."""
         mesh, rank = self.mesh, self.rank
         _check_counts(counts, self.capacity)
-        filled = [*counts, *(mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world))]
-        filled += [mesh.row_count(rows, rank, counts) for rows in NAMED_ROWS]
+        values = [*counts, *(mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world))]
+        values += [mesh.row_count(rows, rank, counts) for rows in NAMED_ROWS]
         for (src, dst), index in self._indices.items():
             start = mesh.row_range(dst, rank, counts)[0] - mesh.row_range(src, rank, counts)[0]
             last = max(self.capacity_of(src) - 1, 0)
-            filled += [min(start + i, last) for i in range(len(index))]
-        fill(self._device, filled)
-        self._counts = counts
+            values += [min(start + i, last) for i in range(len(index))]
+        return values
 
     def live(self, rows: Rows) -> Tensor:
         return self._live[rows]

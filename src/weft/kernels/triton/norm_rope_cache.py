@@ -157,7 +157,9 @@ def norm_rope_cache(
     out = parts.new_empty(rows, heads, d, dtype=dtype) if q_out is None else q_out
     if rows:
         block_d = next_power_of_2(d)
-        block_t = 1 if rows < 16 else 8 if rows < 1024 else max(8, 2048 // block_d)
+        # For heads of 64 few programs are quicker, too, but then attention behind them loses more than that.
+        few = 16 if block_d >= 128 else 256
+        block_t = 1 if rows < few else 8 if rows < 1024 else max(8, 2048 // block_d)
         _norm_rope_cache[(cdiv(rows, block_t), heads + 2 * kv_heads)](
             parts, parts if bias is None else bias, parts if q_weight is None else q_weight,
             parts if k_weight is None else k_weight, cos, sin, slots, out, keys, values, cache.k_exponents,

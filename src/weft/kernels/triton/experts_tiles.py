@@ -26,10 +26,12 @@ def tile_rows_of(rows: int, pairs: int, experts: int, float8: bool = False) -> i
     return 128 if rows >= 1024 else min(64, max(16, next_power_of_2(2 * cdiv(pairs, experts))))
 
 
-def up_tile_of(rows: int, tile_rows: int, itemsize: int) -> ExpertsTile:
-    """The tile of the first product. It reads the columns of gate and of up: twice as many as the tile has."""
+def up_tile_of(rows: int, tile_rows: int, itemsize: int, shared: bool) -> ExpertsTile:
+    """The tile of the first product. It reads the columns of gate and of up: twice as many as the tile has. shared: a
+    shared expert runs beside it; then one row is quicker with one program for a multiprocessor, else with two.
+    """
     if rows <= 4:
-        return ExpertsTile(32, 512 // itemsize if rows == 1 else 128, 4, 4)
+        return ExpertsTile(32, (512 if shared else 256) // itemsize if rows == 1 else 128, 4, 4)
     if tile_rows <= 32:
         return ExpertsTile(32, 512 // itemsize, 4, 3) if tile_rows == 16 else ExpertsTile(64, 256 // itemsize, 4, 3)
     return ExpertsTile(64, 128 // itemsize, 4, 3) if tile_rows == 64 else ExpertsTile(128, 128 // itemsize, 8, 4)

@@ -216,7 +216,7 @@ def experts(
         wait()
         return out
     biases = gate_up_bias, down_bias
-    parts, count = _products(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, *biases)
+    parts, count = _products(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, *biases, add)
     wait()
     return _sum(parts, routing, out, count, down_bias if count else None, add)
 
@@ -233,8 +233,9 @@ def _products(
     alpha: float | None,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    shared: bool,
 ) -> tuple[Tensor, int]:
-    """What `_sum` adds, with its count. out: made like it."""
+    """What `_sum` adds, with its count. out: made like it. shared: as `up_tile_of` takes it."""
     up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
     given = x.values if isinstance(x, Fp8Rows) else x
     (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2]
@@ -266,7 +267,7 @@ def _products(
         return prompt_experts.pairs_outputs(given, routing, up, last)[None], 0
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
-    cut = up_tile or up_tile_of(rows, routing.tile_rows, up.itemsize)
+    cut = up_tile or up_tile_of(rows, routing.tile_rows, up.itemsize, shared)
     _up[(tiles * cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,

@@ -29,7 +29,7 @@ from weft.kernels.triton.float8_cache import (
     scale_scores,
     unscaled,
 )
-from weft.kernels.triton.float8_decode_attention import _attend_runs, _merge_runs
+from weft.kernels.triton.float8_decode_attention import FEW_RUNS, MERGED_COLUMNS, _attend_runs, _merge_runs
 from weft.kernels.triton.launch import cdiv, gpu, kernel, next_power_of_2, scaled
 from weft.kernels.triton.merge_splits import _merge_splits
 from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits
@@ -358,7 +358,7 @@ def _launch(
         BLOCK_D=max(min_columns, next_power_of_2(d)), num_warps=tile.warps, num_stages=tile.stages,
         **overlap.options(),
     )  # fmt: skip
-    block_d = min(128, next_power_of_2(d))
+    block_d = min(MERGED_COLUMNS if runs else 128, next_power_of_2(d))
     to = (out, part_sums if lse is None else lse, max_splits, out.stride(0), out.stride(1))
     merged: dict[str, Any] = dict(
         HEADS=heads, D=d, LSE=lse is not None, WINDOW=splits.window, TOKENS=cut.tokens, MAX_SPLITS=cut.splits,
@@ -367,7 +367,7 @@ def _launch(
     programs, merges = (min(tile.programs, rows * blocks * max_splits),), (rows * heads, cdiv(d, block_d))
     if runs:
         _attend_runs[programs](*given, **shape)
-        _merge_runs[merges](part, part_sums, lengths, splits.total, *to, num_warps=4, **merged)
+        _merge_runs[merges](part, part_sums, lengths, splits.total, *to, FEW=FEW_RUNS, num_warps=2, **merged)
     else:
         form: dict[str, Any] = dict(LATENT=latent, CONSECUTIVE=tile.consecutive, FLOAT8=cache.in_float8)
         rest_columns = max(min_columns, next_power_of_2(rest))

@@ -200,9 +200,8 @@ class Scheduler:
     def _grow_ahead(self, decoding: Seq[Sequence]) -> None:
         """Takes pages for all decoding sequences when one needs a page, so that the steps in between are alike.
 
-        It takes up to PAGES_AHEAD pages for each, and none that a sequence may need soon: only free ones, and those
-            of the
-        prefix tree alone.
+        It takes up to PAGES_AHEAD pages for each, and none that a sequence may need soon: only free ones, and those of
+        the prefix tree alone. While others wait for a row, it leaves the pages of the first of them.
         """
         if self.caches.frees_on_advance or (self.waiting and len(self.running) < self.max_running):
             return

@@ -32,7 +32,7 @@ from weft.kernels.triton.float8_cache import (
 from weft.kernels.triton.float8_decode_attention import FEW_RUNS, MERGED_COLUMNS, _attend_runs, _merge_runs
 from weft.kernels.triton.launch import cdiv, gpu, kernel, next_power_of_2, scaled
 from weft.kernels.triton.merge_splits import _merge_splits
-from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits
+from weft.kernels.triton.splits import FIELDS, Cut, Splits, order_splits, place_in_round, rounds_of_program
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
@@ -107,12 +107,8 @@ def _attend_splits(
     overlap.begin()
     d, r = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_REST)
     c, rest_c = tl.arange(0, BLOCK_D // EACH), tl.arange(0, BLOCK_REST // EACH)
-    work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
-    back = programs - 1 - 2 * program
-    rounds = work // programs
-    for round in range(rounds + (program + rounds % 2 * back < work % programs).to(tl.int32)):
-        # Items come longest first. Rounds go through the programs in alternating order, to even out their sums.
-        place = round * programs + program + round % 2 * back
+    for round in range(rounds_of_program(tl.load(count) * BLOCKS)):
+        place = place_in_round(round)
         block = place % BLOCKS
         row, start, end, split, own, span = _load_item(items + place // BLOCKS * FIELDS)
         last = split + own - 1

@@ -26,7 +26,7 @@ from weft.kernels.triton.float8_cache import (
     unscaled,
 )
 from weft.kernels.triton.launch import kernel
-from weft.kernels.triton.splits import FIELDS, row_splits
+from weft.kernels.triton.splits import FIELDS, place_in_round, rounds_of_program, row_splits
 
 RUN = tl.constexpr(4)
 """Splits of a run, which begins at a multiple of so many in its row. By runs of 8, 64 rows of 1,024 tokens take 16 %
@@ -99,12 +99,8 @@ def _attend_runs(
     d, c, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_PAIRS), tl.arange(0, BLOCK_N)
     k_row, v_row = tl.cast(k_slot, tl.uint32).to(tl.uint64), tl.cast(v_slot, tl.uint32).to(tl.uint64)
     e_row = tl.cast(e_slot, tl.uint32).to(tl.uint64)
-    work, programs, program = tl.load(count) * BLOCKS, tl.num_programs(0), tl.program_id(0)
-    back = programs - 1 - 2 * program
-    rounds = work // programs
-    for round in range(rounds + (program + rounds % 2 * back < work % programs).to(tl.int32)):
-        # Items come longest first. Rounds go through the programs in alternating order, to even out their sums.
-        place = round * programs + program + round % 2 * back
+    for round in range(rounds_of_program(tl.load(count) * BLOCKS)):
+        place = place_in_round(round)
         block = place % BLOCKS
         item = items + place // BLOCKS * FIELDS
         row, start, end = tl.load(item), tl.load(item + 1), tl.load(item + 2)

@@ -116,6 +116,22 @@ def _order_splits(
     tl.store(to + 6, splits, mask=real)
 
 
+@triton.jit
+def place_in_round(round):
+    """The piece of work that this program takes in a round. Items come longest first, and rounds go through the
+    programs in alternating order, to even out their sums.
+    """
+    programs, program = tl.num_programs(0), tl.program_id(0)
+    return round * programs + program + round % 2 * (programs - 1 - 2 * program)
+
+
+@triton.jit
+def rounds_of_program(work):
+    """Rounds in which there is a piece of work for this program, of so many pieces."""
+    rounds = work // tl.num_programs(0)
+    return rounds + (place_in_round(rounds) < work).to(tl.int32)
+
+
 def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: Cut) -> Splits:
     """The splits of a step's rows, longest items first; those of equal length by row and split.
 

@@ -16,7 +16,6 @@ runs two source trees in turn, each by its own checkout's copy of this script, a
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import shutil
@@ -116,8 +115,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
         with run.bind("127.0.0.1", 0) as listener, Engine(config) as engine:
             client = EngineClient(engine, Metrics(engine), None)
             server = run.Server(app.create_app(client, "burst", options), client, options)
-            gc.collect()
-            gc.freeze()  # as `weft serve` does
+            run.prepare_interpreter()
             serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             serving.start()
             began = time.process_time()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import threading
@@ -98,8 +97,7 @@ class Command:
                 server.stop()
 
             threading.Thread(target=leave_with_engine, daemon=True).start()
-            gc.collect()
-            gc.freeze()  # a collection that looked through all that is here would stop every stream for 0.3 s
+            run.prepare_interpreter()
             server.run(sockets=[listener])
             if engine.error is not None:
                 raise EngineError(engine.error)

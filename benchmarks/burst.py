@@ -3,7 +3,9 @@
 The server, its engine's thread and the scheduler are those of `weft serve`, with ranks that reply after a made-up time
 (that of `waves.py`, unless --row-us and --step-ms say otherwise); the clients are `weft bench serving`, another
 process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and what they share if
-they come evenly; how long the ranks had no step until the last prompt was sent to them; CPU seconds of the server.
+they come evenly; how long the ranks had no step until the last prompt was sent to them, and how long after the first
+request the first step came that is at least half full; CPU seconds of the server. --switch-ms sets the interval after
+which a thread that waits for Python's lock asks for it, which `weft serve` shortens.
 
     python benchmarks/burst.py --clients 256 --input-len 1024
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -48,13 +51,15 @@ TOKEN = 70
 class TimedRanks(Executor):
     """One rank that replies with the same token for every row, when its step is over.
 
-    without_step: seconds between steps, up to the step with the last prompt.
+    without_step: seconds between steps, up to the step with the last prompt. full_step: when the first step that is at
+    least half full came.
     """
 
     def __init__(self, config: EngineConfig, seconds: Callable[[GroupRows], float]):
         super().__init__(config)
         self.groups = (CacheGroup(Rule(), config.num_pages),)
         self._seconds, self._free, self._pauses, self.without_step = seconds, 0.0, 0.0, 0.0
+        self.full_step = float("nan")
 
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
         self._results = [type(self._in_flight)()]
@@ -65,6 +70,8 @@ class TimedRanks(Executor):
             return
         encode(message)
         now, rows = time.monotonic(), message.groups[0]
+        if math.isnan(self.full_step) and 2 * rows.count >= self.config.batch_tokens:
+            self.full_step = now
         self._pauses += max(0.0, now - self._free) if self._free else 0.0
         self._free = max(now, self._free) + self._seconds(rows)
         self.without_step = self._pauses if rows.joins else self.without_step
@@ -116,6 +123,15 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             client = EngineClient(engine, Metrics(engine), None)
             server = run.Server(app.create_app(client, "burst", options), client, options)
             run.prepare_interpreter()
+            if asked.switch_ms is not None:
+                sys.setswitchinterval(asked.switch_ms / 1e3)
+            arrivals, submit_all = [], engine.submit_all
+
+            def submit(*given: Any, **more: Any) -> list[int]:
+                arrivals.append(time.monotonic())
+                return submit_all(*given, **more)
+
+            engine.submit_all = submit  # type: ignore[method-assign]
             serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             serving.start()
             began = time.process_time()
@@ -125,7 +141,8 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             serving.join()
     mean, last = found["mean_ttft_ms"], found["p99_ttft_ms"]
     figures = {"ttft_mean_ms": mean, "ttft_p99_ms": last, "ttft_shared_ms": 2 * mean - last}
-    figures |= {"ranks_idle_ms": 1e3 * made[0].without_step, "server_cpu_s": cpu}
+    figures |= {"ranks_idle_ms": 1e3 * made[0].without_step, "full_step_ms": 1e3 * (made[0].full_step - arrivals[0])}
+    figures["server_cpu_s"] = cpu
     return {name: round(value, 2) for name, value in figures.items()}
 
 
@@ -139,7 +156,9 @@ def _load(url: str, asked: argparse.Namespace) -> Any:
 def compare(asked: argparse.Namespace) -> None:
     """Runs both trees in turn and prints the medians of their figures."""
     options = [
-        f"--{name.replace('_', '-')}={value}" for name, value in vars(asked).items() if name not in ("trees", "runs")
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(asked).items()
+        if name not in ("trees", "runs") and value is not None
     ]
     runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
     for _ in range(asked.runs):
@@ -161,6 +180,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--step-ms", type=float, default=3.0, help="of a step with prompts, beside its rows")
     parser.add_argument("--row-us", type=float, default=4.5, help="of each row of a step with prompts")
+    parser.add_argument("--switch-ms", type=float, help="left out, that of weft serve; Python's own is 5")
     parser.add_argument("--trees", type=Path, nargs=2, help="source folders of two checkouts: before, after")
     parser.add_argument("--runs", type=int, default=3, help="of each tree")
     asked = parser.parse_args()

@@ -20,7 +20,7 @@ QUEUED_BY_KERNEL = 2048
 """Connections that may wait to be accepted."""
 FAREWELL_S = 2.0
 """For clients to take their last bytes."""
-TURN_S = 1e-4
+SWITCH_INTERVAL_S = 1e-4
 """How long a thread that waits for Python's lock waits before it asks for it (Python's own value is 5 ms)."""
 
 
@@ -55,9 +55,9 @@ def prepare_interpreter() -> None:
 
     A thread starts to wait anew whenever the lock is released. The event loop releases it for each system call, and
     has it again before another core has woken up. So with Python's own interval, which is longer than the time
-    between two calls, the engine's thread got no turn while a burst of requests was read: 150 ms on 16 cores.
+    between two calls, the engine's thread did not run while a burst of requests was read: 150 ms on 16 cores.
     """
-    sys.setswitchinterval(TURN_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # a collection that looked through all that is here would stop every stream for 0.3 s
 

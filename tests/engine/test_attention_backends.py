@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
 from weft.engine.startup import check_attention, resolve_defaults
 from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV, Window
+from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 from weft.place.spec import LayoutError
 from weft.plugins import PluginError
 
@@ -78,8 +79,11 @@ def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert attention_backend(EngineConfig(dtype="float32")).option == "triton"
     dcp = {"attn_tp": 8, "dcp": 2}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert attention_backend(EngineConfig(**dcp)).option == "triton"
-    assert attention_backend(EngineConfig(**dcp, dcp_prefill="gather")).option == "fa3+triton"
+    latents = [Latent(576, 512), Recurrent(((2, 2),)), Window(4, 2, 128)]
+    for caches, merges in ((latents, "fa3+triton"), ([*latents, PagedKV(1, 128)], "triton")):
+        assert attention_backend(EngineConfig(**dcp), partial(list, caches)).option == merges
+        gathers = EngineConfig(**dcp, dcp_prefill="gather")
+        assert attention_backend(gathers, partial(list, caches)).option == "fa3+triton"
     capability = (10, 0)
     assert attention_backend(EngineConfig()).option == "triton"
 

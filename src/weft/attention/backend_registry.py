@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from weft.kv.cache_spec import Latent, Recurrent, Spec
+from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Spec
 from weft.place.spec import LayoutError
 from weft.plugins import PluginError, load_plugins
 
@@ -116,6 +116,18 @@ def fa3_library() -> tuple[str, Path] | None:
 
 
 def _fa3_lacks(needs: Needs) -> str | None:
+    return _fa3_never_has(needs) or _merge_lacks(needs)
+
+
+def _mixed_lacks(needs: Needs) -> str | None:
+    """As FlashAttention 3; but prompts over latents, which are Triton's, are merged."""
+    if (found := _fa3_never_has(needs)) is not None:
+        return found
+    sharded = needs.dcp > 1 and any(isinstance(spec, PagedKV) for spec in needs.caches())
+    return _merge_lacks(needs) if sharded else None
+
+
+def _fa3_never_has(needs: Needs) -> str | None:
     if needs.capability is not None and needs.capability[0] != 9:
         return f"takes a GPU of sm_90, and this one is sm_{''.join(map(str, needs.capability))}; leave it out"
     if fa3_library() is None:
@@ -131,7 +143,7 @@ def _fa3_lacks(needs: Needs) -> str | None:
                 return f"has no latent vectors of {spec.value_width} + {rest} elements, but 256 to 512 + up to 64"
         elif not isinstance(spec, Recurrent) and (spec.dim > 256 or spec.dim % 8):
             return f"has no heads of {spec.dim} elements, but multiples of 8 up to 256"
-    return _merge_lacks(needs)
+    return None
 
 
 def _merge_lacks(needs: Needs) -> str | None:
@@ -159,7 +171,7 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
 TORCH = BackendEntry("torch", "any", _maker("weft.attention.sdpa", "SDPA"), _torch_lacks, float8=True)
 TRITON = BackendEntry("triton", "cuda", _maker("weft.attention.paged_triton", "PagedTriton"), float8=True)
 FA3 = BackendEntry("fa3", "cuda", _maker("weft.attention.fa3", "FlashAttention3"), _fa3_lacks)
-MIXED = BackendEntry("fa3+triton", "cuda", _maker("weft.attention.fa3", "TheQuickerOfEach"), _fa3_lacks)
+MIXED = BackendEntry("fa3+triton", "cuda", _maker("weft.attention.fa3", "TheQuickerOfEach"), _mixed_lacks)
 """Each kind of rows by what is quicker: prompts over keys and values, and decode rows over latents, by FlashAttention
 3; decode rows over keys and values, and prompts over latents, by Triton."""
 FLASHINFER = BackendEntry(

@@ -221,6 +221,10 @@ class TheQuickerOfEach(FlashAttention3):
     rows over latents; those of PagedTriton take the others, as they are quicker.
     """
 
+    def __init__(self, cache: KVCache):
+        super().__init__(cache)
+        self.captures_prompts = isinstance(cache.spec, Latent)
+
     def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
         return self._decodes.plan_decode(self, pages, lengths)
 

@@ -7,12 +7,13 @@ calls against the real signatures.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -145,6 +146,35 @@ def test_tokens_over_dcp(entry: BackendEntry, spec: PagedKV | Latent, device: to
     spans = [(1, 12), (40, 20), (1, 0)]
     case = on(device, case_of(spans, spec, seed=3, page=interleave.span))
     run_interleaved(make, case, spans, interleave, tolerance=2 * TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "spans", [[(1, 90), (1, 0), (1, 31)], STEPS[0], [(40, 20), (2, 130)]], ids=["decode rows", "both", "prompts"]
+)
+@pytest.mark.parametrize("prefill", ["gather", "merge"])
+def test_latents_over_dcp_by_the_quicker_of_each(
+    spans: list[tuple[int, int]],
+    prefill: Literal["gather", "merge"],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    """FlashAttention 3's decode rows beside Triton's prompts, gathered and merged, eagerly and in graphs."""
+    noted = None
+    if INTERPRETED:  # which has no products in bfloat16, so prompts are of a GPU
+        if any(rows > 1 for rows, _ in spans):
+            pytest.skip("takes a GPU")
+        noted = calls(MIXED, monkeypatch)
+        monkeypatch.setattr(PagedTriton, "decode", None)
+        monkeypatch.setattr(PagedTriton, "prompts", lambda *given: None)
+    elif fa3_library() is None or torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("takes a Hopper GPU, and vLLM or sglang-kernel")
+    interleave = Interleave(2, 16, 16)
+    case = case_of(spans, Latent(576, 512), seed=6, page=interleave.span)
+    how: dict[str, Any] = dict(tolerance=2 * TOLERANCE, prefill=prefill)
+    run_interleaved(MIXED.make, on(device, copy.deepcopy(case)), spans, interleave, **how)
+    captured = roomy(case, sum(rows for rows, _ in spans) + 5, len(spans) + 2)
+    run_interleaved(MIXED.make, on(device, captured), spans, interleave, live=True, **how)
+    assert noted is None or {call["q"].shape[-2] for call in noted.of("fwd")} == {8}, "the heads of both ranks"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="takes a GPU")

@@ -17,7 +17,8 @@ from weft.attention import backend_registry
 from weft.attention.backend_registry import BACKENDS, Needs, backends
 from weft.bench import reproduce
 from weft.bench.reproduce import Measured, better, config_of, measure
-from weft.bench.seeds import DEEPSEEK_V2_CACHE, SEEDS, Load, Profile, Row, Seed, Setup
+from weft.bench.seeds import DEEPSEEK_V2_CACHE, SEEDS
+from weft.bench.setups import Load, Profile, Row, Seed, Setup
 from weft.cli import cmd_reproduce
 from weft.engine.config import EngineConfig
 from weft.engine.startup import declared_caches

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weft.assets import preset_dir
-from weft.bench.seeds import Load, Metric, Profile, Row, Setup
+from weft.bench.setups import Load, Metric, Profile, Row, Setup
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.output.request_output import RequestOutput

@@ -6,97 +6,16 @@ as many ranks as there are. `weft.bench.reproduce` runs any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from weft.attention.backend_registry import BACKENDS, BackendEntry, Needs
+from weft.bench.setups import Load, Metric, Options, Profile, Row, Seed, Setup
 from weft.kv.cache_spec import Latent
-
-Metric = Literal[
-    "tokens/s",
-    "first token, ms",
-    "next token, ms",
-    "sequences at once",
-    "collectives a step",
-    "MiB a step",
-    "collectives of a decode step, ms",
-    "collectives a decode step",
-]
-"""sequences at once: the most that had their tokens in the cache. MiB: that the busiest rank receives
-(`weft.comm.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks, without the waiting
-for the slowest rank."""
-Options = Mapping[str, Any]
-"""Of `weft.engine.config.EngineConfig`."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """requests of input random tokens and output tokens each, `concurrency` at once."""
-
-    requests: int
-    input: int
-    output: int
-    concurrency: int
-
-    def __str__(self) -> str:
-        return f"{self.input} in, {self.output} out, {self.concurrency} at once"
-
-
-@dataclass(frozen=True)
-class Profile:
-    """So many decode steps, each of `batch` sequences with prompts of `context` tokens, are profiled."""
-
-    steps: int
-    batch: int
-    context: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: a metric of a load, by two variants. quoted: the pull request's figures for the two."""
-
-    metric: Metric
-    load: int
-    before: str
-    after: str
-    quoted: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is run here. model: a preset, with the fields of its config.json that are changed; None: the embedded model.
-
-    differs: what is not as in the pull request, a line each. profile: is run after the loads, with as many sequences as
-    the first load has at once; its figures are among those of that load.
-    """
-
-    model: str | None
-    changed: Options
-    variants: Mapping[str, Options]
-    loads: Sequence[Load]
-    rows: Sequence[Row]
-    differs: Sequence[str]
-    profile: Profile | None = None
-
-
-@dataclass(frozen=True)
-class Seed:
-    """A pull request. original: what it measured on. min_ranks: that its layout takes.
-
-    small: for CPUs, within a minute or two; large: for so many GPUs.
-    """
-
-    title: str
-    source: str
-    original: str
-    min_ranks: int
-    small: Setup
-    large: Callable[[int], Setup]
-
 
 EMBEDDED = "the embedded model (4 layers, 8 experts) in place of the pull request's; CPU ranks in place of GPUs"
 DEEPSPEED = "DeepSpeed's all-reduce is no transport of the engine; weft bench collectives times it"

@@ -16,11 +16,13 @@ from weft.assets import preset_dir
 from weft.attention import backend_registry
 from weft.attention.backend_registry import BACKENDS, Needs, backends
 from weft.bench import reproduce
-from weft.bench.reproduce import Measured, better, config_of, measure
+from weft.bench.reproduce import Figures, Measured, better, config_of, measure
 from weft.bench.seeds import DEEPSEEK_V2_CACHE, SEEDS
 from weft.bench.setups import Load, Profile, Row, Seed, Setup
 from weft.cli import cmd_reproduce
+from weft.cli.command import UserError
 from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
 from weft.engine.startup import declared_caches
 from weft.kv.cache_spec import Latent
 
@@ -118,15 +120,47 @@ TINY = Setup(
 
 
 def test_a_run(tmp_path: Path) -> None:
-    done: list[None] = []
-    measured, layers = measure(TINY, tmp_path, 2, 1, "cpu", lambda: done.append(None))
-    assert len(done) == 4 and layers == 1
+    *before, measured = measure(TINY, tmp_path, 2, 1, "cpu")
+    assert len(before) == 3 and list(before[0].figures) == ["naive"], "each variant's figures are there once it has run"
+    assert measured.layers == 1 and not measured.failed
     for figures in measured.figures.values():
         assert [load["tokens/s"] > 0 for load in figures] == [True, True]
         assert figures[0]["next token, ms"] > 0 == figures[1]["next token, ms"]
         assert all(load["collectives a step"] >= 1 and load["MiB a step"] > 0 for load in figures)
     assert (measured.ratio(TINY.rows[1]) or 0) > 1, "a reduce-scatter brings less than an all-reduce"
     assert measured.ratio(TINY.rows[2]) is None, "ranks that are threads have no profile"
+
+
+def test_a_variant_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran, run_load = list[str](), reproduce.run_load
+
+    def load(engine: Engine, load: Load) -> Figures:
+        ran.append(engine.config.plan)
+        if engine.config.plan == "naive":
+            raise RuntimeError("rank 1: no more\nmemory")
+        return run_load(engine, load)
+
+    monkeypatch.setattr(reproduce, "run_load", load)
+    *_, measured = measure(TINY, tmp_path, 2, 1, "cpu")
+    assert measured.failed == {"naive": "rank 1: no more"} and ran.count("naive") == 1
+    assert list(measured.figures) == ["ours"] and measured.value(TINY.rows[0], "ours")
+    assert measured.ratio(TINY.rows[0]) is None
+    seed = Seed("a title", "a source", "much larger", 2, TINY, lambda gpus: TINY)
+    assert "  failed: naive: rank 1: no more\n" in cmd_reproduce.text("mixed", seed, TINY, [], measured)
+    monkeypatch.setitem(cmd_reproduce.SEEDS, "mixed", seed)
+    monkeypatch.setattr(cmd_reproduce, "measure", lambda *_: iter([measured]))
+    assert cmd_reproduce.Command("mixed", small=True).run() == 1
+
+
+def test_some_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = list[Setup]()
+    monkeypatch.setattr(cmd_reproduce, "measure", lambda setup, *_: asked.append(setup) or iter([Measured({})]))
+    assert cmd_reproduce.Command("mixed", small=True, variants=("naive", "gloo")).run() == 0
+    assert list(asked[0].variants) == ["planned, gloo", "naive plan, shm"] and not asked[0].rows
+    assert cmd_reproduce.Command("dcp", small=True, variants=("tensor-parallel", "a2a")).run() == 0
+    assert {row.after for row in asked[1].rows} == {"torch: dcp, a2a"}
+    with pytest.raises(UserError, match=r"^no variant has nccl in its name: planned, gloo, naive plan, shm, planned, "):
+        cmd_reproduce.Command("mixed", small=True, variants=("nccl",)).run()
 
 
 def test_the_table_and_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +170,7 @@ def test_the_table_and_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     }
     seed = Seed("a title", "a source", "much larger", 2, TINY, lambda gpus: TINY)
     monkeypatch.setitem(cmd_reproduce.SEEDS, "mixed", seed)
-    monkeypatch.setattr(cmd_reproduce, "measure", lambda *_: (Measured(figures), 5))  # type: ignore[arg-type]
+    monkeypatch.setattr(cmd_reproduce, "measure", lambda *_: iter([Measured(figures, {}, 5)]))  # type: ignore[arg-type]
     assert cmd_reproduce.Command("mixed", small=True, rounds=1).run() == 0
     *table, last = capsys.readouterr().out.strip().splitlines()
     assert "here: two threads in place of GPUs" in "\n".join(table) and "here: 5 layers" in "\n".join(table)

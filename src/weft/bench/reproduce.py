@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import queue
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,20 @@ from weft.engine.engine import Engine
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.profiling import NotWatched
 from weft.engine.request import SamplingParams
+from weft.engine.startup import resolve_defaults
 from weft.engine.worker.memory import weight_bytes
+from weft.models.model_config import first_line
+from weft.place.spec import LayoutError
 from weft.profiler.breakdown import SPARE_TOKENS, output_length, run
 
 WEIGHTS_SHARE = 0.6
 """Of a GPU's free memory, what weights may take; the rest is for caches and activations."""
-MIN_BATCH_TOKENS = 1024
-"""Of a step; on GPUs there are more."""
+MIN_BATCH_TOKENS, MIN_WAITING = 1024, 1024
+"""Of a step, and requests that may wait; on GPUs there are more tokens."""
+SPARE, PAGE = 8, 16
+"""Tokens of a sequence beside those of the load; and of a page, which the last tokens of each sequence begin."""
+WARM_OUTPUT = 8
+"""Tokens of the outputs that warm an engine."""
 WAIT_S = 600.0
 """Seconds without a token after which a load counts as hung."""
 Figures = dict[Metric, float]
@@ -37,9 +43,13 @@ Figures = dict[Metric, float]
 
 @dataclass(frozen=True)
 class Measured:
-    """figures: of each load of each variant, the medians over rounds, without those that were not measured."""
+    """figures: of each load of each variant, the medians over rounds, without those that were not measured. failed:
+    why a variant has none, in one line. layers: those that were run, where not all were.
+    """
 
     figures: dict[str, list[Figures]]
+    failed: dict[str, str] = field(default_factory=dict)
+    layers: int | None = None
 
     def ratio(self, row: Row) -> float | None:
         """How many times better the second variant is; None where a figure was not measured."""
@@ -48,7 +58,8 @@ class Measured:
 
     def value(self, row: Row, variant: str) -> float | None:
         """A variant's figure of a row; None where it was not measured."""
-        return self.figures[variant][row.load].get(row.metric)
+        loads = self.figures.get(variant)
+        return None if loads is None else loads[row.load].get(row.metric)
 
 
 def better(metric: Metric, before: float, after: float) -> float | None:
@@ -59,37 +70,46 @@ def better(metric: Metric, before: float, after: float) -> float | None:
     return after / before if metric in ("tokens/s", "sequences at once") else before / after
 
 
-def measure(
-    setup: Setup, folder: Path, rounds: int, num_layers: int | None, device: str, done: Callable[[], None]
-) -> tuple[Measured, int | None]:
-    """All variants of a setup, and the layers that were run where not all were.
+def measure(setup: Setup, folder: Path, rounds: int, num_layers: int | None, device: str) -> Iterator[Measured]:
+    """All variants of a setup: what is measured so far, after each variant of each round.
 
-    folder: for the files of models. done: is called after each variant of each round. Raises as `Engine` does,
-    and TimeoutError where no token comes any more.
+    folder: for the files of models. A variant that fails is not run again, and the others are. Raises as `EngineConfig`
+    does, before anything is run.
     """
     configs = {name: config_of(setup, options, folder, num_layers, device) for name, options in setup.variants.items()}
     if device == "cuda" and num_layers is None:
         num_layers = min(_fitting_layers(config) for config in configs.values())
         configs = {name: replace(config, num_layers=num_layers) for name, config in configs.items()}
-    found: dict[str, list[list[Figures]]] = {name: [] for name in configs}
+    found: dict[str, list[list[Figures]]] = {}
+    failed: dict[str, str] = {}
     for index in range(rounds):
         for name in sorted(configs, key=list(configs).index, reverse=bool(index % 2)):
-            with Engine(configs[name]) as engine:
-                run_load(engine, replace(setup.loads[0], requests=engine.config.attn_dp))  # to warm up
-                figures = [run_load(engine, load) for load in setup.loads]
-                if setup.profile is not None:
-                    figures[0] |= run_profile(engine, setup.profile)
-                found[name].append(figures)
-            done()
-    medians = {name: [_median(load) for load in zip(*rounds_of, strict=True)] for name, rounds_of in found.items()}
-    return Measured(medians), num_layers
+            if name not in failed:
+                try:
+                    found.setdefault(name, []).append(_run_variant(setup, configs[name]))
+                except (LayoutError, RuntimeError, TimeoutError) as error:
+                    failed[name] = first_line(error)
+            medians = {each: [_median(load) for load in zip(*of, strict=True)] for each, of in found.items() if of}
+            yield Measured(medians, dict(failed), num_layers)
+
+
+def _run_variant(setup: Setup, config: EngineConfig) -> list[Figures]:
+    """The figures of each load. Raises as `Engine` does, and as `run_load`."""
+    with Engine(config) as engine:
+        first = setup.loads[0]
+        run_load(engine, replace(first, requests=config.attn_dp, output=min(first.output, WARM_OUTPUT)))
+        figures = [run_load(engine, load) for load in setup.loads]
+        if setup.profile is not None:
+            figures[0] |= run_profile(engine, setup.profile)
+    return figures
 
 
 def run_load(engine: Engine, load: Load) -> Figures:
     """A load's figures: tokens that were read and written a second, medians of the times to the first token and between
     tokens, the most sequences that ran at once, and what a step exchanges. Raises TimeoutError, RuntimeError."""
-    generator = random.Random(load.requests * load.input)
-    vocabulary = min(5000, engine.model_config.vocab_size)
+    vocabulary, shape = min(5000, engine.model_config.vocab_size), (load.requests, load.input)
+    generator = torch.Generator().manual_seed(load.requests * load.input)
+    prompts = torch.randint(10, vocabulary, shape, generator=generator).tolist()
     events: queue.SimpleQueue[tuple[int, float, bool]] = queue.SimpleQueue()
     params = SamplingParams(max_tokens=load.output, temperature=0.0, ignore_eos=True)
     began: dict[int, float] = {}
@@ -99,9 +119,8 @@ def run_load(engine: Engine, load: Load) -> Figures:
         def callback(output: RequestOutput) -> None:
             events.put((number, time.perf_counter(), output.end is not None))
 
-        prompt = [generator.randrange(10, vocabulary) for _ in range(load.input)]
         began[number], came[number] = time.perf_counter(), []
-        engine.submit(prompt, params, callback)
+        engine.submit(prompts[number], params, callback)
 
     steps, (calls, received) = engine.stats().steps, _exchanged(engine)
     submitted, ended, running, start = 0, 0, 0, time.perf_counter()
@@ -144,6 +163,7 @@ def run_profile(engine: Engine, profile: Profile) -> Figures:
         return {}
     return {
         "collectives of a decode step, ms": collectives["us"] / 1e3,
+        "collectives and waiting of a decode step, ms": (collectives["us"] + collectives["waiting_us"]) / 1e3,
         "collectives a decode step": collectives["calls"],
     }
 
@@ -166,16 +186,21 @@ def _median(rounds: tuple[Figures, ...]) -> Figures:
 
 
 def config_of(setup: Setup, options: Any, folder: Path, num_layers: int | None, device: str) -> EngineConfig:
-    """A variant's. folder: for the files of a preset with other sizes. Raises as EngineConfig does."""
+    """A variant's. folder: for the files of a preset with other sizes. On GPUs the cache is as large as the loads need,
+    where the variant does not say. Raises as EngineConfig does.
+    """
     concurrency = max(load.concurrency for load in setup.loads)
     longest = max(load.input + load.output for load in setup.loads)
     if (profile := setup.profile) is not None:
         concurrency = max(concurrency, profile.batch)
         longest = max(longest, profile.context + _profiled_tokens(profile))
+    running = -(-concurrency // options.get("attn_dp", 1))
     sizes: dict[str, Any] = dict(
-        max_running=concurrency,
-        max_batch_tokens=max(8192 if device == "cuda" else MIN_BATCH_TOKENS, concurrency),
-        max_model_len=longest + 8,
+        max_running=running,
+        max_waiting=max(MIN_WAITING, concurrency),
+        max_batch_tokens=max(8192 if device == "cuda" else MIN_BATCH_TOKENS, running),
+        max_model_len=longest + SPARE,
+        kv_tokens=running * (longest + SPARE + PAGE) if device == "cuda" else None,
         prefix_cache=False,
         device=device,
         num_layers=num_layers,
@@ -198,6 +223,7 @@ def _model(setup: Setup, folder: Path) -> Path:
 
 def _fitting_layers(config: EngineConfig) -> int:
     """As many of the model's layers as leave memory on a GPU, each rank's counted."""
+    config = resolve_defaults(config)
     free = WEIGHTS_SHARE * torch.cuda.mem_get_info()[0]
     fits = 1
     while fits < replace(config, num_layers=None).read_model().num_layers:

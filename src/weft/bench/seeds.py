@@ -24,6 +24,28 @@ SHM, GLOO, PEER, NCCL = ({"transport": name} for name in ("shm", "gloo", "peer",
 NAIVE = {"plan": "naive"}
 
 
+Quoted = Mapping[str, tuple[float, float]]
+"""A pull request's figures, by the variant that Weft's is compared with."""
+FLOAT8 = {
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": [
+            "lm_head",
+            "embed_tokens",
+            "conv1d",
+            "in_proj_a",
+            "in_proj_b",
+            "gate",
+            "shared_expert_gate",
+        ],
+    }
+}
+"""The storage of FP8 checkpoints as their publishers release them, beside a preset of the same model in bfloat16."""
+
+
 def _four(ours: Options, theirs: Options, layout: Options) -> dict[str, Options]:
     """The naive plan and the cheapest, each by the transport that is usual and by Weft's own."""
     return {
@@ -34,49 +56,81 @@ def _four(ours: Options, theirs: Options, layout: Options) -> dict[str, Options]
     }
 
 
-def _compared(metric: Metric, load: int, names: Sequence[str], quoted: tuple[float, float] | None = None) -> list[Row]:
-    """The last variant beside each other; the pull request's figures beside the first."""
+def _compared(metric: Metric, load: int, names: Sequence[str], quoted: Quoted | None = None) -> list[Row]:
+    """The last variant beside each other. quoted: figures of some of these."""
     *others, last = names
-    return [Row(metric, load, name, last, quoted if name == others[0] else None) for name in others]
+    return [Row(metric, load, name, last, (quoted or {}).get(name)) for name in others]
 
 
 def _reduce_scatterv(
-    model: str | None, four: dict[str, Options], load: Load, profile: Profile, differs: Sequence[str]
+    model: str | None,
+    changed: Options,
+    four: dict[str, Options],
+    load: Load,
+    profile: Profile,
+    differs: Sequence[str],
 ) -> Setup:
+    first, naive, _, ours = four
     rows = [
-        *_compared("tokens/s", 0, list(four), (53_006, 57_115)),
-        *_compared("collectives of a decode step, ms", 0, list(four), (83.26, 71.93)),
-        Row("collectives a decode step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
-        Row("collectives a step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
-        Row("MiB a step", 0, "all-reduce and slice, Weft's transport", "planned, Weft's transport"),
+        *_compared("tokens/s", 0, list(four), {first: (53_006, 57_115)}),
+        *_compared("collectives of a decode step, ms", 0, list(four)),
+        *_compared("collectives and waiting of a decode step, ms", 0, list(four), {first: (83.26, 71.93)}),
+        Row("collectives a decode step", 0, naive, ours, (49, 49)),
+        Row("collectives a step", 0, naive, ours),
+        Row("MiB a step", 0, naive, ours),
     ]
-    return Setup(model, {}, four, [load], rows, differs, profile)
+    return Setup(model, changed, four, [load], rows, differs, profile)
 
 
 def _large_reduce_scatterv(gpus: int) -> Setup:
     four = _four(PEER, NCCL, dict(attn_dp=gpus, ep=gpus))
-    differs = [f"{gpus} GPUs in place of 4 of a GB200", "made-up weights; as many layers as fit"]
-    return _reduce_scatterv("qwen3.5-397b-a17b", four, Load(1024, 1000, 1, 512), Profile(100, 512, 64), differs)
+    differs = [
+        f"{gpus} GPUs in place of 4 of a GB200",
+        "made-up weights; as many layers as fit",
+        "2,048 at once in place of 4,096",
+    ]
+    load, profile = Load(2048, 1000, 1, 2048), Profile(100, 2048, 64)
+    return _reduce_scatterv("qwen3.5-397b-a17b", FLOAT8, four, load, profile, differs)
 
 
-def _mixed(model: str | None, variants: dict[str, Options], load: Load, differs: Sequence[str]) -> Setup:
-    rows = _compared("next token, ms", 0, list(variants), (14.386, 12.002))
-    return Setup(model, {}, variants, [load], rows, differs)
+def _mixed(
+    model: str | None,
+    changed: Options,
+    variants: dict[str, Options],
+    quoted: Mapping[Metric, Quoted],
+    load: Load,
+    profile: Profile,
+    differs: Sequence[str],
+) -> Setup:
+    rows = [row for metric in quoted for row in _compared(metric, 0, list(variants), quoted[metric])]
+    return Setup(model, changed, variants, [load], rows, differs, profile)
+
+
+def _quoted_mixed(nccl: str, windows: str) -> dict[Metric, Quoted]:
+    """Its figures, by the variants that stand for NCCL and for NCCL on registered memory."""
+    return {
+        "next token, ms": {nccl: (14.889, 12.002), windows: (14.386, 12.002)},
+        "collectives of a decode step, ms": {nccl: (1.582, 0.399), windows: (1.323, 0.399)},
+        "collectives and waiting of a decode step, ms": {nccl: (3.817, 2.145), windows: (3.631, 2.145)},
+    }
 
 
 def _large_mixed(gpus: int) -> Setup:
     ep = max(2, gpus // 2)
     layout: Options = dict(attn_dp=2, attn_tp=gpus // 2, ep=ep, moe_tp=gpus // ep, kv_dtype="fp8_e4m3")
+    nccl, windows = "planned, NCCL", "planned, NCCL on registered memory"
     variants: dict[str, Options] = {
-        "planned, NCCL": {**NCCL, **layout},
+        nccl: {**NCCL, **layout},
+        windows: {"transport": "nccl_window", "plugins": ("weft.bench.nccl_window",), **layout},
         "naive plan": {**NAIVE, **layout},
         "planned": layout,
     }
     differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit"]
-    return _mixed("qwen3.5-397b-a17b", variants, Load(32, 8192, 24, 16), differs)
+    load, profile = Load(16, 8192, 24, 16), Profile(100, 16, 8192)
+    return _mixed("qwen3.5-397b-a17b", FLOAT8, variants, _quoted_mixed(nccl, windows), load, profile, differs)
 
 
-def _deferred(model: str | None, layout: Options, load: Load, differs: Sequence[str]) -> Setup:
+def _deferred(model: str | None, changed: Options, layout: Options, load: Load, differs: Sequence[str]) -> Setup:
     before, after = "an all-reduce for each sum", "planned"
     variants: dict[str, Options] = {before: {**NAIVE, **layout}, after: layout}
     rows = [
@@ -84,13 +138,13 @@ def _deferred(model: str | None, layout: Options, load: Load, differs: Sequence[
         Row("collectives a step", 0, before, after),
         Row("MiB a step", 0, before, after),
     ]
-    return Setup(model, {}, variants, [load], rows, differs)
+    return Setup(model, changed, variants, [load], rows, differs)
 
 
 def _large_deferred(gpus: int) -> Setup:
     layout = dict(attn_tp=gpus, ep=max(1, gpus // 2), moe_tp=2 if gpus > 1 else 1)
     differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit"]
-    return _deferred("step-3.5-flash", layout, Load(64, 8192, 1, 64), differs)
+    return _deferred("step-3.5-flash", FLOAT8, layout, Load(200, 8192, 1, 64), differs)
 
 
 def _cpu_shm(model: str | None, changed: Options, load: Load, differs: Sequence[str]) -> Setup:
@@ -157,7 +211,7 @@ def _dcp(
         by = names["ag_rs"]
         rows += [Row("first token, ms", at, first, by, QUOTED_FIRST.get(at_once[at])) for at in range(len(loads))]
         rows += [Row("next token, ms", at, first, by) for at in range(len(loads))]
-        rows.append(Row("sequences at once", len(loads) - 1, first, by))
+        rows += [Row("sequences at once", at, first, by) for at in range(len(loads)) if loads[at].concurrency > 32]
     return Setup("deepseek-v2", changed, variants, loads, rows, differs)
 
 
@@ -201,15 +255,15 @@ def _options_of(backend: BackendEntry, ranks: int) -> tuple[Options | None, str]
 
 def _large_dcp(gpus: int) -> Setup:
     at_once = (1, 8, 32, 64, 128, 512)
-    loads = [Load(min(4 * n, 512), 4000, 150, n) for n in at_once]
-    layout = dict(attn_tp=gpus, ep=gpus, moe_tp=1, kv_tokens=48 * 4150, max_running=512)
+    loads = [Load(n if n < 64 else min(2 * n, 512), 4000, 1500, n) for n in at_once]
+    layout = dict(attn_tp=gpus, ep=gpus, moe_tp=1, kv_tokens=48 * 5504, max_running=512)
     found = {backend.option: _options_of(backend, gpus) for backend in BACKENDS}
     backends = {
         name: {**options, "attention_backend": name} for name, (options, _) in found.items() if options is not None
     }
     differs = [
         f"{gpus} GPUs in place of 8",
-        "made-up weights; as many layers as fit; 150 tokens out in place of 1,500",
+        "made-up weights; as many layers as fit",
         "the cache is made so small that it binds between 32 and 64 requests, as it did there",
         "the pull request counts tokens out alone; ratios compare, the figures do not",
         *[line for _, line in found.values()],
@@ -240,6 +294,7 @@ SEEDS = {
         2,
         _reduce_scatterv(
             None,
+            {},
             _four(SHM, GLOO, dict(attn_dp=2, ep=2)),
             Load(32, 400, 1, 16),
             Profile(10, 16, 16),
@@ -255,12 +310,15 @@ SEEDS = {
         4,
         _mixed(
             None,
+            {},
             {
                 "planned, gloo": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **GLOO),
                 "naive plan, shm": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **NAIVE, **SHM),
                 "planned, shm": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **SHM),
             },
+            _quoted_mixed("planned, gloo", ""),
             Load(8, 64, 24, 4),
+            Profile(10, 4, 64),
             [EMBEDDED, "4 ranks, which share cores where there are fewer; 64 tokens in, 4 at once"],
         ),
         _large_mixed,
@@ -271,7 +329,11 @@ SEEDS = {
         "Step-3.5-Flash-FP8, 8 H200, tp 8, ep 4, 8,192 tokens in, 1 out, 200 prompts",
         2,
         _deferred(
-            None, dict(attn_tp=2, ep=2, moe_tp=1, **SHM), Load(16, 900, 1, 8), [EMBEDDED, "900 tokens in, 16 prompts"]
+            None,
+            {},
+            dict(attn_tp=2, ep=2, moe_tp=1, **SHM),
+            Load(16, 900, 1, 8),
+            [EMBEDDED, "900 tokens in, 16 prompts"],
         ),
         _large_deferred,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Metric = Literal[
@@ -14,11 +14,12 @@ Metric = Literal[
     "collectives a step",
     "MiB a step",
     "collectives of a decode step, ms",
+    "collectives and waiting of a decode step, ms",
     "collectives a decode step",
 ]
 """sequences at once: the most that had their tokens in the cache. MiB: that the busiest rank receives
-(`weft.comm.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks, without the waiting
-for the slowest rank."""
+(`weft.comm.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks; the first without the
+waiting for the slowest rank."""
 Options = Mapping[str, Any]
 """Of `weft.engine.config.EngineConfig`."""
 
@@ -71,6 +72,12 @@ class Setup:
     rows: Sequence[Row]
     differs: Sequence[str]
     profile: Profile | None = None
+
+    def only(self, texts: Sequence[str]) -> Setup:
+        """With the variants alone whose names contain one of these texts, and the rows that compare two of them."""
+        variants = {name: options for name, options in self.variants.items() if any(text in name for text in texts)}
+        rows = [row for row in self.rows if {row.before, row.after} <= variants.keys()]
+        return replace(self, variants=variants, rows=rows)
 
 
 @dataclass(frozen=True)

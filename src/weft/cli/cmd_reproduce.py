@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,7 @@ class Command:
       weft reproduce cpu-shm --small             two CPU ranks, within a minute
       weft reproduce all --small --json all.json
       weft reproduce reduce-scatterv             on all GPUs of this host, made-up weights, as many layers as fit
+      weft reproduce dcp --variants fa3+triton: --num-layers 6
     """
 
     seed: Annotated[Name, tyro.conf.Positional]
@@ -43,11 +45,13 @@ class Command:
     """How often each variant is measured; figures are medians. Left out, 2, with --small 1."""
     num_layers: int | None = None
     """Layers of the model; left out, as many as fit a GPU."""
+    variants: tuple[str, ...] = ()
+    """Only variants whose names contain one of these texts, such as fa3; left out, all."""
     json: Path | None = None
-    """Write the lines of JSON to this file, too."""
+    """Write the lines of JSON to this file, too, after each variant what is measured so far."""
 
     def run(self) -> int:
-        """Prints tables. Raises UserError, LayoutError, EngineError."""
+        """Prints tables; exit code 1 where a variant failed. Raises UserError, LayoutError."""
         rounds = self.rounds if self.rounds is not None else 1 if self.small else 2
         if rounds < 1:
             raise UserError(f"rounds is {rounds}; it must be 1 or more")
@@ -58,18 +62,21 @@ class Command:
         for name in names:
             self._check(name, SEEDS[name], gpus)
         stop_on_sigterm()
-        lines = []
-        for name in names:
+        setups = {name: self._setup(SEEDS[name], gpus) for name in names}
+        lines: list[str] = []
+        failed = False
+        for name, setup in setups.items():
             seed, on_gpus = SEEDS[name], not self.small and name != "cpu-shm"
-            setup = seed.small if self.small else seed.large(gpus)
-            measured, layers = self._measure(name, setup, rounds, "cuda" if on_gpus else "cpu")
-            differs = [*setup.differs, *([] if layers is None else [f"{layers} layers"])]
+            for measured in self._measure(name, setup, rounds, "cuda" if on_gpus else "cpu"):
+                differs = [*setup.differs, *([] if measured.layers is None else [f"{measured.layers} layers"])]
+                found = json.dumps(line(name, seed, setup, differs, measured, rounds))
+                if self.json is not None:
+                    self.json.write_text("\n".join([*lines, found]) + "\n")
             print(text(name, seed, setup, differs, measured))
-            lines.append(json.dumps(line(name, seed, setup, differs, measured, rounds)))
-            print(lines[-1], flush=True)
-            if self.json is not None:
-                self.json.write_text("\n".join(lines) + "\n")
-        return 0
+            print(found, flush=True)
+            lines.append(found)
+            failed |= bool(measured.failed)
+        return int(failed)
 
     def _check(self, name: str, seed: Seed, gpus: int) -> None:
         if self.small or name == "cpu-shm":
@@ -79,16 +86,28 @@ class Command:
                 f"{name} takes {seed.min_ranks} GPUs or more, and CUDA sees {gpus} here; --small runs on CPUs"
             )
 
-    def _measure(self, name: str, setup: Setup, rounds: int, device: str) -> tuple[Measured, int | None]:
+    def _setup(self, seed: Seed, gpus: int) -> Setup:
+        """Raises UserError."""
+        setup = seed.small if self.small else seed.large(gpus)
+        if not self.variants:
+            return setup
+        if not (found := setup.only(self.variants)).variants:
+            raise UserError(f"no variant has {' or '.join(self.variants)} in its name: {', '.join(setup.variants)}")
+        return found
+
+    def _measure(self, name: str, setup: Setup, rounds: int, device: str) -> Iterator[Measured]:
         with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="weft-") as folder:
             task = bar.add_task(name, total=rounds * len(setup.variants))
-            return measure(setup, Path(folder) / "model", rounds, self.num_layers, device, lambda: bar.advance(task))
+            for measured in measure(setup, Path(folder) / "model", rounds, self.num_layers, device):
+                bar.advance(task)
+                yield measured
 
 
 def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Measured) -> str:
     """The table of a seed."""
     lines = [f"{name}: {seed.title} ({seed.source})", f"  it measured: {seed.original}"]
     lines += [f"  here: {each}" for each in differs]
+    lines += [f"  failed: {variant}: {why}" for variant, why in measured.failed.items()]
     lines += [f"  loads: {'; '.join(map(str, setup.loads))}", ""]
     cells: list[tuple[str, ...]] = [("", "pull request", "compared with", "Weft", "times better")]
     for row in setup.rows:
@@ -121,6 +140,7 @@ def line(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Meas
         "loads": [vars(load) for load in setup.loads],
         "variants": {variant: dict(options) for variant, options in setup.variants.items()},
         "figures": measured.figures,
+        "failed": measured.failed,
         "rows": [
             {
                 "metric": row.metric,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from e2e.here import weft_here
 from weft.assets import preset_dir
@@ -24,6 +26,7 @@ from weft.cli.command import UserError
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.startup import declared_caches
+from weft.engine.worker.memory import weight_bytes
 from weft.kv.cache_spec import Latent
 
 SETUPS = {f"{name} small": seed.small for name, seed in SEEDS.items()}
@@ -129,6 +132,20 @@ def test_a_run(tmp_path: Path) -> None:
         assert all(load["collectives a step"] >= 1 and load["MiB a step"] > 0 for load in figures)
     assert (measured.ratio(TINY.rows[1]) or 0) > 1, "a reduce-scatter brings less than an all-reduce"
     assert measured.ratio(TINY.rows[2]) is None, "ranks that are threads have no profile"
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_as_many_layers_run_as_fit(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's weights count, in the dtype that GPUs keep them in; one layer always runs."""
+    config = EngineConfig(preset_dir("llama-3.2-1b"), load_format="dummy", device="cpu")
+    monkeypatch.setattr(reproduce, "resolve_defaults", lambda config: replace(config, float8="on"))
+
+    def bytes_of(count: int) -> int:
+        return weight_bytes(replace(config, num_layers=count).read_model(), config.mesh, 0, torch.bfloat16)
+
+    for free, fits in ((bytes_of(layers), layers), (bytes_of(layers + 1) - 1, layers), (bytes_of(16) * 9, 16), (0, 1)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (math.ceil(free / reproduce.WEIGHTS_SHARE), 0))  # noqa: B023
+        assert reproduce._fitting_layers(config) == fits
 
 
 def test_a_variant_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

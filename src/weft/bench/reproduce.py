@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
 import queue
@@ -78,7 +79,7 @@ def measure(setup: Setup, folder: Path, rounds: int, num_layers: int | None, dev
     """
     configs = {name: config_of(setup, options, folder, num_layers, device) for name, options in setup.variants.items()}
     if device == "cuda" and num_layers is None:
-        num_layers = min(_fitting_layers(config) for config in configs.values())
+        num_layers = min(map(_fitting_layers, {config.mesh: config for config in configs.values()}.values()))
         configs = {name: replace(config, num_layers=num_layers) for name, config in configs.items()}
     found: dict[str, list[list[Figures]]] = {}
     failed: dict[str, str] = {}
@@ -222,13 +223,13 @@ def _model(setup: Setup, folder: Path) -> Path:
 
 
 def _fitting_layers(config: EngineConfig) -> int:
-    """As many of the model's layers as leave memory on a GPU, each rank's counted."""
+    """As many of the model's layers as leave memory on a GPU, each rank's counted; 1 at the least."""
     config = resolve_defaults(config)
     free = WEIGHTS_SHARE * torch.cuda.mem_get_info()[0]
-    fits = 1
-    while fits < replace(config, num_layers=None).read_model().num_layers:
-        candidate = replace(config, num_layers=fits + 1)
-        if weight_bytes(candidate.read_model(), config.mesh, 0, torch.bfloat16) > free:
-            break
-        fits += 1
-    return fits
+
+    def exceeds(layers: int) -> bool:
+        model = replace(config, num_layers=layers).read_model()
+        return weight_bytes(model, config.mesh, 0, torch.bfloat16) > free
+
+    every = range(1, replace(config, num_layers=None).read_model().num_layers + 1)
+    return max(1, bisect.bisect_left(every, True, key=exceeds))

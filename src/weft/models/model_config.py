@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -99,7 +101,13 @@ class Storage:
     def in_float8(self, name: str) -> bool:
         """Whether products with the weight may be computed in FP8: 128 × 128 blocks, and not listed as plain."""
         module = f".{name.removesuffix('.weight')}."
-        return self.float8_block == (128, 128) and not any(fnmatchcase(module, f"*.{p}.*") for p in self.plain)
+        return self.float8_block == (128, 128) and not _pattern(self.plain).match(module)
+
+
+@cache  # a checkpoint names thousands of experts
+def _pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
+    """Of modules `.a.b.c.` that one of `Storage.plain` names."""
+    return re.compile("|".join(translate(f"*.{name}.*") for name in plain) or r"(?!)")
 
 
 @dataclass(frozen=True)

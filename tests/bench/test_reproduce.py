@@ -111,7 +111,7 @@ TINY = Setup(
     None,
     {},
     {name: dict(executor="thread", attn_dp=2, plan=plan) for name, plan in (("naive", "naive"), ("ours", "cheapest"))},
-    [Load(3, 9, 3, 2), Load(2, 5, 1, 2)],
+    [Load(3, 9, 3, 2), Load(2, 5, 1, 2, times=3)],
     [
         Row("tokens/s", 0, "naive", "ours", (100.0, 120.0)),
         Row("MiB a step", 1, "naive", "ours"),
@@ -122,10 +122,15 @@ TINY = Setup(
 )
 
 
-def test_a_run(tmp_path: Path) -> None:
+def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran, run_load = list[Load](), reproduce.run_load
+    monkeypatch.setattr(reproduce, "run_load", lambda engine, load: ran.append(load) or run_load(engine, load))
     *before, measured = measure(TINY, tmp_path, 2, 1, "cpu")
     assert len(before) == 3 and list(before[0].figures) == ["naive"], "each variant's figures are there once it has run"
     assert measured.layers == 1 and not measured.failed
+    assert [ran.count(load) for load in TINY.loads] == [4, 12], (
+        "each as often as it says, of two variants in two rounds"
+    )
     for figures in measured.figures.values():
         assert [load["tokens/s"] > 0 for load in figures] == [True, True]
         assert figures[0]["next token, ms"] > 0 == figures[1]["next token, ms"]

@@ -92,6 +92,12 @@ PARTS = {
             ),
         ),
     ),
+    "peer-4": Part("transports on four GPUs", 4, (tests("four-gpus", *OTHER_TESTS),)),
+    "engine-4": Part(
+        "the engine on four GPUs",
+        4,
+        (tests("engine-4", "tests/gpu/test_engine.py", "-k", "2x2 or four"),),
+    ),
     "memcheck": Part("memcheck", 2, (tests("memcheck", "tests/gpu/test_sanitizer.py", "-k", "memcheck"),)),
     "racecheck": Part("racecheck", 2, (tests("racecheck", "tests/gpu/test_sanitizer.py", "-k", "racecheck"),)),
     "soak": Part(

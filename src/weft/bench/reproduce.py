@@ -9,7 +9,7 @@ import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def _run_variant(setup: Setup, config: EngineConfig) -> list[Figures]:
     with Engine(config) as engine:
         first = setup.loads[0]
         run_load(engine, replace(first, requests=config.attn_dp, output=min(first.output, WARM_OUTPUT)))
-        figures = [run_load(engine, load) for load in setup.loads]
+        figures = [_median([run_load(engine, load) for _ in range(load.times)]) for load in setup.loads]
         if setup.profile is not None:
             figures[0] |= run_profile(engine, setup.profile)
     return figures
@@ -181,7 +181,7 @@ def _exchanged(engine: Engine) -> tuple[int, int]:
     return sum(stat.count for stat in ran), sum(stat.bytes for stat in ran)
 
 
-def _median(rounds: tuple[Figures, ...]) -> Figures:
+def _median(rounds: Sequence[Figures]) -> Figures:
     measured = [metric for metric in rounds[0] if all(metric in figures for figures in rounds)]
     return {metric: statistics.median(figures[metric] for figures in rounds) for metric in measured}
 

@@ -89,7 +89,7 @@ def _large_reduce_scatterv(gpus: int) -> Setup:
         "made-up weights; as many layers as fit",
         "2,048 at once in place of 4,096",
     ]
-    load, profile = Load(2048, 1000, 1, 2048), Profile(100, 2048, 64)
+    load, profile = Load(2048, 1000, 1, 2048, times=3), Profile(100, 2048, 64)
     return _reduce_scatterv("qwen3.5-397b-a17b", FLOAT8, four, load, profile, differs)
 
 
@@ -126,7 +126,7 @@ def _large_mixed(gpus: int) -> Setup:
         "planned": layout,
     }
     differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit"]
-    load, profile = Load(16, 8192, 24, 16), Profile(100, 16, 8192)
+    load, profile = Load(16, 8192, 24, 16, times=5), Profile(100, 16, 8192)
     return _mixed("qwen3.5-397b-a17b", FLOAT8, variants, _quoted_mixed(nccl, windows), load, profile, differs)
 
 
@@ -144,7 +144,7 @@ def _deferred(model: str | None, changed: Options, layout: Options, load: Load, 
 def _large_deferred(gpus: int) -> Setup:
     layout = dict(attn_tp=gpus, ep=max(1, gpus // 2), moe_tp=2 if gpus > 1 else 1)
     differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit"]
-    return _deferred("step-3.5-flash", FLOAT8, layout, Load(200, 8192, 1, 64), differs)
+    return _deferred("step-3.5-flash", FLOAT8, layout, Load(200, 8192, 1, 64, times=3), differs)
 
 
 def _cpu_shm(model: str | None, changed: Options, load: Load, differs: Sequence[str]) -> Setup:

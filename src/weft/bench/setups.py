@@ -26,12 +26,14 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Load:
-    """requests of input random tokens and output tokens each, `concurrency` at once."""
+    """requests of input random tokens and output tokens each, `concurrency` at once. times: how often an engine gets
+    it, one after the other; figures are medians."""
 
     requests: int
     input: int
     output: int
     concurrency: int
+    times: int = 1
 
     def __str__(self) -> str:
         return f"{self.input} in, {self.output} out, {self.concurrency} at once"

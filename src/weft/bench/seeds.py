@@ -40,6 +40,7 @@ FLOAT8 = {
             "in_proj_b",
             "gate",
             "shared_expert_gate",
+            "g_proj",
         ],
     }
 }
@@ -211,7 +212,7 @@ def _dcp(
         by = names["ag_rs"]
         rows += [Row("first token, ms", at, first, by, QUOTED_FIRST.get(at_once[at])) for at in range(len(loads))]
         rows += [Row("next token, ms", at, first, by) for at in range(len(loads))]
-        rows += [Row("sequences at once", at, first, by) for at in range(len(loads)) if loads[at].concurrency > 32]
+        rows += [Row("sequences at once", at, first, by) for at in range(len(loads)) if at_once[at] > 32]
     return Setup("deepseek-v2", changed, variants, loads, rows, differs)
 
 
@@ -283,6 +284,8 @@ TINY_DEEPSEEK = dict(
     topk_group=1,
     num_experts_per_tok=2,
     vocab_size=2048,
+    bos_token_id=0,
+    eos_token_id=1,
 )
 LATENTS = "a DeepSeek-V2 of 3 layers and width 256 with made-up weights; 2 CPU ranks in place of 8 GPUs"
 

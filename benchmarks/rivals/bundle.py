@@ -58,7 +58,7 @@ ENGINES = {
     "vllm": Contents(
         replaced=frozenset({"protobuf"}),
         unused=frozenset({"cryptography", "nvidia-cutlass-dsl", "pycparser", "cffi"}),
-        unused_files=r"flashinfer/data/|mistral_common/data/|pycountry/(locales|databases)|cudnn/.*\.h$|nvtx/.*\.pyx|vllm/(_vllm_fa2_C"
+        unused_files=r"flashinfer/data/|mistral_common/data/|pycountry/(locales|databases)|cudnn/.*\.h$|nvtx/.*\.pyx|vllm/(vllm_flash_attn/_vllm_fa2_C"
         r"|.*vllm-rs$|third_party/deep_gemm/(include|_C.cpython-3(10|11|13|14))|third_party/fmha_sm100|_qutlass_C"
         r"|.*/static/|.*fused_moe/configs/(?!.*H[12]00))",
         trimmed=r"vllm/_(moe_)?C_stable_libtorch\.abi3\.so$",

@@ -97,12 +97,18 @@ class EngineKind:
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+# No NVLink multicast, which is not to be had on every host; and one host, by whose loopback ranks meet.
+OFFLINE |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+OFFLINE |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 # Greedy bfloat16 needs neither of the first two, and each would compile for minutes.
 VLLM = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOST_IP": "127.0.0.1"}
 VLLM |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": "{caches}/vllm", "TRITON_CACHE_DIR": "{caches}/triton"}
-# Without NVLink multicast, for more ranks than one.
-VLLM |= {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-SGLANG = {"TRITON_CACHE_DIR": "{caches}/triton", "TVM_FFI_CACHE_DIR": "{caches}/tvm-ffi", "NCCL_NVLS_ENABLE": "0"}
+# Its all-reduce with a norm in one kernel, by the backend that has no multicast; its own all-reduce by peer memory.
+VLLM |= {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+VLLM |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_NCCL_SYMM_MEM": "0"}
+SGLANG = {"TRITON_CACHE_DIR": "{caches}/triton", "TVM_FFI_CACHE_DIR": "{caches}/tvm-ffi"}
+SGLANG |= {"SGLANG_CACHE_DIR": "{caches}/sglang", "TORCHINDUCTOR_CACHE_DIR": "{caches}/inductor"}
+SGLANG |= {"SGLANG_SKIP_P2P_CHECK": "1"}  # a program of its own, which takes half a minute
 KINDS = {
     "weft": EngineKind(_weft, _weft_cache, {}),
     "vllm": EngineKind(_vllm, _vllm_cache, OFFLINE | VLLM),

@@ -85,12 +85,13 @@ def _reduce_scatterv(
 
 def _large_reduce_scatterv(gpus: int) -> Setup:
     four = _four(PEER, NCCL, dict(attn_dp=gpus, ep=gpus))
+    at_once = 512 * gpus
     differs = [
         f"{gpus} GPUs in place of 4 of a GB200",
         "made-up weights; as many layers as fit",
-        "2,048 at once in place of 4,096",
+        f"{at_once:,} at once in place of 4,096",
     ]
-    load, profile = Load(2048, 1000, 1, 2048, times=3), Profile(100, 2048, 64)
+    load, profile = Load(at_once, 1000, 1, at_once, times=3), Profile(100, at_once, 64)
     return _reduce_scatterv("qwen3.5-397b-a17b", FLOAT8, four, load, profile, differs)
 
 

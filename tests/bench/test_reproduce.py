@@ -73,7 +73,7 @@ def test_dcp_runs_with_every_backend_that_lacks_nothing(monkeypatch: pytest.Monk
         )
         assert backends()[config.attention_backend].refusal(needs) is None
     assert "attention backend flashinfer with dcp_prefill gather, cuda_graphs False" in setup.differs
-    quoted = {row.after: row.quoted for row in setup.rows if (row.metric, row.load) == ("tokens/s", 5)}
+    quoted = {row.after: row.quoted for row in setup.rows if (row.metric, row.load) == ("tokens/s", 6)}
     assert quoted["flashinfer: dcp, a2a"] == (1400, 3126) and quoted["fa3: dcp, ag_rs"] == (1382, 2930)
     assert quoted["fa3: dcp, fused"] is None
 
@@ -137,6 +137,16 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert all(load["collectives a step"] >= 1 and load["MiB a step"] > 0 for load in figures)
     assert (measured.ratio(TINY.rows[1]) or 0) > 1, "a reduce-scatter brings less than an all-reduce"
     assert measured.ratio(TINY.rows[2]) is None, "ranks that are threads have no profile"
+
+
+def test_tokens_do_not_wait_for_sequences_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting goes through every page: for each token it took longer than the step."""
+    counts, stats = list[int](), Engine.stats
+    monkeypatch.setattr(Engine, "stats", lambda engine: counts.append(1) or stats(engine))
+    monkeypatch.setattr(reproduce, "COUNTED_S", 1e9)
+    with Engine(EngineConfig(executor="thread", kv_tokens=512)) as engine:
+        found = reproduce.run_load(engine, Load(4, 9, 20, 4))
+    assert len(counts) == 3 and 1 <= found["sequences at once"] <= 4, "before, once, and after"
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

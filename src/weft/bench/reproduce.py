@@ -39,6 +39,8 @@ WARM_OUTPUT = 8
 """Tokens of the outputs that warm an engine."""
 WAIT_S = 600.0
 """Seconds without a token after which a load counts as hung."""
+COUNTED_S = 0.05
+"""Seconds after which the running sequences are counted again."""
 Figures = dict[Metric, float]
 
 
@@ -125,15 +127,17 @@ def run_load(engine: Engine, load: Load) -> Figures:
 
     steps, (calls, received) = engine.stats().steps, _exchanged(engine)
     submitted, ended, running, start = 0, 0, 0, time.perf_counter()
+    counted = start - COUNTED_S
     while ended < load.requests:
         while submitted < load.requests and submitted - ended < load.concurrency:
             submit(submitted)
             submitted += 1
-        running = max(running, engine.stats().running)
         try:
             number, at, last = events.get(timeout=WAIT_S)
         except queue.Empty:
             raise TimeoutError(f"no token came for {WAIT_S:g} s") from None
+        if at >= counted + COUNTED_S:  # it goes through every page, so not for each token
+            running, counted = max(running, engine.stats().running), at
         if engine.error is not None:
             raise RuntimeError(engine.error)
         came[number].append(at)

@@ -136,7 +136,7 @@ def run_load(engine: Engine, load: Load) -> Figures:
             number, at, last = events.get(timeout=WAIT_S)
         except queue.Empty:
             raise TimeoutError(f"no token came for {WAIT_S:g} s") from None
-        if at >= counted + COUNTED_S:  # it goes through every page, so not for each token
+        if at >= counted + COUNTED_S:  # it goes through all pages, so not for each token
             running, counted = max(running, engine.stats().running), at
         if engine.error is not None:
             raise RuntimeError(engine.error)
@@ -235,5 +235,5 @@ def _fitting_layers(config: EngineConfig) -> int:
         model = replace(config, num_layers=layers).read_model()
         return weight_bytes(model, config.mesh, 0, torch.bfloat16) > free
 
-    every = range(1, replace(config, num_layers=None).read_model().num_layers + 1)
-    return max(1, bisect.bisect_left(every, True, key=exceeds))
+    layers = range(1, replace(config, num_layers=None).read_model().num_layers + 1)
+    return max(1, bisect.bisect_left(layers, True, key=exceeds))

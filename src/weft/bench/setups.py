@@ -76,7 +76,7 @@ class Setup:
     profile: Profile | None = None
 
     def only(self, texts: Sequence[str]) -> Setup:
-        """With the variants alone whose names contain one of these texts, and the rows that compare two of them."""
+        """With the variants alone that have one of these texts in their names, and the rows that compare such."""
         variants = {name: options for name, options in self.variants.items() if any(text in name for text in texts)}
         rows = [row for row in self.rows if {row.before, row.after} <= variants.keys()]
         return replace(self, variants=variants, rows=rows)

@@ -46,7 +46,7 @@ class Command:
     num_layers: int | None = None
     """Layers of the model; left out, as many as fit a GPU."""
     variants: tuple[str, ...] = ()
-    """Only variants whose names contain one of these texts, such as fa3; left out, all."""
+    """Only variants with one of these texts in their names, such as fa3; left out, all."""
     json: Path | None = None
     """Write the lines of JSON to this file, too, after each variant what is measured so far."""
 

@@ -140,7 +140,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_tokens_do_not_wait_for_sequences_to_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting goes through every page: for each token it took longer than the step."""
+    """Counted for each token, they took longer than the step."""
     counts, stats = list[int](), Engine.stats
     monkeypatch.setattr(Engine, "stats", lambda engine: counts.append(1) or stats(engine))
     monkeypatch.setattr(reproduce, "COUNTED_S", 1e9)

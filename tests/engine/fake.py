@@ -168,7 +168,8 @@ class FakeDevice:
 class Driver:
     """Steps one scheduler on a fake device, as the engine does, and checks what must hold in every step.
 
-    ahead: a step is scheduled before the tokens of the one before are known.
+    ahead: a step is scheduled before the tokens of the one before are known. others: pages of the first group that a
+    test holds itself.
     """
 
     def __init__(self, scheduler: Scheduler, ahead: bool = False):
@@ -176,7 +177,7 @@ class Driver:
         self.device = FakeDevice(scheduler.caches.groups, scheduler.caches.page_size)
         self.live: dict[int, Sequence] = {}
         self.outputs: dict[int, list[int]] = {}
-        self.steps = 0
+        self.steps, self.others = 0, list[int]()
         self.in_flight: deque[tuple[Scheduled, Parts]] = deque()
         rows_of_step = scheduler._rows_of_step
 
@@ -267,6 +268,8 @@ class Driver:
                 assert rule.state or len(set(table)) == len(table), "a page twice in one table"
                 for page in table:
                     holders.setdefault(page, set()).add(sequence.request)
+            used = len(holders) + (len(self.others) if group == 0 else 0)
+            assert pool.used == used, "pages of the prefix tree alone, or of nobody, are counted as used"
             for sequence, count in scheduler._step:
                 first, end = sequence.computed // size, -(-(sequence.computed + count) // size)
                 table = sequence.allocation.tables[group]

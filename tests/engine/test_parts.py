@@ -74,8 +74,30 @@ def test_pages_are_counted() -> None:
     assert pool.free == 1 and pool.holders(pages[0]) == 1
     with pytest.raises(ValueError, match="more often"):
         pool.release(pages[1:])
-    with pytest.raises(ValueError, match="is free"):
-        pool.hold(pages[1:])
+    for share in (pool.hold, pool.cache):
+        with pytest.raises(ValueError, match="is free"):
+            share(pages[1:])
+
+
+def test_pages_of_the_prefix_tree_alone_are_not_used() -> None:
+    pool = PagePool(3)
+    pages = pool.take(2)
+    pool.cache(pages)
+    assert (pool.used, pool.free) == (2, 1)
+    pool.release(pages)
+    assert (pool.used, pool.free) == (0, 1)
+    with pytest.raises(ValueError, match="more often"):
+        pool.release(pages[:1])
+    pool.hold(pages[:1])
+    pool.hold(pages[:1])
+    pool.uncache(pages)
+    assert (pool.used, pool.free) == (1, 2)
+    with pytest.raises(ValueError, match="more often than it was cached"):
+        pool.uncache(pages)
+    pool.release(pages[:1])
+    assert pool.used == 1
+    pool.release(pages[:1])
+    assert (pool.used, pool.free) == (0, 3)
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:

@@ -276,7 +276,7 @@ def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: b
     prompts = [[7] * 3, [8] * 6, [9] * 5]
     for request, prompt in enumerate(prompts):
         driver.add(request, prompt, 120)
-    pool, others = driver.scheduler.caches.pools[0], list[int]()
+    pool, others = driver.scheduler.caches.pools[0], driver.others
 
     def leave(free: int) -> None:
         pool.release(others)
@@ -292,6 +292,7 @@ def test_steps_between_two_pages_are_alike_until_somebody_comes_or_goes(ahead: b
         assert group_rows.count(3 * pages) == 1 and sum(group_rows) == 3 * pages
         assert sum(a is b for a, b in pairwise(cycle)) >= 8 * pages - 3
     pool.release(others)
+    others.clear()
     while rows[-1] is not rows[-2] or rows[-1].entries:  # in the midst of steps that are alike
         driver.step()
     driver.add(3, [4], 20)

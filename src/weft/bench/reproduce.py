@@ -40,7 +40,8 @@ WARM_OUTPUT = 8
 WAIT_S = 600.0
 """Seconds without a token after which a load counts as hung."""
 COUNTED_S = 0.05
-"""Seconds after which the running sequences are counted again."""
+"""Seconds after which the running sequences are counted again: not for each token, as that keeps the engine's thread
+waiting for Python's lock."""
 Figures = dict[Metric, float]
 
 
@@ -136,7 +137,7 @@ def run_load(engine: Engine, load: Load) -> Figures:
             number, at, last = events.get(timeout=WAIT_S)
         except queue.Empty:
             raise TimeoutError(f"no token came for {WAIT_S:g} s") from None
-        if at >= counted + COUNTED_S:  # it goes through all pages, so not for each token
+        if at >= counted + COUNTED_S:
             running, counted = max(running, engine.stats().running), at
         if engine.error is not None:
             raise RuntimeError(engine.error)

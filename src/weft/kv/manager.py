@@ -62,9 +62,10 @@ class CacheManager:
         whole = [self.pools[g].total for g in self._paged if self.rules[g].window is None]
         return min(whole) * self.page_size if whole else 2**62
 
-    def used(self, allocations: Sequence[CacheAllocation]) -> int:
-        """Of `total`, how many some requests hold."""
-        return len({at for allocation in allocations for at in allocation.tables[0]} - {ABSENT})
+    @property
+    def used(self) -> int:
+        """Of `total`, how many requests hold."""
+        return self.pools[0].used
 
     @property
     def total(self) -> int:

@@ -6,12 +6,16 @@ from collections.abc import Iterable
 
 
 class PagePool:
-    """Page numbers 0 … total-1. A page is free when nobody holds it; sequences and the prefix tree hold pages."""
+    """Page numbers 0 … total-1. A page is free when nobody holds it; sequences and the prefix tree hold pages.
+
+    used: pages that sequences hold, be they the prefix tree's too.
+    """
 
     def __init__(self, total: int):
-        self.total = total
+        self.total, self.used = total, 0
         self._free = list(range(total - 1, -1, -1))
         self._holders = [0] * total
+        self._cached = [0] * total  # how many of these are prefixes of the tree
 
     @property
     def free(self) -> int:
@@ -27,20 +31,39 @@ class PagePool:
         del self._free[left:]
         for page in pages:
             self._holders[page] = 1
+        self.used += count
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for pages in use."""
+        """One more sequence holds pages in use."""
         for page in pages:
-            if not self._holders[page]:
-                raise ValueError(f"page {page} is free; only a page in use can be shared")
+            self._check_in_use(page)
+            self.used += self._holders[page] == self._cached[page]
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One holder less; a page without any is free."""
+        """One sequence less; a page without any holder is free."""
         for page in pages:
-            if not self._holders[page]:
+            if self._holders[page] == self._cached[page]:
                 raise ValueError(f"page {page} is released more often than it was held")
+            self._holders[page] -= 1
+            self.used -= self._holders[page] == self._cached[page]
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def cache(self, pages: Iterable[int]) -> None:
+        """A prefix of the tree holds pages in use, too."""
+        for page in pages:
+            self._check_in_use(page)
+            self._cached[page] += 1
+            self._holders[page] += 1
+
+    def uncache(self, pages: Iterable[int]) -> None:
+        """One prefix of the tree less; a page without any holder is free."""
+        for page in pages:
+            if not self._cached[page]:
+                raise ValueError(f"page {page} is released more often than it was cached")
+            self._cached[page] -= 1
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
@@ -48,3 +71,7 @@ class PagePool:
     def holders(self, page: int) -> int:
         """How many hold a page."""
         return self._holders[page]
+
+    def _check_in_use(self, page: int) -> None:
+        if not self._holders[page]:
+            raise ValueError(f"page {page} is free; only a page in use can be shared")

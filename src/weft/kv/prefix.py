@@ -197,7 +197,7 @@ class PrefixTree:
             if group in self._whole and held[0] != ABSENT:
                 continue  # then it has all of them
             lacking = [at for at, page in enumerate(found) if page != ABSENT and held[at] == ABSENT]
-            self._pools[group].hold(found[at] for at in lacking)
+            self._pools[group].cache(found[at] for at in lacking)
             for at in lacking:
                 held[at] = found[at]
             self.held[group] += len(lacking)
@@ -328,7 +328,7 @@ class PrefixTree:
     def _drop(self, run: Run, group: int, places: Sequence[int]) -> None:
         """Frees what a group holds at these places of a run."""
         held = run.held[group]
-        self._pools[group].release([held[at] for at in places])
+        self._pools[group].uncache([held[at] for at in places])
         for at in places:
             held[at] = ABSENT
         self.held[group] -= len(places)

@@ -130,7 +130,7 @@ class Scheduler:
     @property
     def used_pages(self) -> int:
         """Pages that sequences hold. Pages of the prefix tree alone do not count: they can be freed at any time."""
-        return self.caches.used([s.allocation for s in self.running if s.allocation])
+        return self.caches.used
 
     def forget(self) -> None:
         """Forgets the prefixes that no request holds."""

@@ -14,7 +14,12 @@ and for SGLang 0.5.17, of whose requirements only those are installed that text 
     env/bin/pip install --no-deps -r benchmarks/rivals/requirements-sglang-0.5.17.txt
     env/bin/python benchmarks/rivals/bundle.py sglang --have have.txt --out sglang.tar.xz
 
-Unpacked there into a folder, that folder is the PYTHONPATH: compare.py --path vllm=FOLDER.
+Unpacked there into a folder, that folder is the PYTHONPATH: compare.py --path vllm=FOLDER. With several GPUs
+FlashInfer's fused all-reduce compiles for minutes at the first start, unless --compiled names a folder with its
+NAME/NAME.so.
+
+NVLink multicast, which can put the GPUs of a shared host out of service, is refused in the bundle: what creates such
+objects raises, and a sitecustomize.py sets the variables that keep NCCL and torch from it.
 """
 
 from __future__ import annotations
@@ -26,14 +31,65 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 HOPPER = 90
 UNUSED_FILES = r"/tests?/|\.a$|xgrammar/.*(include|3rdparty)|^include/|__pycache__"
-MULTICAST = '        """Create multicast object, exchange handle, map memory, and bind."""\n'
-"""FlashInfer's, which some hosts must not use."""
+VARIABLES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+SITE = f'''"""No NVLink multicast in processes that have this folder on their path."""
+import os, sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+
+VARIABLES = {VARIABLES!r}
+os.environ.update(VARIABLES)
+os.environ.pop("TORCH_SYMMMEM", None)
+here = os.path.dirname(os.path.abspath(__file__))  # Python takes one sitecustomize: the next on the path follows
+following = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p or ".") != here])
+if following is not None and following.loader is not None:
+    following.loader.exec_module(module_from_spec(following))
+'''
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Of a file: text that stands in it once, and what comes in its place."""
+
+    file: str
+    old: str
+    new: str
+
+
+def refused(file: str, line: str, indent: int = 8) -> Patch:
+    """What begins with this line raises."""
+    return Patch(file, line, f'{" " * indent}raise RuntimeError("no multicast here")\n{line}')
+
+
+def guarded(file: str, line: str) -> Patch:
+    """What begins with this line asks torch for memory that has multicast unless this variable is set."""
+    missing = '__import__("os").environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1"'
+    return Patch(file, line, f'    if {missing}:\n        raise RuntimeError("no multicast here")\n{line}')
+
+
+COMM = "distributed/device_communicators"
+FLASHINFER = (
+    refused(
+        "flashinfer/comm/mnnvl.py", '        """Create multicast object, exchange handle, map memory, and bind."""\n'
+    ),
+    refused(
+        "flashinfer/comm/mixed_comm.py", '        """Initialize CUDA virtual memory for intra-node communication.\n'
+    ),
+    refused(
+        "flashinfer/comm/trtllm_mnnvl_ar.py",
+        "        requested_workspace_size = buffer_size_in_bytes * self.NUM_LAMPORT_BUFFERS\n",
+    ),
+    guarded(
+        "flashinfer/comm/torch_symmetric_memory.py",
+        "    # Ensure symmetric memory is set up with the correct store before\n",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +98,9 @@ class Contents:
 
     replaced: packages that it needs in another version than most machines have them. unused, unused_files: packages,
     and a pattern of files, that are left out. trimmed: a pattern of the libraries whose code for other GPUs is zeroed.
-    kernels: beside it, by library, a pattern of the kernels that are kept. stubs: modules that are imported and not
-    used, and what is written instead.
+    kernels: beside it, by library, a pattern of the kernels that are kept. without_ptx: a pattern of the libraries of
+    which bfloat16 runs machine code alone. stubs: modules that are imported and not used, and what is written instead.
+    patches: beside FlashInfer's.
     """
 
     replaced: frozenset[str]
@@ -51,7 +108,9 @@ class Contents:
     unused_files: str
     trimmed: str
     kernels: Mapping[str, bytes] = field(default_factory=dict)
+    without_ptx: str = r"(?!)"
     stubs: Mapping[str, str] = field(default_factory=dict)
+    patches: Sequence[Patch] = ()
 
 
 ENGINES = {
@@ -62,6 +121,10 @@ ENGINES = {
         r"|.*vllm-rs$|third_party/deep_gemm/(include|_C.cpython-3(10|11|13|14))|third_party/fmha_sm100|_qutlass_C"
         r"|.*/static/|.*fused_moe/configs/(?!.*H[12]00))",
         trimmed=r"vllm/_(moe_)?C_stable_libtorch\.abi3\.so$",
+        without_ptx=r"vllm/_(moe_)?C_stable_libtorch\.abi3\.so$",  # of Marlin and of CUTLASS in eight bits
+        patches=(
+            Patch(f"vllm/{COMM}/symm_mem.py", "    symm_mem_available = True\n", "    symm_mem_available = False\n"),
+        ),
     ),
     "sglang": Contents(
         replaced=frozenset({"transformers", "tokenizers"}),
@@ -76,13 +139,29 @@ ENGINES = {
             "flash_ops": rb"ILi128EEE(NS7_ILi\d+EEESA_|SA_SA_)EEELi128ENS_10bfloat16_tEf|FwdCombine|prepare_varlen"
         },
         stubs={"soundfile.py": "", "IPython/__init__.py": "", "IPython/display.py": "HTML = display = None\n"},
+        patches=(
+            Patch(
+                f"sglang/srt/{COMM}/torch_symm_mem.py",
+                "        torch_symm_mem_available = True\n",
+                "        torch_symm_mem_available = False\n",
+            ),
+            Patch(
+                f"sglang/srt/{COMM}/triton_symm_mem_ag.py",
+                "        if x.dim() != 2 or x.dtype != torch.bfloat16:\n",
+                "        return None\n        if x.dim() != 2 or x.dtype != torch.bfloat16:\n",
+            ),
+            guarded(
+                f"sglang/srt/{COMM}/custom_all_reduce_v2.py",
+                "    from torch._C._distributed_c10d import _SymmetricMemory\n",
+            ),
+        ),
     ),
 }
 FATBIN, ELF = 0xBA55ED50, 2
 
 
-def collect(contents: Contents, have: set[str], out: Path) -> None:
-    """Copies the packages of this environment that are not in `have`."""
+def collect(contents: Contents, have: set[str], out: Path, compiled: Path | None = None) -> None:
+    """Copies the packages of this environment that are not in `have`. compiled: a folder of FlashInfer's modules."""
     unused_files, trimmed = re.compile(f"{UNUSED_FILES}|{contents.unused_files}"), re.compile(contents.trimmed)
     for package in importlib.metadata.distributions():
         if (name := plain(package.metadata["Name"])) in have - contents.replaced or name in contents.unused:
@@ -94,16 +173,24 @@ def collect(contents: Contents, have: set[str], out: Path) -> None:
             _copy(source, to)
             if trimmed.search(file):
                 kernels = next((kept for part, kept in contents.kernels.items() if part in file), b"")
-                to.write_bytes(trim(bytearray(source.read_bytes()), kernels))
+                ptx = re.search(contents.without_ptx, file) is None
+                to.write_bytes(trim(bytearray(source.read_bytes()), kernels, ptx))
             elif ".so" in source.suffixes:
-                subprocess.run(["strip", "--strip-unneeded", to], stderr=subprocess.DEVNULL)
-    for file, text in contents.stubs.items():
+                _strip(to)
+    for file, text in {**contents.stubs, "sitecustomize.py": SITE}.items():
         (out / file).parent.mkdir(parents=True, exist_ok=True)
         (out / file).write_text(text)
-    multicast = out / "flashinfer/comm/mnnvl.py"
-    text = multicast.read_text()
-    assert text.count(MULTICAST) == 1, "FlashInfer's multicast is set up elsewhere in this version"
-    multicast.write_text(text.replace(MULTICAST, MULTICAST + '        raise RuntimeError("no multicast here")\n'))
+    for patch in (*FLASHINFER, *contents.patches):
+        text = (path := out / patch.file).read_text()
+        assert text.count(patch.old) == 1, f"{patch.file} is another in this version: look for multicast again"
+        path.write_text(text.replace(patch.old, patch.new))
+    for library in compiled.glob("*/*.so") if compiled else ():
+        _copy(library, to := out / "flashinfer/data/aot" / library.parent.name / library.name)
+        _strip(to)
+
+
+def _strip(library: Path) -> None:
+    subprocess.run(["strip", "--strip-unneeded", library], stderr=subprocess.DEVNULL)
 
 
 def plain(name: str) -> str:
@@ -116,9 +203,10 @@ def _copy(source: Path, to: Path) -> None:
     shutil.copy2(source, to)
 
 
-def trim(library: bytearray, kernels: bytes = b"") -> bytearray:
+def trim(library: bytearray, kernels: bytes = b"", ptx: bool = True) -> bytearray:
     """Zeroes the GPU code in a shared library's fatbins that Hopper does not run: other machine code, and PTX where
     there is machine code for Hopper, or it is for newer GPUs; and code in which the pattern `kernels` finds no name.
+    ptx: whether any is kept.
     """
     kept = re.compile(kernels)
     for start, size in _fatbin_sections(library):
@@ -131,7 +219,7 @@ def trim(library: bytearray, kernels: bytes = b"") -> bytearray:
             entries = list(_entries(library, at + header, at + header + body))
             here = any(kind == ELF and arch == HOPPER for kind, arch, _, _ in entries)
             for kind, arch, code, length in entries:
-                runs = arch == HOPPER if kind == ELF else not here and arch <= HOPPER
+                runs = arch == HOPPER if kind == ELF else ptx and not here and arch <= HOPPER
                 if not runs or not kept.search(library, code, code + length):
                     library[code : code + length] = bytes(length)
             at += header + body
@@ -162,12 +250,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=ENGINES, help="installed in this Python's environment")
     parser.add_argument("--have", type=Path, required=True, help="a file: packages of that machine, one a line")
+    parser.add_argument("--compiled", type=Path, help="a folder of FlashInfer's modules: NAME/NAME.so")
     parser.add_argument("--out", type=Path, help="left out, ENGINE.tar.xz")
     args = parser.parse_args()
     out = args.out or Path(f"{args.engine}.tar.xz")
     with tempfile.TemporaryDirectory() as folder:
-        collect(ENGINES[args.engine], {plain(name) for name in args.have.read_text().split()}, Path(folder))
-        subprocess.run(["tar", "-C", folder, "-cf", out, "-I", "xz -T2", "."], check=True)
+        have = {plain(name) for name in args.have.read_text().split()}
+        collect(ENGINES[args.engine], have, Path(folder), args.compiled)
+        subprocess.run(["tar", "-C", folder, "-cf", out, "-I", "xz -9 -T2", "."], check=True)
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 

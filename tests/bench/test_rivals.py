@@ -99,20 +99,36 @@ def test_a_bundle_has_what_the_other_machine_lacks_and_the_engine_uses(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment, out, names = tmp_path / "env", tmp_path / "out", script("bundle")
-    multicast = "def set_up():\n" + names["MULTICAST"] + "        pass\n"
+    patched: dict[str, dict[str, str]] = {"flashinfer": {}, "sglang": {}}
+    for patch in (*names["FLASHINFER"], *names["ENGINES"]["sglang"].patches):
+        patched[patch.file.partition("/")[0]][patch.file] = f"before\n{patch.old}after\n"
     sources = {f"flashinfer/data/csrc/{name}.cu": "" for name in ("norm", "gemm")}
-    installed(environment, "flashinfer-python", {"flashinfer/comm/mnnvl.py": multicast} | sources)
+    installed(environment, "flashinfer-python", patched["flashinfer"] | sources)
     configs = {f"sglang/configs/E=8,device_name={gpu}.json": "{}" for gpu in ("NVIDIA_H200", "AMD_MI300X")}
-    installed(environment, "sglang", {"sglang/srt/server.py": "", "sglang/multimodal_gen/a.py": ""} | configs)
+    files = {"sglang/srt/server.py": "", "sglang/multimodal_gen/a.py": ""}
+    installed(environment, "sglang", files | configs | patched["sglang"])
+    (compiled := tmp_path / "compiled" / "norm").mkdir(parents=True)
+    (compiled / "norm.so").write_bytes(b"a library")
     for name in ("numpy", "Transformers", "tokenizers", "typing_extensions"):
         installed(environment, name, {f"{name}.py": ""})
     monkeypatch.setattr(sys, "path", [str(environment)])
-    names["collect"](names["ENGINES"]["sglang"], {"numpy", "transformers", "typing-extensions"}, out)
+    names["collect"](names["ENGINES"]["sglang"], {"numpy", "transformers", "typing-extensions"}, out, compiled.parent)
     found = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file() and "dist-info" not in str(file)}
-    stubs = {"soundfile.py", "IPython/__init__.py", "IPython/display.py"}
-    kept = {"flashinfer/comm/mnnvl.py", "sglang/srt/server.py", "sglang/configs/E=8,device_name=NVIDIA_H200.json"}
-    assert found == stubs | kept | {"Transformers.py", "tokenizers.py", "flashinfer/data/csrc/norm.cu"}
-    assert "no multicast here" in (out / "flashinfer/comm/mnnvl.py").read_text()
+    stubs = {"soundfile.py", "IPython/__init__.py", "IPython/display.py", "sitecustomize.py"}
+    kept = {"sglang/srt/server.py", "sglang/configs/E=8,device_name=NVIDIA_H200.json", *patched["sglang"]}
+    kept |= {"flashinfer/data/csrc/norm.cu", "flashinfer/data/aot/norm/norm.so", *patched["flashinfer"]}
+    assert found == stubs | kept | {"Transformers.py", "tokenizers.py"}
+    for patch in (*names["FLASHINFER"], *names["ENGINES"]["sglang"].patches):
+        assert (out / patch.file).read_text() == f"before\n{patch.new}after\n"
+    ask = "import os; print(*(os.environ[name] for name in sorted(__import__('sitecustomize').VARIABLES)))"
+    said = subprocess.run(
+        [sys.executable, "-c", ask],
+        env={"PYTHONPATH": str(out), "NCCL_NVLS_ENABLE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.split() == ["0", "1", "1"], "whatever the environment says"
 
 
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(script: Any, tmp_path: Path) -> None:

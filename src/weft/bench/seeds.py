@@ -22,8 +22,6 @@ DEEPSPEED = "DeepSpeed's all-reduce is no transport of the engine; weft bench co
 DEEPSPEED += "" if find_spec("deepspeed") else "; it is not installed here"
 SHM, GLOO, PEER, NCCL = ({"transport": name} for name in ("shm", "gloo", "peer", "nccl"))
 NAIVE = {"plan": "naive"}
-
-
 Quoted = Mapping[str, tuple[float, float]]
 """A pull request's figures, by the variant that Weft's is compared with."""
 FLOAT8 = {
@@ -88,7 +86,7 @@ def _large_reduce_scatterv(gpus: int) -> Setup:
     at_once = 512 * gpus
     differs = [
         f"{gpus} GPUs in place of 4 of a GB200",
-        "made-up weights; as many layers as fit",
+        "made-up weights",
         f"{at_once:,} at once in place of 4,096",
     ]
     load, profile = Load(at_once, 1000, 1, at_once, times=3), Profile(100, at_once, 64)
@@ -108,12 +106,16 @@ def _mixed(
     return Setup(model, changed, variants, [load], rows, differs, profile)
 
 
-def _quoted_mixed(nccl: str, windows: str) -> dict[Metric, Quoted]:
-    """Its figures, by the variants that stand for NCCL and for NCCL on registered memory."""
+def _quoted_mixed(*rivals: str) -> dict[Metric, Quoted]:
+    """Its figures, by the variants that stand for NCCL and, if there is one, for NCCL on registered memory."""
+    figures: dict[Metric, tuple[tuple[float, float], float]] = {
+        "next token, ms": ((14.889, 14.386), 12.002),
+        "collectives of a decode step, ms": ((1.582, 1.323), 0.399),
+        "collectives and waiting of a decode step, ms": ((3.817, 3.631), 2.145),
+    }
     return {
-        "next token, ms": {nccl: (14.889, 12.002), windows: (14.386, 12.002)},
-        "collectives of a decode step, ms": {nccl: (1.582, 0.399), windows: (1.323, 0.399)},
-        "collectives and waiting of a decode step, ms": {nccl: (3.817, 2.145), windows: (3.631, 2.145)},
+        metric: {rival: (figure, after) for rival, figure in zip(rivals, before, strict=False)}
+        for metric, (before, after) in figures.items()
     }
 
 
@@ -127,7 +129,7 @@ def _large_mixed(gpus: int) -> Setup:
         "naive plan": {**NAIVE, **layout},
         "planned": layout,
     }
-    differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit"]
+    differs = [f"{gpus} GPUs in place of 8", "made-up weights"]
     load, profile = Load(16, 8192, 24, 16, times=5), Profile(100, 16, 8192)
     return _mixed("qwen3.5-397b-a17b", FLOAT8, variants, _quoted_mixed(nccl, windows), load, profile, differs)
 
@@ -145,7 +147,7 @@ def _deferred(model: str | None, changed: Options, layout: Options, load: Load, 
 
 def _large_deferred(gpus: int) -> Setup:
     layout = dict(attn_tp=gpus, ep=max(1, gpus // 2), moe_tp=2 if gpus > 1 else 1)
-    differs = [f"{gpus} GPUs in place of 8", "made-up weights; as many layers as fit"]
+    differs = [f"{gpus} GPUs in place of 8", "made-up weights"]
     return _deferred("step-3.5-flash", FLOAT8, layout, Load(200, 8192, 1, 64, times=3), differs)
 
 
@@ -174,9 +176,14 @@ QUOTED_TOKENS = {
     },
 }
 """Output tokens a second of seed 004, by attention backend, exchange ("": without dcp) and requests at once."""
-QUOTED_FIRST = {32: (413.0, 420.0), 64: (5744.0, 655.0), 128: (39_672.0, 1095.0), 256: (106_844.0, 1970.0)}
-QUOTED_FIRST[512] = (239_577.0, 28_734.0)
-"""Its times to the first token, ms, without dcp and with ag_rs, by FlashInfer."""
+QUOTED_FIRST = {
+    32: (413.0, 420.0),
+    64: (5744.0, 655.0),
+    128: (39_672.0, 1095.0),
+    256: (106_844.0, 1970.0),
+    512: (239_577.0, 28_734.0),
+}
+"""Its mean times to the first token, ms, without dcp and with ag_rs, by FlashInfer."""
 
 
 def _dcp(
@@ -257,7 +264,7 @@ def _options_of(backend: BackendEntry, ranks: int) -> tuple[Options | None, str]
 
 
 def _large_dcp(gpus: int) -> Setup:
-    at_once = [n for n in QUOTED_TOKENS["fa3"][""] if n <= 64 * gpus]  # as many more as the ranks' caches hold together
+    at_once = [n for n in QUOTED_TOKENS["fa3"][""] if n <= 64 * gpus]  # beyond, all wait for a place in the cache
     loads = [Load(n if n < 64 else min(2 * n, 512), 4000, 1500, n) for n in at_once]
     layout = dict(attn_tp=gpus, ep=gpus, moe_tp=1, kv_tokens=48 * 5504, max_running=512)
     found = {backend.option: _options_of(backend, gpus) for backend in BACKENDS}
@@ -266,7 +273,7 @@ def _large_dcp(gpus: int) -> Setup:
     }
     differs = [
         f"{gpus} GPUs in place of 8",
-        "made-up weights; as many layers as fit",
+        "made-up weights",
         "the cache is made so small that it binds between 32 and 64 requests, as it did there",
         "the pull request counts tokens out alone; ratios compare, the figures do not",
         *[line for _, line in found.values()],
@@ -321,7 +328,7 @@ SEEDS = {
                 "naive plan, shm": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **NAIVE, **SHM),
                 "planned, shm": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **SHM),
             },
-            _quoted_mixed("planned, gloo", ""),
+            _quoted_mixed("planned, gloo"),
             Load(8, 64, 24, 4),
             Profile(10, 4, 64),
             [EMBEDDED, "4 ranks, which share cores where there are fewer; 64 tokens in, 4 at once"],

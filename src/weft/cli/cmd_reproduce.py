@@ -68,7 +68,8 @@ class Command:
         for name, setup in setups.items():
             seed, on_gpus = SEEDS[name], not self.small and name != "cpu-shm"
             for measured in self._measure(name, setup, rounds, "cuda" if on_gpus else "cpu"):
-                differs = [*setup.differs, *([] if measured.layers is None else [f"{measured.layers} layers"])]
+                fit = ", as many as fit" if self.num_layers is None else ""
+                differs = [*setup.differs, *([] if measured.layers is None else [f"{measured.layers} layers{fit}"])]
                 found = json.dumps(line(name, seed, setup, differs, measured, rounds))
                 if self.json is not None:
                     self.json.write_text("\n".join([*lines, found]) + "\n")

@@ -37,14 +37,15 @@ from pathlib import Path
 
 HOPPER = 90
 UNUSED_FILES = r"/tests?/|\.a$|xgrammar/.*(include|3rdparty)|^include/|__pycache__"
-VARIABLES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+"""The environment in which NCCL, torch and NVSHMEM create no multicast objects."""
 SITE = f'''"""No NVLink multicast in processes that have this folder on their path."""
 import os, sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
-VARIABLES = {VARIABLES!r}
-os.environ.update(VARIABLES)
+NO_MULTICAST = {NO_MULTICAST!r}
+os.environ.update(NO_MULTICAST)
 os.environ.pop("TORCH_SYMMMEM", None)
 here = os.path.dirname(os.path.abspath(__file__))  # Python takes one sitecustomize: the next on the path follows
 following = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p or ".") != here])

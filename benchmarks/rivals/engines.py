@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bundle import NO_MULTICAST
+
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 TAIL = 25
 """Lines of a log that are shown where an engine fails."""
@@ -96,10 +98,8 @@ class EngineKind:
     environment: Mapping[str, str]
 
 
-OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
-# No NVLink multicast, which is not to be had on every host; and one host, by whose loopback ranks meet.
-OFFLINE |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-OFFLINE |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"} | NO_MULTICAST
+OFFLINE |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks of one host meet by its loopback
 # Greedy bfloat16 needs neither of the first two, and each would compile for minutes.
 VLLM = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_HOST_IP": "127.0.0.1"}
 VLLM |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": "{caches}/vllm", "TRITON_CACHE_DIR": "{caches}/triton"}

@@ -33,7 +33,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The names of a script, which shares code with others of its folder."""
     monkeypatch.syspath_prepend(RIVALS)
     yield lambda name: runpy.run_path(str(RIVALS / f"{name}.py"))
-    for name in ("engines", "results", "checkpoint"):
+    for name in ("engines", "results", "checkpoint", "bundle"):
         sys.modules.pop(name, None)
 
 
@@ -120,7 +120,7 @@ def test_a_bundle_has_what_the_other_machine_lacks_and_the_engine_uses(
     assert found == stubs | kept | {"Transformers.py", "tokenizers.py"}
     for patch in (*names["FLASHINFER"], *names["ENGINES"]["sglang"].patches):
         assert (out / patch.file).read_text() == f"before\n{patch.new}after\n"
-    ask = "import os; print(*(os.environ[name] for name in sorted(__import__('sitecustomize').VARIABLES)))"
+    ask = "import os; print(*(os.environ[name] for name in sorted(__import__('sitecustomize').NO_MULTICAST)))"
     said = subprocess.run(
         [sys.executable, "-c", ask],
         env={"PYTHONPATH": str(out), "NCCL_NVLS_ENABLE": "1"},

@@ -63,9 +63,9 @@ class Patch:
     new: str
 
 
-def refused(file: str, line: str, indent: int = 8) -> Patch:
+def refused(file: str, line: str) -> Patch:
     """What begins with this line raises."""
-    return Patch(file, line, f'{" " * indent}raise RuntimeError("no multicast here")\n{line}')
+    return Patch(file, line, f'        raise RuntimeError("no multicast here")\n{line}')
 
 
 def guarded(file: str, line: str) -> Patch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -115,19 +116,8 @@ def fa3_library() -> tuple[str, Path] | None:
     return None
 
 
-def _fa3_lacks(needs: Needs) -> str | None:
-    return _fa3_never_has(needs) or _merge_lacks(needs)
-
-
-def _mixed_lacks(needs: Needs) -> str | None:
-    """As FlashAttention 3; but prompts over latents, which are Triton's, are merged."""
-    if (found := _fa3_never_has(needs)) is not None:
-        return found
-    sharded = needs.dcp > 1 and any(isinstance(spec, PagedKV) for spec in needs.caches())
-    return _merge_lacks(needs) if sharded else None
-
-
-def _fa3_never_has(needs: Needs) -> str | None:
+def _fa3_lacks(needs: Needs, latents_merge: bool = False) -> str | None:
+    """latents_merge: prompts over latents, which other kernels compute then, are merged over dcp."""
     if needs.capability is not None and needs.capability[0] != 9:
         return f"takes a GPU of sm_90, and this one is sm_{''.join(map(str, needs.capability))}; leave it out"
     if fa3_library() is None:
@@ -136,14 +126,17 @@ def _fa3_never_has(needs: Needs) -> str | None:
         )
     if needs.dtype != "bfloat16":
         return f"computes in bfloat16, not in {needs.dtype}: add --dtype bfloat16"
-    for spec in needs.caches():
+    caches = needs.caches()
+    for spec in caches:
         if isinstance(spec, Latent):
             rest = spec.width - spec.value_width
             if not (256 <= spec.value_width <= 512 and 8 <= rest <= 64) or spec.value_width % 8 or rest % 8:
                 return f"has no latent vectors of {spec.value_width} + {rest} elements, but 256 to 512 + up to 64"
         elif not isinstance(spec, Recurrent) and (spec.dim > 256 or spec.dim % 8):
             return f"has no heads of {spec.dim} elements, but multiples of 8 up to 256"
-    return None
+    if latents_merge and not any(isinstance(spec, PagedKV) for spec in caches):
+        return None
+    return _merge_lacks(needs)
 
 
 def _merge_lacks(needs: Needs) -> str | None:
@@ -171,7 +164,9 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
 TORCH = BackendEntry("torch", "any", _maker("weft.attention.sdpa", "SDPA"), _torch_lacks, float8=True)
 TRITON = BackendEntry("triton", "cuda", _maker("weft.attention.paged_triton", "PagedTriton"), float8=True)
 FA3 = BackendEntry("fa3", "cuda", _maker("weft.attention.fa3", "FlashAttention3"), _fa3_lacks)
-MIXED = BackendEntry("fa3+triton", "cuda", _maker("weft.attention.fa3", "TheQuickerOfEach"), _mixed_lacks)
+MIXED = BackendEntry(
+    "fa3+triton", "cuda", _maker("weft.attention.fa3", "TheQuickerOfEach"), partial(_fa3_lacks, latents_merge=True)
+)
 """Each kind of rows by what is quicker: prompts over keys and values, and decode rows over latents, by FlashAttention
 3; decode rows over keys and values, and prompts over latents, by Triton."""
 FLASHINFER = BackendEntry(

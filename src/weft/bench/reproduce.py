@@ -20,6 +20,7 @@ from weft.assets import preset_dir
 from weft.bench.setups import Load, Metric, Profile, Row, Setup
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.engine_options import CacheOptions, RequestOptions
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.profiling import NotWatched
 from weft.engine.request import SamplingParams
@@ -31,10 +32,10 @@ from weft.profiler.breakdown import SPARE_TOKENS, output_length, run
 
 WEIGHTS_SHARE = 0.6
 """Of a GPU's free memory, what weights may take; the rest is for caches and activations."""
-MIN_BATCH_TOKENS, MIN_WAITING = 1024, 1024
-"""Of a step, and requests that may wait; on GPUs there are more tokens."""
-SPARE, PAGE = 8, 16
-"""Tokens of a sequence beside those of the load; and of a page, which the last tokens of each sequence begin."""
+MIN_BATCH_TOKENS = 1024
+"""Of a step; on GPUs there are more."""
+SPARE = 8
+"""Tokens of a sequence beside those of the load."""
 WARM_OUTPUT = 8
 """Tokens of the outputs that warm an engine."""
 WAIT_S = 600.0
@@ -203,10 +204,10 @@ def config_of(setup: Setup, options: Any, folder: Path, num_layers: int | None, 
     running = -(-concurrency // options.get("attn_dp", 1))
     sizes: dict[str, Any] = dict(
         max_running=running,
-        max_waiting=max(MIN_WAITING, concurrency),
+        max_waiting=max(RequestOptions.max_waiting, concurrency),
         max_batch_tokens=max(8192 if device == "cuda" else MIN_BATCH_TOKENS, running),
         max_model_len=longest + SPARE,
-        kv_tokens=running * (longest + SPARE + PAGE) if device == "cuda" else None,
+        kv_tokens=running * (longest + SPARE + CacheOptions.page_size) if device == "cuda" else None,
         prefix_cache=False,
         device=device,
         num_layers=num_layers,

@@ -37,7 +37,8 @@ class PagePool:
     def hold(self, pages: Iterable[int]) -> None:
         """One more sequence holds pages in use."""
         for page in pages:
-            self._check_in_use(page)
+            if not self._holders[page]:
+                raise _is_free(page)
             self.used += self._holders[page] == self._cached[page]
             self._holders[page] += 1
 
@@ -54,7 +55,8 @@ class PagePool:
     def cache(self, pages: Iterable[int]) -> None:
         """A prefix of the tree holds pages in use, too."""
         for page in pages:
-            self._check_in_use(page)
+            if not self._holders[page]:
+                raise _is_free(page)
             self._cached[page] += 1
             self._holders[page] += 1
 
@@ -72,6 +74,6 @@ class PagePool:
         """How many hold a page."""
         return self._holders[page]
 
-    def _check_in_use(self, page: int) -> None:
-        if not self._holders[page]:
-            raise ValueError(f"page {page} is free; only a page in use can be shared")
+
+def _is_free(page: int) -> ValueError:
+    return ValueError(f"page {page} is free; only a page in use can be shared")

@@ -63,6 +63,32 @@ def test_many_rows(tuning: ShmTuning, tmp_path: Path) -> None:
     assert all(run_threads(Mesh(2, 2, 2, 2), tmp_path, many_rows, tuning=tuning))
 
 
+def in_place(transport: ShmTransport, mesh: Mesh) -> bool:
+    """Sums over an ordinary tensor, over one in the arena, and where ranks differ in that."""
+    group = mesh.peers("world", transport.rank)
+    for at_home in ((), group, group[::2]):
+        mine = draw(1, transport.rank, 50, 67, torch.bfloat16)
+        want = sum(draw(1, rank, 50, 67, torch.bfloat16).float() for rank in group).bfloat16()
+        x = transport.empty(50, 67, like=mine).copy_(mine) if transport.rank in at_home else mine
+        transport.all_reduce_(x, group)
+        assert torch.equal(x, want)
+    return True
+
+
+@pytest.mark.parametrize("tuning", TUNINGS.values(), ids=list(TUNINGS))
+def test_in_place(tuning: ShmTuning, tmp_path: Path) -> None:
+    assert all(run_threads(Mesh(1, 3, 3, 1), tmp_path, in_place, tuning=tuning))
+
+
+def in_shared_memory(transport: ShmTransport, mesh: Mesh) -> int:
+    transport.all_reduce_(torch.ones(4000, dtype=torch.float64), mesh.peers("world", transport.rank))
+    return transport.peak_blocks
+
+
+def test_a_sum_in_place_takes_one_block_where_peers_read_it(tmp_path: Path) -> None:
+    assert run_threads(Mesh(1, 2, 2, 1), tmp_path, in_shared_memory) == [1, 1]
+
+
 @pytest.mark.parametrize("mesh", [Mesh(1, 2, 2, 1), Mesh(3, 1, 1, 3), Mesh(2, 3, 6, 1), Mesh(4, 2, 2, 4)], ids=str)
 def test_other_worlds(mesh: Mesh, tmp_path: Path) -> None:
     assert all(run_processes("shm", mesh, tmp_path, everything, tuning=ShmTuning(two_shot_bytes=300, slot_bytes=8192)))

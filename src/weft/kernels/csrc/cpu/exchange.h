@@ -35,7 +35,8 @@ struct Call {
   DType dtype = DType::f32;
   int64_t element = 0;  // bytes
   const char* x = nullptr;
-  char* out = nullptr;                                  // in the arena
+  char* out = nullptr;     // in the arena, unless shared is given
+  char* shared = nullptr;  // arena memory for the sums that peers read in two shots; null: out itself
   bool two_shot = false, sums = false, ragged = false;  // ragged: in one shot, lengths that only two ranks know
   int lanes = 1;
   int64_t row = 1;    // elements that a chunk never cuts
@@ -43,6 +44,8 @@ struct Call {
   uint32_t signature = 0;
   std::vector<Part>* parts = nullptr;
   const Finish* finish = nullptr;
+
+  char* read_by_peers() const { return shared ? shared : out; }
 };
 
 // What is fastest differs by host: `weft tune` measures it. All in bytes.
@@ -50,7 +53,7 @@ struct Tuning {
   int64_t two_shot_bytes = 16 << 10;     // larger sums take two shots; the same on all ranks
   int64_t chunk_bytes = 256 << 10;       // of a share that is read in place; the same on all ranks
   int64_t zero_copy_bytes = 8 << 10;     // smaller inputs are staged even if they lie in the arena: one wait less
-  int64_t stream_slot_bytes = 32 << 10;  // ranges of at least so many bytes that peers read are stored past the cache
+  int64_t stream_slot_bytes = 32 << 10;  // ranges of at least this size that peers read are stored past the cache
   int64_t stream_out_bytes = 32 << 20;   // larger results are stored past the cache
 };
 
@@ -158,7 +161,8 @@ class Exchange {
     void run() {
       const bool here = in_place();
       e.write_note(c.group, first,
-                   Note{c.signature, chunks, here ? e.arena_->offset(c.x) : -1, c.out ? e.arena_->offset(c.out) : -1});
+                   Note{c.signature, chunks, here ? e.arena_->offset(c.x) : -1,
+                        c.out ? e.arena_->offset(c.read_by_peers()) : -1});
       uint32_t phase = first;
       for (uint32_t s = 0;; ++s, ++phase) {
         if (s < chunks && !here) stage(s, phase);
@@ -258,19 +262,23 @@ class Exchange {
             e.probe.read(staged_there ? Holds::staged : Holds::input, chunk, from[count], n * c.element);
           ++count;
         }
-        char* out = c.out + (part.out + done) * c.element;
+        const int64_t place = (part.out + done) * c.element;
+        char* out = (c.two_shot ? c.read_by_peers() : c.out) + place;
         e.probe.write(Holds::result, chunk, out, n * c.element);
         if (count == 1)
           move(out, from[0], n * c.element);
         else
           e.rows_.reduce(c.dtype, out, from, count, n, streams_out(n));
+        if (out != c.out + place) move(c.out + place, out, n * c.element);
         if (c.finish && !late) normalise(out, part.out + done, n);
       }
     }
 
-    // Whether a sum of n elements is stored past the cache. In two shots peers read it; a norm reads it again here.
+    // Whether a sum of n elements is stored past the cache. In two shots peers read it; a norm reads it again here. Not
+    // over the input: no peer has read those lines, so a plain store finds them in this core's cache.
     bool streams_out(int64_t n) const {
-      const bool shared = c.two_shot && !c.finish && n * c.element >= e.tuning.stream_slot_bytes;
+      const bool read_again = c.finish || c.shared || c.out == c.x;
+      const bool shared = c.two_shot && !read_again && n * c.element >= e.tuning.stream_slot_bytes;
       return shared || c.bytes >= e.tuning.stream_out_bytes;
     }
 

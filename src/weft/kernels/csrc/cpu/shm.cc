@@ -231,14 +231,11 @@ void exchange_in_place(int64_t handle, int64_t plan, TensorView x) {
   guarded([&] {
     Setup s(world_of(handle), plan, x, false);
     if (!s.plan.in_place()) throw CallError("its result has other rows than its input, or at other places");
-    if (!s.call.two_shot || s.w.exchange->arena().pool().holds(x.data_ptr())) {
-      s.call.out = static_cast<char*>(x.data_ptr());
-      return s.w.exchange->run(s.call);
-    }
+    s.call.out = static_cast<char*>(x.data_ptr());
+    if (!s.call.two_shot || s.w.exchange->arena().pool().holds(x.data_ptr())) return s.w.exchange->run(s.call);
     const ffi::Tensor shared = s.result(1);  // in two shots peers read this rank's share of the result
-    s.call.out = static_cast<char*>(shared.data_ptr());
+    s.call.shared = static_cast<char*>(shared.data_ptr());
     s.w.exchange->run(s.call);
-    std::memcpy(x.data_ptr(), shared.data_ptr(), size_t(s.call.bytes));
   });
 }
 

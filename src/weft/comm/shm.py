@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from weft.comm.cores import share_a_cache
 from weft.comm.rendezvous import pidfds, rendezvous
 from weft.comm.transport import (
     CommError,
@@ -39,6 +40,8 @@ from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_k
 from weft.place.exchange import Exchange, parts
 from weft.place.spec import Mesh
 
+NEVER = 1 << 62
+"""More bytes than any tensor has."""
 MAX_PLANS = 4096
 """Maximum number of cached calls. Sizes change from step to step, so the cache is emptied when it is full."""
 
@@ -51,7 +54,8 @@ class ShmTuning:
     two_shot_bytes: larger sums take two shots.
     chunk_bytes: pieces of a share that is read in place.
     zero_copy_bytes: smaller inputs are staged even if they lie in the arena.
-    stream_slot_bytes: larger pieces that peers read, staged or summed in two shots, are stored past the cache.
+    stream_slot_bytes: larger pieces that peers read, staged or summed in two shots, are stored past the cache; None:
+        32 KiB, or never where one cache serves all cores of the ranks.
     stream_out_bytes: larger results are, for any reader.
     """
 
@@ -59,7 +63,7 @@ class ShmTuning:
     two_shot_bytes: int = 16 << 10
     chunk_bytes: int = 256 << 10
     zero_copy_bytes: int = 8 << 10
-    stream_slot_bytes: int = 32 << 10
+    stream_slot_bytes: int | None = None
     stream_out_bytes: int = 32 << 20
 
 
@@ -107,8 +111,8 @@ class ShmTransport(NamedCalls):
         crowded = world > len(os.sched_getaffinity(0))
         spins = (20 if crowded else 2000) if spins is None else spins
         tuning = tuning or ShmTuning()
-        slot_bytes, *sizes = astuple(tuning)
-        terms = [self._on_host, groups, blocks, block_bytes, slot_bytes, sizes]
+        slot_bytes = tuning.slot_bytes
+        terms = [self._on_host, groups, blocks, block_bytes, astuple(tuning)]
         meeting = rendezvous(
             Path(path),
             world,
@@ -121,6 +125,9 @@ class ShmTransport(NamedCalls):
         self._pidfds: list[int] = []
         try:
             self._pidfds = pidfds(meeting.pids)
+            if tuning.stream_slot_bytes is None:
+                cores = set[int]().union(*map(os.sched_getaffinity, meeting.pids))
+                tuning = replace(tuning, stream_slot_bytes=NEVER if share_a_cache(cores) else 32 << 10)
             self._handle = kernels.create(
                 meeting.fd,
                 world,
@@ -132,7 +139,7 @@ class ShmTransport(NamedCalls):
                 self._pidfds,
                 spins,
                 timeout_s,
-                sizes,
+                astuple(tuning)[1:],
                 isa,
             )
             meeting.ready()

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from weft.assets import embedded_model_dir
 from weft.attention.backend_registry import ANY_BACKEND, backends
+from weft.comm.cores import core_list
 from weft.comm.transport_registry import AUTO, transports
 from weft.dcp.interleave import Interleave
 from weft.engine.engine_options import (
@@ -25,9 +26,6 @@ from weft.engine.engine_options import (
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.models.model_config import ModelConfig
 from weft.models.registry import load_config, registry
-
-MAX_CORES = 1 << 16
-"""The highest core that `cpu_bind` may name: a typing error must not fill memory."""
 
 
 class EngineError(RuntimeError):
@@ -117,7 +115,7 @@ class EngineConfig(
             return [set(here[rank * len(here) // world : (rank + 1) * len(here) // world]) for rank in range(world)]
         parts = str(self.cpu_bind).split("|")
         try:
-            cores = [{c for text in part.split(",") for c in _core_range(text)} for part in parts]
+            cores = [core_list(part) for part in parts]
         except ValueError:
             raise ValueError(
                 f"cpu_bind {self.cpu_bind!r} is not auto or cores such as 0-3|4-7, a part a rank"
@@ -159,12 +157,3 @@ class EngineConfig(
         """The inverse of `to_dict`."""
         key = values["cluster_key"] and Path(values["cluster_key"])
         return cls(**values | {"model": Path(values["model"]), "plugins": tuple(values["plugins"]), "cluster_key": key})
-
-
-def _core_range(text: str) -> range:
-    """`4-7` or `4`: one core at least. Raises ValueError."""
-    first, to, last = text.partition("-")
-    run = range(int(first), int(last if to else first) + 1)
-    if not run or run[-1] >= MAX_CORES:
-        raise ValueError
-    return run

@@ -13,7 +13,7 @@ from weft.kernels.float8 import FLOAT8, LARGEST, Fp8Rows, Fp8Weight, dequantise
 from weft.kernels.float8 import linear as plain_linear
 from weft.kernels.float8 import quantise as plain_quantise
 from weft.kernels.triton import float8_linear as float8
-from weft.kernels.triton import fused_experts
+from weft.kernels.triton import float8_rows, fused_experts
 from weft.kernels.triton.experts_tiles import ExpertsTile
 
 NAN = float("nan")
@@ -54,7 +54,7 @@ def rounding(device: torch.device) -> float:
 )
 def test_quantises_rows(rows: int, width: int, group_size: int, dtype: torch.dtype, device: torch.device) -> None:
     x = (skewed(rows, width + 8, device) if rows else torch.zeros(0, width + 8, device=device)).to(dtype)[:, 4:-4]
-    found, wanted = float8.quantise(x, group_size), plain_quantise(x, group_size)
+    found, wanted = float8_rows.quantise(x, group_size), plain_quantise(x, group_size)
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
     assert torch.equal(found.scales, wanted.scales)
     largest = F.pad(x.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size)).abs().amax(-1)
@@ -65,7 +65,7 @@ def test_quantises_rows(rows: int, width: int, group_size: int, dtype: torch.dty
 def test_what_is_not_finite_stays_so(device: torch.device) -> None:
     x = torch.ones(2, 256, device=device)
     x[0, 3], x[1, 200] = NAN, float("inf")
-    found = dequantise(float8.quantise(x, 128))
+    found = dequantise(float8_rows.quantise(x, 128))
     assert found[0, 3].isnan() and found[1, 200].isnan() and found[0, 128:].eq(1).all() and found[1, :128].eq(1).all()
 
 
@@ -96,7 +96,7 @@ def test_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.devic
     out = float8.linear(x, weight, beside[:, 8:-8])
     assert off(out, wanted) <= rounding(device) and beside[:, :8].isnan().all() and beside[:, -8:].isnan().all()
     if rows == 5:
-        assert torch.equal(float8.linear(float8.quantise(x, unit[1]), weight, torch.full_like(out, NAN)), out)
+        assert torch.equal(float8.linear(float8_rows.quantise(x, unit[1]), weight, torch.full_like(out, NAN)), out)
     exact = x.double() @ dequantise(weight, torch.float64).mT
     assert off(wanted, exact) > 5e-3  # so that rows left unquantised would be seen
 
@@ -140,7 +140,7 @@ def test_linear_refuses(device: torch.device) -> None:
     weight, x = weight_of(64, 128, unit=(64, 64), device=device), torch.randn(2, 128, device=device)
     out = torch.empty(2, 64, device=device)
     with pytest.raises(ValueError, match=r"by groups of 128, the weight .* by 64"):
-        float8.linear(float8.quantise(x, 128), weight, out)
+        float8.linear(float8_rows.quantise(x, 128), weight, out)
     with pytest.raises(ValueError, match="out"):
         float8.linear(x, weight, out[:1])
     with pytest.raises(ValueError, match=r"with one for 128 × 64 they must be float8_e4m3fn and float32 \[1, 2\]"):
@@ -176,7 +176,7 @@ def test_experts(case: str, quantised: bool, device: torch.device) -> None:
     unchosen = [e for e in range(held) if e not in expert.flatten().tolist()]
     gate_up.scales[unchosen], down.scales[unchosen] = NAN, NAN
     out = torch.full((rows, width), NAN, device=device)
-    given: Tensor | Fp8Rows = float8.quantise(x, first_unit[1]) if quantised else x
+    given: Tensor | Fp8Rows = float8_rows.quantise(x, first_unit[1]) if quantised else x
     tile = None if not quantised else ExpertsTile(64, 128, 4, 2)  # of few rows, the depth is cut into two parts
     fused_experts.experts(given, found, gate_up, down, out, tile, tile)
     wanted = definitions.experts(x.double(), probability, expert, gate_up, down)

@@ -19,15 +19,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight
+from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.triton import overlap
 from weft.kernels.triton.dense import add_partials
-from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
+from weft.kernels.triton.float8_rows import quantise
+from weft.kernels.triton.launch import cdiv, kernel, scaled
 from weft.kernels.triton.route import pairs_of
 
 FEW_ROWS = 64
@@ -36,26 +36,6 @@ MIN_GROUPS, MAX_PARTS = 3, 7
 """(Groups of a part, so that their loads overlap; maximum of parts: their sum reads them all.)"""
 LIBRARY_ROWS = 1024
 """From so many rows on, cuBLAS computes dense products where it can: see `of_library`."""
-
-
-@triton.jit
-def to_float8(x):
-    """(values, scale) of each row of x, float32 `[M, N]`: the largest magnitude becomes 448. NaN and infinity give
-    NaN."""
-    largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)  # so that a group of zeros has a scale
-    return (x * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv), tl.div_rn(largest, 448.0)
-
-
-@kernel
-def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    overlap.begin()
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value, scale = to_float8(tl.load(x + row * x_row + column, mask=column < WIDTH, other=0.0).to(tl.float32))
-    tl.store(values + row * WIDTH + column, value, mask=column < WIDTH)
-    ALL: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
-    tl.store(scales + row * ALL + group, scale, mask=group < ALL)
 
 
 @kernel(do_not_specialize=["rows", "groups"])
@@ -129,11 +109,6 @@ def multiply(
     tl.store(to, found, mask=real[:, None] & wanted[None, :])
 
 
-def groups_of_program(group_size: int, groups: int) -> int:
-    """How many groups of a row, of group_size columns each, a program quantises: about 1,024 columns."""
-    return min(max(1, 1024 // group_size), next_power_of_2(groups))
-
-
 class Fp8Tile(NamedTuple):
     """How a product is cut: rows and columns of a block, parts of the depth, warps, and stages of the pipeline."""
 
@@ -185,29 +160,6 @@ def library(x: Fp8Rows, weight: Fp8Weight, out: Tensor) -> None:
     recipes = F.ScalingType.BlockWise1x128.value, F.ScalingType.BlockWise128x128.value
     given = [by_row], [recipes[0]], [0], [by_block], [recipes[1]], [0], None, out.dtype
     torch.ops.aten._scaled_mm_v2.out(x.values, weight.values.t(), *given, out=out)
-
-
-def quantise(x: Tensor, group_size: int) -> Fp8Rows:
-    """`weft.kernels.float8.quantise` of x `[T, width]`, which has contiguous rows. group_size: a power of two."""
-    rows, width = x.shape
-    if x.stride(1) != 1:
-        raise ValueError("rows must be contiguous")
-    values = x.new_empty(rows, width, dtype=FLOAT8)
-    scales = x.new_empty(rows, cdiv(width, group_size), dtype=torch.float32)
-    if rows:
-        groups = groups_of_program(group_size, scales.shape[1])
-        _quantise[(rows, cdiv(scales.shape[1], groups))](
-            x,
-            values,
-            scales,
-            x.stride(0),
-            WIDTH=width,
-            GROUP=group_size,
-            GROUPS=groups,
-            num_warps=4,
-            **overlap.options(),
-        )
-    return Fp8Rows(values, scales, group_size)
 
 
 def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Fp8Tile | None = None) -> Tensor:

@@ -27,7 +27,7 @@ from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.kernels.side_stream import nothing
 from weft.kernels.split_k import SplitKPartials
 from weft.kernels.torch_reference import Rule
-from weft.kernels.triton import float8_linear, fused_experts_float8, overlap, prompt_experts
+from weft.kernels.triton import float8_linear, float8_rows, fused_experts_float8, overlap, prompt_experts
 from weft.kernels.triton.experts_tiles import ExpertsTile, down_tile_of, float8_tiles_of, tile_rows_of, up_tile_of
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
@@ -89,7 +89,7 @@ def _up(
     value = activated(gate, up, LIMIT, ALPHA)
     to = out + pair.to(tl.int64)[:, None] * INNER + column[None, :]
     if out.dtype.element_ty == tl.float8e4nv:  # a block's columns are a group of the next product
-        value, found = float8_linear.to_float8(tl.where(wanted[None, :], value, 0.0))
+        value, found = float8_rows.to_float8(tl.where(wanted[None, :], value, 0.0))
         at = pair.to(tl.int64) * COLUMN_BLOCKS + tl.program_id(0) % COLUMN_BLOCKS
         tl.store(out_scale + at, found, mask=real)
         tl.store(to, value, mask=real[:, None] & wanted[None, :])
@@ -248,7 +248,7 @@ def _products(
         (_, up_scale, up_unit), (_, down_scale, down_unit) = gate_up, down
         if inner % up_unit[0]:
             raise ValueError(f"up begins at row {inner}, in the middle of a block of {up_unit[0]}")
-        x = x if isinstance(x, Fp8Rows) else float8_linear.quantise(x, up_unit[1])
+        x = x if isinstance(x, Fp8Rows) else float8_rows.quantise(x, up_unit[1])
         given, x_scale, found = x
         if found != up_unit[1]:
             raise ValueError(f"x comes by groups of {found} columns, gate_up by {up_unit[1]}")

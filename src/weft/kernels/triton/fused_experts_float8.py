@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
-from weft.kernels.triton import float8_linear, overlap
+from weft.kernels.triton import float8_linear, float8_rows, overlap
 from weft.kernels.triton.experts_tiles import ExpertsTile
 from weft.kernels.triton.launch import cdiv, kernel, scaled
 from weft.kernels.triton.rms_norm import activated
@@ -45,7 +45,7 @@ def _gate_parts(
         at = bias + mine * (2 * INNER) + column
         gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(at + INNER, mask=inside, other=0.0).to(tl.float32)
-    value, scale = float8_linear.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
+    value, scale = float8_rows.to_float8(tl.where(inside, activated(gate, up, LIMIT, ALPHA), 0.0))
     tl.store(out + pair * INNER + column, value, mask=inside)
     ALL: tl.constexpr = (INNER + GROUP - 1) // GROUP
     tl.store(out_scale + pair * ALL + group, scale, mask=group < ALL)
@@ -73,7 +73,7 @@ def parts_of_pairs(
         x.scales.new_empty(parts.shape[1], cdiv(inner, group_size)),
         group_size,
     )
-    groups = float8_linear.groups_of_program(group_size, hidden.scales.shape[1])
+    groups = float8_rows.groups_of_program(group_size, hidden.scales.shape[1])
     _gate_parts[(parts.shape[1], cdiv(hidden.scales.shape[1], groups))](
         parts, parts if gate_up_bias is None else gate_up_bias, routing.expert, hidden.values, hidden.scales,
         parts.stride(0), INNER=inner, PARTS=parts.shape[0], BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.kernels.float8 import Fp8Rows
 from weft.kernels.triton import overlap
-from weft.kernels.triton.float8_linear import to_float8
+from weft.kernels.triton.float8_rows import to_float8
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 

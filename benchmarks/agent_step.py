@@ -24,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.bench.host import describe_host
 from weft.bench.hosts_rig import Host, joined_hosts
 from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
 from weft.engine.rank_sockets import SOCKET, RankSocket, RankSockets
+from weft.tune.host import describe_host
 
 RANKS = 2
 """Of each host."""

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weft.bench.host import describe_host
+from weft.tune.host import describe_host
 
 EDGES = ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv", "broadcast", "barrier", "all_reduce+norm")
 MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
@@ -28,7 +28,10 @@ from functools import partial
 
 from weft.bench import collectives
 from weft.bench.collectives import Case, measure
-from weft.bench.ranks import run_ranks
+try:
+    from weft.tune.ranks import run_ranks
+except ImportError:  # a tree from before 2026-11-28
+    from weft.bench.ranks import run_ranks
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.kernels.build import cpu_kernels
 

@@ -5,7 +5,7 @@
 
 Each version has a process a GPU, which holds its transport for the whole run and waits while the other one measures.
 Every case is measured --turns times by each, in turns; a row's figure is the median of these, in µs a call (see
-`weft.bench.cuda`). Ends with status 1 if a row is slower by more than --slower.
+`weft.tune.gpu_times`). Ends with status 1 if a row is slower by more than --slower.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Version:
 
 def rank_main(rank: int, world: int, directory: Path, max_bytes: int) -> None:
     """A rank of one version: measures the cases that come in on its standard input."""
-    from weft.bench.cuda import Case, World, peer_us
+    from weft.tune.gpu_times import Case, World, peer_us
 
     here = World.open(rank, world, directory, max_bytes)
     print("us 0", flush=True)

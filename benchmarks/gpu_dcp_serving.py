@@ -28,7 +28,6 @@ import torch
 
 from gpu_decode import decode, layout
 from weft.assets import preset_dir
-from weft.bench.host import describe_host
 from weft.comm.transport import offer_of
 from weft.engine.config import EngineConfig
 from weft.engine.device import dtype_of, enabled_transports
@@ -40,6 +39,7 @@ from weft.engine.worker.open_transports import cost_model
 from weft.place.dcp import ShardedContext
 from weft.place.recipes import Merge, Prompt
 from weft.place.settlements import Recipes, Settlements
+from weft.tune.host import describe_host
 
 
 def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int, most_s: float) -> dict[str, Any]:

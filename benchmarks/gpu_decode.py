@@ -41,7 +41,6 @@ from typing import Any
 import torch
 
 from weft.assets import preset_dir
-from weft.bench.host import describe_host
 from weft.bench.step_bytes import decode_step_bytes
 from weft.cli.command import stop_on_sigterm
 from weft.engine.config import EngineConfig
@@ -50,6 +49,7 @@ from weft.engine.engine import Engine
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
 from weft.engine.request import SamplingParams
+from weft.tune.host import describe_host
 
 WAIT_S = 120.0
 TRANSPORTS = ("auto", "peer", "nccl", "nccl_window", "naive")

@@ -32,7 +32,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu_decode import Send, apart, read_bandwidth
 from weft.assets import preset_dir
-from weft.bench.host import describe_host
 from weft.bench.step_bytes import decode_step_bytes
 from weft.comm.reference import ReferenceWorld
 from weft.engine.config import EngineConfig
@@ -43,6 +42,7 @@ from weft.engine.worker.worker import Worker
 from weft.kernels.triton import fused_experts
 from weft.place.cost import costs
 from weft.profiler.breakdown import read_rank, short, summarise
+from weft.tune.host import describe_host
 
 SPARE = 192
 """Tokens by which sequences may grow."""

@@ -20,15 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.bench import collectives_hosts, tune
-from weft.bench.host import describe_host
-from weft.bench.hosts import over_hosts
+from weft.bench import collectives_hosts
 from weft.bench.hosts_rig import Host, arguments, joined_hosts
-from weft.bench.ranks import run_ranks
 from weft.cli.command import stop_on_sigterm
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config import EngineConfig
+from weft.engine.hosts.measurement import over_hosts
+from weft.tune import cpu_costs as tune
+from weft.tune import host_costs
+from weft.tune.host import describe_host
+from weft.tune.ranks import run_ranks
 
 TUNED = [1 << 13, 1 << 17, 1 << 21]
 BURST = "256kb"
@@ -70,7 +72,7 @@ def on_host(asked: argparse.Namespace) -> None:
     tuning, said = asdict(ShmTuning()), partial(print, file=sys.stderr, flush=True)
     asked_for = {"options": [SHM.option, GLOO.option], "sizes": TUNED, "tuning": tuning}
     prices: dict[str, list[Any]] = {}
-    for row in over_hosts(config, "tune", lambda: asked_for, said):
+    for row in over_hosts(config, host_costs.price, lambda: asked_for, said):
         prices.setdefault(row.pop("transport"), []).append(row)
     table: dict[str, Any] = {"transports": prices, "shm_tuning": tuning}
     cases = [(exchange, size) for exchange in collectives_hosts.EXCHANGES for size in asked.bytes]
@@ -81,7 +83,7 @@ def on_host(asked: argparse.Namespace) -> None:
         described = {"cost": "cpu", "table": json.dumps(table), "tuning": tuning}
         return described | {"cases": cases, "rounds": asked.rounds}
 
-    timings = list(over_hosts(config, "collectives", by_table, said))
+    timings = list(over_hosts(config, collectives_hosts.measure, by_table, said))
     for flat, planned in zip(timings[::2], timings[1::2], strict=True):
         print(collectives_hosts.line(flat, planned), flush=True)
     if not asked.node_rank:

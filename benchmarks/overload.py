@@ -23,9 +23,9 @@ from typing import Any
 import tyro
 
 from weft.bench.chaos_clients import Load, ask, questions
-from weft.bench.host import describe_host
 from weft.bench.server_process import ServerProcess
 from weft.bench.streamed_completion import LoadError
+from weft.tune.host import describe_host
 
 SAMPLE_S = 5.0
 MAX_OPEN = 400

@@ -28,8 +28,8 @@ from typing import Any
 
 import tyro
 
-from weft.bench.host import describe_host
 from weft.bench.server_process import ServerError, ServerProcess
+from weft.tune.host import describe_host
 
 START_S, REQUEST_S, SETTLE_S = 120.0, 300.0, 3.0
 WORDS = ["apples", "pears", "birds", "cars", "coins", "books", "buys", "gives", "finds", "takes", "then", "two", "five"]

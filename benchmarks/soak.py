@@ -28,9 +28,9 @@ from typing import Any
 
 import aiohttp
 
-from weft.bench.host import describe_host
 from weft.bench.server_process import ServerProcess
 from weft.bench.streamed_completion import LoadError, StreamedCompletion
+from weft.tune.host import describe_host
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=300)
 SMALL = ("--kv-tokens", "640", "--max-running", "12", "--max-batch-tokens", "128", "--max-waiting", "4096")

@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 
-from weft.bench.host import describe_host
 from weft.comm.reference import ReferenceWorld
 from weft.comm.step_rows import PaddedRows
 from weft.engine import engine as engine_module
@@ -51,6 +50,7 @@ from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
 from weft.kv.cache_spec import CacheGroup, Rule
 from weft.place.cost import costs
+from weft.tune.host import describe_host
 
 ROUND = 128
 """Steps that are timed together: a whole number of times that sequences take pages."""

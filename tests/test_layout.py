@@ -28,6 +28,7 @@ ORDER = (
     "hidden",
     "stream",
     "library",
+    "tune",
     "kv",
     "attention",
     "models",

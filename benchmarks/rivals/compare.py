@@ -250,7 +250,7 @@ def main() -> None:
     own = (None, None) if args.defaults else (args.sequences, args.tokens)
     options = Options(model, 0, args.device, args.ranks, share, sequences=own[0], tokens=own[1])
     host = json.loads(
-        apart("-c", "import json; from weft.bench.host import describe_host as d; print(json.dumps(d()))")
+        apart("-c", "import json; from weft.tune.host import describe_host as d; print(json.dumps(d()))")
     )
     args.out.mkdir(parents=True, exist_ok=True)
     about = {"host": host, "arguments": {name: str(v) for name, v in vars(args).items() if name not in PLACES}}

@@ -15,14 +15,18 @@ import torch
 
 from e2e.here import weft_here
 from engine.test_agents import free_port
-from weft.bench import collectives_hosts, hosts, tune, tune_hosts
+from weft.bench import collectives_hosts
 from weft.bench.hosts_rig import arguments, joined_hosts
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config import EngineConfig, EngineError
+from weft.engine.hosts import measurement
+from weft.engine.hosts.measurement import over_hosts
 from weft.engine.worker.open_transports import cost_model, table_file
 from weft.place.cost import ETHERNET, costs, host_table
 from weft.place.spec import Mesh
+from weft.tune import cpu_costs as tune
+from weft.tune import host_costs as tune_hosts
 
 SIZES = [4096]
 
@@ -43,9 +47,10 @@ def test_hosts_are_tuned_and_plans_go_by_the_table(tmp_path: Path) -> None:
     port, options = free_port(), [SHM.option, GLOO.option]
     said = {"options": options, "sizes": SIZES, "tuning": asdict(ShmTuning())}
     elsewhere: list[Any] = []
-    other = threading.Thread(target=lambda: elsewhere.extend(hosts.over_hosts(node(1, port, key), "tune", dict, print)))
+    config, work = node(1, port, key), tune_hosts.price
+    other = threading.Thread(target=lambda: elsewhere.extend(over_hosts(config, work, dict, print)))
     other.start()
-    rows = list(hosts.over_hosts(node(0, port, key), "tune", lambda: said, print))
+    rows = list(over_hosts(node(0, port, key), tune_hosts.price, lambda: said, print))
     other.join()
     assert not elsewhere, "node 0 alone reports"
     mesh = tune_hosts.mesh_of(2, 1)
@@ -92,9 +97,9 @@ def test_hosts_that_measure_something_else_are_named(monkeypatch: pytest.MonkeyP
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
     for said in ({"work": "collectives"}, {"attn_dp": 2}, None):
         agent = SimpleNamespace(run=lambda: None, said=said, node=1)
-        monkeypatch.setattr(hosts, "_Hearing", lambda config, say, agent=agent: agent)
+        monkeypatch.setattr(measurement, "_Hearing", lambda config, say, agent=agent: agent)
         with pytest.raises(EngineError, match="start the same command there as on node 1"):
-            list(hosts.over_hosts(node(1, free_port(), key), "tune", dict, print))
+            list(over_hosts(node(1, free_port(), key), tune_hosts.price, dict, print))
 
 
 def test_what_is_not_measured_over_hosts_is_refused() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from comm.processes import run_processes, run_threads
 from dcp.shards import Shards, check, own, shards_of
-from weft.bench.tune import merges_to_price
 from weft.comm.reference import ReferenceWorld
 from weft.comm.settler import Settler, TraceSettler, a2a, ag_rs
 from weft.comm.transport import CommError, Transport, offer_of
@@ -26,6 +25,7 @@ from weft.place.exchange import merge_scatterv
 from weft.place.recipes import Merge
 from weft.place.settlements import Settled, Settlements
 from weft.place.spec import LayoutError, Mesh
+from weft.tune.cpu_costs import merges_to_price
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PAGE = 32

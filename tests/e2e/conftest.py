@@ -6,7 +6,7 @@ import multiprocessing
 
 import pytest
 
-from weft.bench import ranks
+from weft.tune import ranks
 
 
 @pytest.fixture

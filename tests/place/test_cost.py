@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from weft.bench.tune import evened
 from weft.place.chain import Chain, Read
 from weft.place.cost import PRESETS, Offer, costs, host_table, read_tuning
 from weft.place.plan import Plan, Planner
 from weft.place.spec import LayoutError, Mesh, Rows
+from weft.tune.cpu_costs import evened
 
 ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV = "all_reduce", "reduce_scatterv", "all_gatherv"
 BASIC = frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.bench.ranks import Report
 from weft.comm.transport import CommError
 from weft.place.spec import Mesh
+from weft.tune.ranks import Report
 
 
 class Gloo:

@@ -15,8 +15,8 @@ from weft.bench.chaos_clients import Load, ask, questions
 from weft.bench.chaos_hosts import HostsChaos, several_hosts
 from weft.bench.chaos_one_host import OneHostChaos, one_host
 from weft.bench.faults import Injections
-from weft.bench.host import describe_host
 from weft.bench.server_process import ServerProcess
+from weft.tune.host import describe_host
 
 
 def run(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -20,15 +19,13 @@ import torch
 from torch import Tensor
 
 from weft.bench.baselines import DeepSpeed, Gloo
-from weft.bench.ranks import Report, all_cores, slowest
 from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, finish
 from weft.place.spec import Mesh
+from weft.tune.call_times import DTYPES, MIXED, mesh_of, time_phases
+from weft.tune.ranks import Report, all_cores, slowest
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
 EDGES = (
     "all_reduce",
     "reduce_scatterv",
@@ -39,7 +36,7 @@ EDGES = (
     *MIXED,
     "all_reduce+norm",
 )
-ROUNDS, ROUND_S, MAX_CALLS, MIN_CALLS = 5, 0.03, 300, 3
+ROUNDS, ROUND_S = 5, 0.03
 FLOOR = "floor"
 
 
@@ -67,11 +64,6 @@ class Timing:
     def row(self) -> dict[str, object]:
         """For JSON."""
         return asdict(self.case) | {"us": {k: round(v, 3) for k, v in self.us.items()}}
-
-
-def mesh_of(ranks: int) -> Mesh:
-    """The layout with the groups to measure: DP × TP where there are four ranks or more, else TP."""
-    return Mesh(2, ranks // 2, 2, ranks // 2) if ranks >= 4 and ranks % 2 == 0 else Mesh(1, ranks, ranks, 1)
 
 
 def measure(
@@ -162,36 +154,6 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
     gloo_us = [us.pop(name) for name in list(us) if name.startswith(Gloo.name)]
     us |= {Gloo.name: min(gloo_us)} if gloo_us else {}
     return Timing(case, us | ({FLOOR: min(low)} if low else {}))
-
-
-def time_phases(
-    shm: ShmTransport | TorchDistTransport,
-    group: tuple[int, ...],
-    x: Tensor,
-    fresh: Tensor,
-    phases: list[Callable[[], object]],
-    budget: float,
-) -> list[list[float]]:
-    """Seconds of each phase, call by call; all ranks make the same number of calls, as rank 0's clock says.
-
-    shm: its barrier precedes each phase; over hosts that of torchdist.
-    """
-    times: list[list[float]] = [[] for _ in phases]
-    calls, warm = MIN_CALLS, True
-    while True:
-        began = time.perf_counter()
-        for _ in range(calls):
-            x.copy_(fresh)
-            for at, phase in enumerate(phases):
-                shm.barrier(group)
-                start = time.perf_counter()
-                phase()
-                times[at].append(time.perf_counter() - start)
-        if not warm:
-            return times
-        wanted = int(budget / ((time.perf_counter() - began) / calls))
-        agreed = shm.broadcast(torch.tensor([min(MAX_CALLS, max(MIN_CALLS, wanted))]), group, group[0])
-        calls, warm, times = int(agreed), False, [[] for _ in phases]
 
 
 def _floors(

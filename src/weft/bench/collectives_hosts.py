@@ -21,8 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.bench.collectives import show_size
-from weft.bench.ranks import Here, Report, all_cores
-from weft.bench.tune import DTYPE, ROW_BYTES, WIDTH, Opening
 from weft.comm.shm import ShmTuning
 from weft.comm.step_rows import StepRows
 from weft.comm.transport import Transport, offer_of
@@ -35,6 +33,8 @@ from weft.place.cost import ETHERNET, Cost, costs, over_network, read_tuning
 from weft.place.plan import Plan, Planner
 from weft.place.spec import Mesh, Rows
 from weft.stream import Stream
+from weft.tune.cpu_costs import DTYPE, ROW_BYTES, WIDTH, Opening
+from weft.tune.ranks import Here, Report, all_cores
 
 EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "layer")
 """Over all ranks; layer: what a layer of attention and experts exchanges."""

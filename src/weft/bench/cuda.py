@@ -1,8 +1,6 @@
 """Times every edge of transport peer on the GPUs of this host beside others, in one run.
 
-A figure is µs a call: the median over replays of a CUDA graph of many calls, the slowest rank's. Inputs take turns, so
-that no call finds its own in a cache; implementations too, so that what disturbs the host for a while disturbs all.
-Before it is timed, peer's result is compared with NCCL's, gathered in float32.
+Figures are those of `weft.tune.gpu_times`. Implementations take turns: what disturbs the host for a while disturbs all.
 """
 
 from __future__ import annotations
@@ -13,110 +11,37 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from threading import Timer
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from weft.bench.collectives import DTYPES, MIXED
 from weft.bench.gpu_baselines import Baseline, Nccl, NcclWindow, SymmetricMemory, flashinfer_baselines
-from weft.bench.ranks import Report
-from weft.comm.peer import PeerTransport, check_peer_access
 from weft.comm.peer_launch import PeerTuning
-from weft.comm.torchdist import TorchDistTransport
-from weft.comm.transport import CommError, Epilogue, LiveSizes, finish
-from weft.place.exchange import (
-    Exchange,
-    all_gatherv,
-    all_reduce,
-    all_reduce_all_gatherv,
-    all_to_allv,
-    input_rows,
-    parts,
-    reduce_scatterv,
-    reduce_scatterv_all_reduce,
-    result_rows,
+from weft.tune.call_times import MIXED
+from weft.tune.gpu_times import (
+    CALLS,
+    GRAPH_ROUNDS,
+    INPUTS,
+    REPLAYS,
+    WARM,
+    Case,
+    World,
+    capture,
+    check_result,
+    events_us,
+    given_for,
+    peer_graph,
+    replays_us,
+    slowest_us,
 )
-from weft.place.spec import Mesh
+from weft.tune.ranks import Report
 
 SUMS = ("all_reduce", "reduce_scatterv", *MIXED)
 EDGES = (*SUMS, "all_gatherv", "all_to_allv", *(f"{edge}+norm" for edge in SUMS))
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
-REPLAYS, WARM, GRAPH_ROUNDS = 6, 2, 5  # of a graph in each of its rounds
-CALLS, SMALL_CALLS, SMALL = 20, 100, 1 << 20  # in a graph; up to so many bytes more, as ranks begin some µs apart
-INPUTS = 4  # different inputs of a case
 LIMIT_S = 40.0  # of an implementation in a case: less than the minute after which NCCL ends a rank that waits
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-
-
-@dataclass(frozen=True)
-class Case:
-    """rows: what a rank puts in (gathers, all_reduce, all_to_all from each) or gets (scatters), of `hidden` elements.
-
-    The mixed edges run on half the ranks' DP groups of two; ragged ones have skewed sizes with the same mean.
-    """
-
-    ranks: int
-    edge: str
-    dtype: str
-    hidden: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{self.ranks} GPUs  {self.edge:31} {self.dtype} {self.hidden:5} × {self.rows:<5}"
-
-    @property
-    def plain(self) -> str:
-        """The edge with no norm, its sizes left open."""
-        return self.edge.removesuffix("+norm").removesuffix(" ragged")
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of each rank; of each DP group for the mixed edges."""
-        if self.edge.endswith("ragged"):  # 7/4, 5/4, 3/4, 1/4 of the mean, and again
-            return tuple(max(1, self.rows * (7 - 2 * (i % 4)) // 4) for i in range(self.ranks))
-        return (self.rows,) * (self.ranks // 2 if self.edge.startswith(MIXED) else self.ranks)
-
-    @property
-    def calls(self) -> int:
-        """In a graph."""
-        return SMALL_CALLS if self.input_bytes <= SMALL else CALLS
-
-    @property
-    def exchange(self) -> Exchange:
-        """What the edge is."""
-        n, pairs = self.ranks, self.ranks // 2
-        known = (
-            *(make(n) for make in (all_reduce, reduce_scatterv, all_gatherv, all_to_allv)),
-            *(make(pairs, 2) for make in (all_reduce_all_gatherv, reduce_scatterv_all_reduce)),
-        )
-        return next(exchange for exchange in known if exchange.kind == self.plain)
-
-    @property
-    def segments(self) -> tuple[int, ...]:
-        """Rows of each segment of the exchange."""
-        if self.plain == "all_reduce":
-            return (self.rows,)
-        return self.sizes * self.ranks if self.plain == "all_to_allv" else self.sizes
-
-    @property
-    def capacity(self) -> tuple[int, ...]:
-        """Of each segment; of ragged gathers, the largest segment for all."""
-        ragged = self.edge == "all_gatherv ragged"
-        return (max(self.sizes),) * self.ranks if ragged else self.segments
-
-    @property
-    def inputs(self) -> int:
-        """Rows of a rank's input."""
-        return input_rows(self.exchange, self.capacity, 0)
-
-    @property
-    def input_bytes(self) -> int:
-        """Of a rank."""
-        return self.inputs * self.hidden * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -129,40 +54,6 @@ class Timing:
     def row(self) -> dict[str, object]:
         """For JSON."""
         return asdict(self.case) | {"us": {name: round(us, 2) for name, us in self.us.items()}}
-
-
-def mesh_of(world: int) -> Mesh:
-    """Two ranks an attention group where there are four or more: so that the mixed edges have something to mix."""
-    return Mesh(world // 2, 2, world, 1) if world >= 4 and world % 2 == 0 else Mesh(1, world, world, 1)
-
-
-@dataclass
-class World:
-    """A rank's end of a measurement: torch.distributed over NCCL, by which the ranks agree, and transport peer."""
-
-    mesh: Mesh
-    rank: int
-    device: torch.device
-    torchdist: TorchDistTransport
-    peer: PeerTransport
-
-    @classmethod
-    def open(cls, rank: int, world: int, directory: Path, max_bytes: int) -> World:
-        """Collective."""
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # NCCL has threads of its own
-        device, mesh = torch.device("cuda", rank), mesh_of(world)
-        torch.cuda.set_device(device)
-        check_peer_access(world, rank)
-        torchdist = TorchDistTransport(mesh, rank, f"file://{directory}/nccl", backend="nccl")
-        dist.all_reduce(torch.zeros(1, device=device))  # NCCL connects with the first call
-        peer = PeerTransport(mesh, rank, directory / "peer", device, max_bytes=max_bytes)
-        return cls(mesh, rank, device, torchdist, peer)
-
-    def close(self) -> None:
-        """Collective."""
-        self.peer.check()
-        self.peer.close()
-        self.torchdist.close()
 
 
 def measure(
@@ -202,9 +93,9 @@ def _measure(
     case: Case, here: World, tunings: dict[str, PeerTuning], baselines: Sequence[Baseline]
 ) -> dict[str, float]:
     rank, plain = here.rank, case.plain
-    given = _given(case, here)
+    given = given_for(case, here)
     xs, norm = given.xs, given.norm
-    graphs = {name: _peer_graph(name, case, here, tuning, given) for name, tuning in tunings.items()}
+    graphs = {name: peer_graph(name, case, here, tuning, given) for name, tuning in tunings.items()}
     eager: dict[str, float] = {}
     own = [x[: case.sizes[rank]] for x in xs] if case.edge == "all_gatherv ragged" else xs
     for other in baselines:
@@ -213,45 +104,13 @@ def _measure(
             if not theirs:
                 continue
             if other.gives_result and isinstance(got := theirs[0](), Tensor):
-                _check(case, other.name, got, given)
+                check_result(case, other.name, got, given)
             graphs[other.name] = capture(theirs, case.calls)
             other.captured()
             if type(other) is Nccl:
                 eager["nccl eager"] = _eager_us(theirs)
     with _limited(f"rank {rank}: one of {', '.join(graphs)}, {case}"):
         return dict(zip(graphs, replays_us([*graphs.values()]), strict=True)) | eager
-
-
-def peer_us(case: Case, here: World, tunings: Sequence[PeerTuning]) -> list[float]:
-    """µs a call of peer, by each tuning. Collective."""
-    given = _given(case, here)
-    return replays_us([_peer_graph("peer", case, here, tuning, given) for tuning in tunings])
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a case is measured with. expected: of a call with the first of xs, without the norm."""
-
-    xs: list[Tensor]
-    norm: Epilogue | None
-    expected: Tensor
-
-
-def _given(case: Case, here: World) -> _Given:
-    dtype = DTYPES[case.dtype]
-    xs = [torch.randn(case.inputs, case.hidden, device=here.device).to(dtype) for _ in range(INPUTS)]
-    norm = _epilogue(case, here.rank, here.device) if case.edge.endswith("+norm") else None
-    return _Given(xs, norm, _expected(case, xs[0], here.mesh, here.rank))
-
-
-def _peer_graph(name: str, case: Case, here: World, tuning: PeerTuning, given: _Given) -> Graph:
-    here.peer.tuning = tuning
-    ragged = case.edge.endswith("ragged")
-    live = LiveSizes(case.capacity, torch.tensor(case.sizes, dtype=torch.int32, device=here.device))
-    sizes = live if ragged else case.segments
-    calls = [partial(here.peer.exchange, x, case.exchange, here.peer.on_host, sizes, given.norm) for x in given.xs]
-    _check(case, name, calls[0](), given)
-    return capture(calls, case.calls)
 
 
 @contextmanager
@@ -271,98 +130,11 @@ def _limited(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _epilogue(case: Case, rank: int, device: torch.device) -> Epilogue:
-    torch.manual_seed(7)  # the same on every rank
-    dtype = DTYPES[case.dtype]
-    weight = torch.randn(case.hidden, device=device).to(dtype)
-    rows = result_rows(case.exchange, case.capacity, rank)
-    return Epilogue(torch.randn(rows, case.hidden, device=device).to(dtype), weight, 1e-6)
-
-
-def _expected(case: Case, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """The definition, from every rank's input in float32."""
-    gathered = torch.empty(mesh.world * x.shape[0], case.hidden, device=x.device)
-    dist.all_gather_into_tensor(gathered, x.float())
-    inputs = gathered.view(mesh.world, x.shape[0], case.hidden)
-    out = inputs.new_zeros(result_rows(case.exchange, case.segments, rank), case.hidden)
-    for part in parts(case.exchange, case.segments):
-        if rank in part.readers:
-            terms = inputs[list(part.sources), part.source_row : part.source_row + part.rows]
-            out[part.reader_row : part.reader_row + part.rows] = terms.sum(0)
-    return out
-
-
-def _check(case: Case, name: str, got: Tensor, given: _Given) -> None:
-    expected, norm = given.expected, given.norm
-    if norm is not None:
-        expected, got = finish(expected.to(norm.residual.dtype), norm)[1].float(), got[1]
-    got = got[: expected.shape[0]].float()
-    error = float((got - expected).norm() / expected.norm())
-    if not error <= TOLERANCE[DTYPES[case.dtype]]:
-        raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
-
-
-@dataclass(frozen=True)
-class Graph:
-    """A captured graph of `count` calls, the stream to replay it on, and the calls, which own its tensors."""
-
-    graph: torch.cuda.CUDAGraph
-    stream: torch.cuda.Stream
-    calls: Sequence[Callable[[], object]]
-    count: int
-
-
-def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective."""
-    return replays_us([capture(calls)])[0]
-
-
-def capture(calls: Sequence[Callable[[], object]], count: int = CALLS) -> Graph:
-    """A graph of `count` calls, these in turn, on a stream that comes after the current one. Collective."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # vLLM's calls must not meet on a GPU: a rank may wait for ever
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-        stream.synchronize()
-        dist.barrier()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for i in range(count):
-                calls[i % len(calls)]()
-    return Graph(graph, stream, calls, count)
-
-
-def replays_us(graphs: Sequence[Graph]) -> list[float]:
-    """µs a call of each, taking turns: the median over replays, the slowest rank's. Collective."""
-    times: list[list[float]] = [[] for _ in graphs]
-    for _ in range(GRAPH_ROUNDS):
-        for g, found in zip(graphs, times, strict=True):
-            with torch.cuda.stream(g.stream):
-                found += [_events_us(g.stream, g.graph.replay) / g.count for _ in range(WARM + REPLAYS)][WARM:]
-    return _slowest([statistics.median(found) for found in times])
-
-
 def _eager_us(calls: Sequence[Callable[[], object]]) -> float:
     def run() -> None:
         for i in range(CALLS):
             calls[i % len(calls)]()
 
     stream = torch.cuda.current_stream()
-    times = [_events_us(stream, run) / CALLS for _ in range(WARM + GRAPH_ROUNDS * REPLAYS)]
-    return _slowest([statistics.median(times[WARM:])])[0]
-
-
-def _events_us(stream: torch.cuda.Stream, run: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record(stream)
-    run()
-    end.record(stream)
-    stream.synchronize()
-    return float(start.elapsed_time(end) * 1e3)
-
-
-def _slowest(us: list[float]) -> list[float]:
-    slowest = torch.tensor(us, device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.tolist()
+    times = [events_us(stream, run) / CALLS for _ in range(WARM + GRAPH_ROUNDS * REPLAYS)]
+    return slowest_us([statistics.median(times[WARM:])])[0]

@@ -1,7 +1,7 @@
 """Times the merge of attention over shards, by each algorithm, beside a bare reduce_scatterv of as many bytes.
 
-On GPUs a figure is µs a call in a CUDA graph (`weft.bench.cuda`), on CPUs of a call from Python, inputs rewritten
-before each (`weft.bench.collectives`): the median, the slowest rank's. Transports take turns, and each algorithm's
+On GPUs a figure is µs a call in a CUDA graph (`weft.tune.gpu_times`), on CPUs of a call from Python, inputs rewritten
+before each (`weft.tune.call_times`): the median, the slowest rank's. Transports take turns, and each algorithm's
 result is compared with the definition before it is timed.
 """
 
@@ -19,9 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.bench.collectives import ROUND_S, ROUNDS, time_phases
-from weft.bench.cuda import SMALL, SMALL_CALLS, World, capture, replays_us
-from weft.bench.ranks import Report, all_cores, slowest
+from weft.bench.collectives import ROUND_S, ROUNDS
 from weft.comm.settler import a2a, ag_rs
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
@@ -30,6 +28,9 @@ from weft.kernels.torch_reference import softmax_merge
 from weft.place import exchange
 from weft.place.exchange import merge_scatterv
 from weft.place.spec import Mesh
+from weft.tune.call_times import time_phases
+from weft.tune.gpu_times import SMALL, SMALL_CALLS, World, capture, replays_us
+from weft.tune.ranks import Report, all_cores, slowest
 
 Shape = Literal["deepseek-v2", "deepseek-v2-projected", "qwen3-235b"]
 SHAPES: dict[Shape, tuple[int, int]] = {

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from transformers import Qwen2MoeConfig
 
-from weft.bench.ranks import Here, Report, all_cores, slowest
-from weft.bench.tune import Opening
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
@@ -29,6 +27,8 @@ from weft.models.load import build_model, load_model
 from weft.models.registry import load_config, read_config
 from weft.place.cost import ETHERNET, Costs, costs, over_network
 from weft.place.spec import Mesh
+from weft.tune.cpu_costs import Opening
+from weft.tune.ranks import Here, Report, all_cores, slowest
 
 PAGE = 16
 OVER_HOSTS = ("gloo", "shm+gloo")

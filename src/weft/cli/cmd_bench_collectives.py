@@ -16,8 +16,7 @@ from weft.bench import collectives_hosts as over
 from weft.bench import cuda as gpu
 from weft.bench.baselines import build_deepspeed
 from weft.bench.gpu_baselines import INSTALL_FLASHINFER, has_flashinfer
-from weft.bench.host import write_results
-from weft.bench.ranks import run_ranks
+from weft.bench.write_results import write_results
 from weft.cli.command import UNNAMED, UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
@@ -26,6 +25,9 @@ from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
 from weft.engine.engine_options import ClusterOptions
 from weft.place.cost import host_table, read_tuning
+from weft.tune.call_times import MIXED
+from weft.tune.gpu_times import Case as GpuCase
+from weft.tune.ranks import run_ranks
 
 OURS = ("shm", "peer")
 Work = tuple[str, int | None, Iterator[Any]]
@@ -113,7 +115,7 @@ class Command:
         return 0
 
     def _over_hosts(self, config: Any) -> int:
-        from weft.bench.hosts import over_hosts
+        from weft.engine.hosts.measurement import over_hosts
 
         if self.device == "cuda" or self.baselines or len(self.ranks) > 1:
             raise UserError(
@@ -125,7 +127,7 @@ class Command:
         with progress_bar() as bar:
             task = bar.add_task(f"{config.mesh.world} ranks on {config.mesh.hosts} hosts", total=2 * len(cases))
             say = partial(print, file=sys.stderr, flush=True)
-            for timing in over_hosts(config, "collectives", lambda: over.described(config, cases), say):
+            for timing in over_hosts(config, over.measure, lambda: over.described(config, cases), say):
                 timings.append(timing)
                 bar.advance(task)
                 if len(timings) % 2 == 0:
@@ -151,7 +153,7 @@ class Command:
             cases = [
                 cpu.Case(ranks, edge, dtype, size)
                 for edge in edges
-                if mixed or edge not in cpu.MIXED
+                if mixed or edge not in MIXED
                 for dtype in (dtypes if edge != "barrier" else dtypes[:1])
                 for size in (sizes if edge != "barrier" else sizes[:1])
             ]
@@ -168,9 +170,9 @@ class Command:
         for ranks in self._ranks((have,), have):
             mixed = ranks >= 4 and ranks % 2 == 0
             cases = [
-                gpu.Case(ranks, edge, dtype, hidden, rows)
+                GpuCase(ranks, edge, dtype, hidden, rows)
                 for edge in edges
-                if mixed or not edge.startswith(cpu.MIXED)
+                if mixed or not edge.startswith(MIXED)
                 for dtype in self.dtypes or ("bf16",)
                 for hidden in self.hidden
                 for rows in self.rows

@@ -11,9 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from weft.bench.host import describe_host
-from weft.bench.latency import OVER_HOSTS, Latency, Request, measure, parameters
-from weft.bench.ranks import run_ranks
+from weft.bench.latency import OVER_HOSTS, Latency, Request, measure, measure_over_hosts, parameters
 from weft.cli.command import UNNAMED, UserError, check_writable, model_dir, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
@@ -21,6 +19,8 @@ from weft.comm.shm import ShmTuning
 from weft.engine.engine_options import ClusterOptions
 from weft.place.cost import host_table, read_tuning
 from weft.place.spec import Mesh
+from weft.tune.host import describe_host
+from weft.tune.ranks import run_ranks
 
 TOKENS = ("first", "next")
 
@@ -107,12 +107,12 @@ class Command:
 
     def _over_hosts(self, config: Any) -> Iterator[Latency]:
         from weft.bench.collectives_hosts import cost_described
-        from weft.bench.hosts import over_hosts
+        from weft.engine.hosts.measurement import over_hosts
 
         said = {"dtype": self.dtype, "prompt": self.input, "output": self.output, "rounds": self.rounds}
         said |= {"random": self.model is None}
         say = partial(print, file=sys.stderr, flush=True)
-        return over_hosts(config, "latency", lambda: said | cost_described(config), say)
+        return over_hosts(config, measure_over_hosts, lambda: said | cost_described(config), say)
 
 
 def summary(found: list[Latency], transports: tuple[str, ...]) -> dict[str, dict[str, float]]:

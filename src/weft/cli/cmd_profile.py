@@ -46,11 +46,11 @@ class Command:
 
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
-        from weft.bench.host import describe_host
         from weft.bench.step_bytes import decode_step_bytes
         from weft.engine.device import dtype_of, kv_dtype_of
         from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, output_length, run
         from weft.profiler.chart import draw
+        from weft.tune.host import describe_host
 
         rows = self.engine.requests.batch_tokens
         for name in ("batch", "context", "steps"):

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from weft.bench.host import describe_host
 from weft.bench.reproduce import Measured, better, measure
 from weft.bench.seeds import SEEDS
 from weft.bench.setups import Metric, Seed, Setup
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.place.show import columns
+from weft.tune.host import describe_host
 
 Name = Literal["reduce-scatterv", "mixed", "deferred", "cpu-shm", "dcp", "all"]
 

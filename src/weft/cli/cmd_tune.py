@@ -6,18 +6,13 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
-from weft.bench.host import describe_host
-from weft.bench.ranks import run_ranks
-from weft.bench.tune import find_sizes, price, price_locals
-from weft.bench.tune_gpu import measure_gpus
-from weft.bench.tune_hosts import SIZES as HOST_SIZES
-from weft.bench.tune_hosts import count
 from weft.cli.command import UNNAMED, UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
@@ -25,6 +20,13 @@ from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS, TransportName, automatic, transports
 from weft.engine.engine_options import ClusterOptions
 from weft.place.cost import host_table
+from weft.tune.cpu_costs import find_sizes, price, price_locals
+from weft.tune.gpu_costs import measure_gpus
+from weft.tune.host import describe_host
+from weft.tune.host_costs import SIZES as HOST_SIZES
+from weft.tune.host_costs import count
+from weft.tune.host_costs import price as price_over_hosts
+from weft.tune.ranks import run_ranks
 
 SIZES = [1 << p for p in range(12, 25, 2)]
 GPU_SIZES = [1 << p for p in range(13, 27)]
@@ -145,7 +147,7 @@ class Command:
                 yield world, "price", row
 
     def _over_hosts(self, config: Any, options: list[str]) -> Iterator[tuple[int, str, Any]]:
-        from weft.bench.hosts import over_hosts
+        from weft.engine.hosts.measurement import over_hosts
 
         world, on_host, local = config.mesh.world, config.ranks_of_host, list[tuple[int, str, Any]]()
 
@@ -155,7 +157,8 @@ class Command:
             local.extend((world, what, value) for what, value in ({"shm_tuning": tuning} | points).items())
             return {"options": options, "sizes": HOST_SIZES, "tuning": tuning}
 
-        for row in over_hosts(config, "tune", describe, lambda line: print(line, file=sys.stderr, flush=True)):
+        say = partial(print, file=sys.stderr, flush=True)
+        for row in over_hosts(config, price_over_hosts, describe, say):
             yield world, "price", row
         yield from local
 

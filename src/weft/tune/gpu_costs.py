@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from weft.bench.collectives import DTYPES, MIXED
-from weft.bench.cuda import Case, World, graph_us, peer_us
-from weft.bench.ranks import Report
-from weft.bench.tune import Opening, calls_to_price, evened
 from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
 from weft.comm.transport import Epilogue, Transport
 from weft.comm.transport_registry import NCCL, PEER, TransportEntry, transports
 from weft.place.exchange import all_reduce, reduce_scatterv_all_reduce
+from weft.tune.call_times import DTYPES, MIXED
+from weft.tune.cpu_costs import Opening, calls_to_price, evened
+from weft.tune.gpu_times import Case, World, graph_us, peer_us
+from weft.tune.ranks import Report
 
 WIDTH, DTYPE = 4096, "bf16"
 ROW_BYTES = WIDTH * DTYPES[DTYPE].itemsize

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from weft.bench.collectives import mesh_of, time_phases
-from weft.bench.ranks import Report, all_cores, slowest
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.step_rows import StepRows
 from weft.comm.torchdist import TorchDistTransport
@@ -25,6 +23,8 @@ from weft.comm.transport_registry import SHM, transports
 from weft.place.edges import Edge, legal_edges, rows_received
 from weft.place.exchange import Exchange, all_to_allv, merge_scatterv
 from weft.place.spec import Mesh
+from weft.tune.call_times import mesh_of, time_phases
+from weft.tune.ranks import Report, all_cores, slowest
 
 WIDTH, DTYPE = 1024, torch.float32
 ROW_BYTES = WIDTH * DTYPE.itemsize
@@ -180,7 +180,7 @@ def price(
     """
     mesh = mesh_of(world)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
-    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
+    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # gloo's thread must get onto the core
     opening, known = Opening(mesh, rank, directory, torch.device("cpu"), max(sizes), {}), transports(plugins)
     with all_cores():
         opened = [shm if known[o] is SHM else known[o].open(opening) for o in options]

@@ -10,38 +10,41 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.bench import collectives_hosts, latency, tune_hosts
-from weft.bench.ranks import Here, Report, run_ranks
 from weft.engine.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
 from weft.engine.hosts.host_messages import Start
+from weft.tune.ranks import Here, Report, run_ranks
 
-WORKS: dict[str, Callable[..., None]] = {
-    "tune": tune_hosts.price,
-    "collectives": collectives_hosts.measure,
-    "latency": latency.measure_over_hosts,
-}
-"""What node 0 may ask for: each is called by every rank with what it needs of its host, and with what node 0 says."""
+Work = Callable[[int, Path, Report, Here, dict[str, Any]], None]
+"""A rank's part of a measurement: its rank, a folder where the ranks of its host meet, how it reports, what it needs of
+its host, and what node 0 says."""
 
 
 def over_hosts(
-    config: EngineConfig, work: str, describe: Callable[[], dict[str, Any]], say: Callable[[str], None]
+    config: EngineConfig, work: Work, describe: Callable[[], dict[str, Any]], say: Callable[[str], None]
 ) -> Iterator[Any]:
-    """This host's part of one of WORKS; yields what rank 0 reports, so nothing on other hosts than node 0.
+    """Run this host's ranks of a measurement; yields what rank 0 reports, so nothing on other hosts than node 0.
 
-    config: with layout and hosts. describe: gives what node 0 says to all ranks, in JSON's types; called there once
-    all hosts have come. say: is given lines for whoever looks on. Raises EngineError, CommError.
+    Args:
+        config: has the layout and the hosts.
+        work: a rank's part; a function of a module, the same on all hosts.
+        describe: returns what node 0 says to all ranks, in JSON's types; called there once all hosts have come.
+        say: is called with lines for whoever looks on.
+
+    Raises EngineError, CommError.
     """
+    name = f"{work.__module__}.{work.__qualname__}"
     assert config.master_addr is not None
     address = addresses.resolve(config.master_addr, config.master_port)
     interface = config.interface or addresses.interface_to(address, config.master_port)
     addresses.check_interface(interface)
     node = config.node_rank or 0
-    said = _tell(config, {"work": work, **describe()}) if node == 0 else _hear(config, work, say)
+    said = _tell(config, {"work": name, **describe()}) if node == 0 else _hear(config, name, say)
     here = Here(config.mesh, interface, (config.master_addr, config.store_port), config.plugins, config.model)
-    yield from run_ranks([r for r in range(config.mesh.world) if config.mesh.host_of(r) == node], _rank, here, said)
+    ranks = [r for r in range(config.mesh.world) if config.mesh.host_of(r) == node]
+    yield from run_ranks(ranks, _rank, work, here, said)
 
 
 def _tell(config: EngineConfig, said: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +77,7 @@ class _Hearing(HostAgent):
         return super()._follow(frame) and self.said is None
 
 
-def _rank(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
+def _rank(rank: int, directory: Path, report: Report, work: Work, here: Here, said: dict[str, Any]) -> None:
     (meeting := directory / "ranks").mkdir(exist_ok=True)  # of the same name on every host
     os.environ["GLOO_SOCKET_IFNAME"] = here.interface
-    WORKS[said["work"]](rank, meeting, report, here, said)
+    work(rank, meeting, report, here, said)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
-from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,17 +37,6 @@ def describe_host() -> dict[str, str | int]:
         host |= {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
         host |= {"cuda": torch.version.cuda or "", "nccl": nccl}
     return host
-
-
-def write_results(path: Path | None, what: str, found: Sequence[Any]) -> None:
-    """Writes the `row()` of each figure, a line each, below the command that measured them and the host; nothing where
-    there is no path, or nothing was found.
-    """
-    if path is None or not found:
-        return
-    head = json.dumps({"what": what, "host": describe_host()}, indent=1).removesuffix("\n}")
-    lines = ",\n  ".join(json.dumps(each.row()) for each in found)
-    path.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
 
 
 def _lines(path: str) -> list[str]:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from weft.bench.ranks import Here, Report, all_cores, slowest
-from weft.bench.tune import DTYPE, WIDTH, Opening, call_us, calls_to_price
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import GLOO, TransportEntry, transports
 from weft.place.spec import Mesh
+from weft.tune.cpu_costs import DTYPE, WIDTH, Opening, call_us, calls_to_price
+from weft.tune.ranks import Here, Report, all_cores, slowest
 
 SIZES = [1 << p for p in range(12, 22, 3)]
 """Bytes; beyond them, times over a network grow as they do."""

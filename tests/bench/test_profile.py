@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support import small_config
 
 from e2e.here import weft_here
 from weft.engine.messages import Profiled
-from weft.engine.profiling import NotWatched, merge_traces, watch
+from weft.engine.profiling import NotWatched, Recording, Window, merge_traces, watch
 from weft.place.spec import Mesh
 from weft.profiler.breakdown import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
 
@@ -230,6 +231,32 @@ def test_a_real_window(tmp_path: Path) -> None:
     with gzip.open(out / "trace.json.gz", "rt") as file:
         marks = [e for e in json.load(file)["traceEvents"] if e["name"].startswith("weft step")]
     assert {e["pid"] for e in marks} == {0, 1} and len(marks) == 2 * (2 + 2)
+
+
+def test_what_a_server_recorded_is_read_later(tmp_path: Path) -> None:
+    """Two ranks of a GPU: the figures of the recording as written are those of its traces."""
+    ranks = [
+        Profiled(
+            rank, 4, 0.02, 0.001, 0.002, {"weft-rank": 0.001},
+            gzip.compress(json.dumps(trace([STEP] * 4, True)).encode()), json.dumps(about(rank, 4, MOVES)),
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    bare = tuple(structs.replace(rank, trace=b"", about="") for rank in ranks)
+    recording = Recording(PAIR, Window(4, 0.02, 0.004, (0.001,) * 2, (0.002,) * 2, bare), tuple(ranks))
+    (folder := tmp_path / "traces").mkdir()
+    assert recording.write(folder) == ["recording.json", "rank0.json.gz", "rank1.json.gz"]
+    assert Recording.read(folder) == recording
+    code, text, err = weft_here("profile", "--read", str(folder), "--output", str(out := tmp_path / "found"))
+    assert (code, err) == (0, "") and "all_gatherv" in text and "weights and cached" not in text, text
+    found = json.loads((out / "profile.json").read_text())
+    assert found["unprofiled_step_us"] == 5000.0 and found["cpu_us_a_step"]["controller"] == 1000.0
+    assert {row["what"] for row in found["collectives"]} == {what for _, what, *_ in MOVES}
+    for broken in ("{", None):
+        (folder / "recording.json").write_text(broken) if broken else (folder / "rank1.json.gz").unlink()
+        code, _, err = weft_here("profile", "--read", str(folder), "--output", str(out))
+        assert code == 2 and err.startswith("weft: cannot read a recording") and err.count("\n") == 1, err
+        recording.write(folder)
 
 
 def test_an_idle_engine_has_no_window() -> None:

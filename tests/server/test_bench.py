@@ -40,18 +40,18 @@ def test_a_profile_is_asked_for_at_the_start(served: Served, engine: Engine, tmp
 
 
 def test_a_server_under_load_is_watched(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"step_us": 7.0}
-    asked: list[tuple[int, Path]] = []
+    found, files = {"unprofiled_step_us": 7.0}, ["rank0.json.gz"]
+    asked: list[int | Path] = []
 
-    def watch(engine: Engine, steps: int, folder: Path) -> SimpleNamespace:
-        asked.append((steps, folder))
+    def watch(engine: Engine, steps: int) -> SimpleNamespace:
+        asked.append(steps)
         with other.http() as http:
             assert http.post("/weft/profile").status_code == 409
-        return SimpleNamespace(report=found)
+        return SimpleNamespace(report=found, write=lambda folder: asked.append(folder) or files)
 
-    monkeypatch.setattr("weft.server.app.watch_now", watch)
+    monkeypatch.setattr("weft.server.app.record", watch)
     for other in serve(served.engine, profile_dir=tmp_path):
         for _ in range(2):
             with other.http() as http:
-                assert http.post("/weft/profile", params={"steps": 3}).json() == found
-    assert asked == [(3, tmp_path)] * 2
+                assert http.post("/weft/profile", params={"steps": 3}).json() == found | {"files": files}
+    assert asked == [3, tmp_path] * 2

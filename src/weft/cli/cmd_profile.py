@@ -28,6 +28,7 @@ class Command:
     Examples:
       weft profile --attn-dp 2 --batch 4 --context 64
       weft profile --preset qwen3-30b-a3b --load-format dummy --attn-tp 2 --ep 2 --moe-tp 1 --device cuda --batch 16
+      weft profile --read traces      what POST /weft/profile of a server with --profile-dir traces wrote
 
     With --nnodes, start the same command on every host; node 0 prints and writes for the ranks of all.
     """
@@ -41,6 +42,8 @@ class Command:
     """Tokens of each prompt."""
     steps: int = 20
     """How many to watch."""
+    read: Path | None = None
+    """Print what a server recorded in this folder, instead of starting an engine."""
     output: Path = Path("profile")
     """Folder for the files."""
 
@@ -48,10 +51,11 @@ class Command:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.bench.step_bytes import decode_step_bytes
         from weft.engine.device import dtype_of, kv_dtype_of
-        from weft.profiler.breakdown import MIN_STEPS, SPARE_TOKENS, output_length, run
-        from weft.profiler.chart import draw
-        from weft.tune.host import describe_host
+        from weft.engine.profiling import MIN_STEPS
+        from weft.profiler.breakdown import SPARE_TOKENS, output_length, run
 
+        if self.read is not None:
+            return self._read(self.read)
         rows = self.engine.requests.batch_tokens
         for name in ("batch", "context", "steps"):
             minimum = MIN_STEPS if name == "steps" else 1
@@ -82,17 +86,12 @@ class Command:
         if config.node_rank:
             stop_on_sigterm()
             return run_agent(config)
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write {self.output}: {error.strerror}; choose another with --output") from error
+        self._make_folder()
         stop_on_sigterm()
         with start_engine(config) as engine:
             found = run(engine, self.batch, self.context, self.steps, tokens, self.output.resolve())
         title = f"{config.model.resolve().name}, {config.mesh}, {self.batch} sequences of {self.context} tokens"
-        report: dict[str, Any] = {
-            "what": "weft profile",
-            "host": describe_host(),
+        about: dict[str, Any] = {
             "model": config.model.resolve().name,
             "layout": vars(self.engine.layout) | {"num_layers": config.num_layers},
             "batch": self.batch,
@@ -101,11 +100,41 @@ class Command:
             "bytes_a_step": decode_step_bytes(
                 config.read_model(), config.mesh, dtype_of(config), self.batch, self.context, kv_dtype_of(config)
             ),
-        } | found.report
+        }
+        return self._show(title, about, found)
+
+    def _read(self, folder: Path) -> int:
+        from weft.engine.profiling import Recording
+        from weft.profiler.breakdown import break_down
+
+        try:
+            recording = Recording.read(folder)
+            self._make_folder()
+            found = break_down(recording, self.output)
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read a recording of POST /weft/profile in {folder}: {error}") from error
+        return self._show(f"{folder}, {recording.mesh}", {}, found)
+
+    def _make_folder(self) -> None:
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {self.output}: {error.strerror}; choose another with --output") from error
+
+    def _show(self, title: str, about: dict[str, Any], found: Any) -> int:
+        from weft.profiler.chart import draw
+        from weft.tune.host import describe_host
+
+        report = {"what": "weft profile", "host": describe_host()} | about | found.report
         (self.output / "profile.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(found.ranks, found.figures["step_us"], title, self.output / "profile.png")
         print(f"{title}\n\n{tables(report)}\n\n{self.output}: profile.json, profile.png, trace.json.gz")
         return 0
+
+
+def _rate(size: int, us: float) -> str:
+    """Bytes that a decode step has to read, and what that makes a second."""
+    return f"weights and cached tokens: {size / 1e9:,.2f} GB a rank, {size / us / 1e3:,.1f} GB/s"
 
 
 def _threads(cpu_us: dict[str, float]) -> str:
@@ -116,12 +145,11 @@ def _threads(cpu_us: dict[str, float]) -> str:
 
 def tables(report: dict[str, Any]) -> str:
     """For reading, in 80 columns: all of a step, in the mean over steps and ranks."""
-    cpu, step, size = report["cpu_us_a_step"], report["step_us"], report["bytes_a_step"]
-    rate = size / report["unprofiled_step_us"] / 1e3
+    cpu, step = report["cpu_us_a_step"], report["step_us"]
     ranks = ", ".join(f"{us:,.0f}" for us in cpu["rank"])
     lines = [
         f"a step: {report['unprofiled_step_us']:,.0f} µs, {step:,.0f} µs under the profiler",
-        f"weights and cached tokens: {size / 1e9:,.2f} GB a rank, {rate:,.1f} GB/s",
+        *([_rate(size, report["unprofiled_step_us"])] if (size := report.get("bytes_a_step")) else []),
         f"CPU time of a step: controller {cpu['controller']:,.0f} µs, ranks {ranks} µs",
         *textwrap.wrap(f"threads of rank 0, µs: {_threads(cpu['rank_threads'][0])}", 80, subsequent_indent="  "),
         f"idle: {report['idle_between']:.1%} between steps, {report['idle_within']:.1%} within",

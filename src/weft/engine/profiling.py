@@ -10,15 +10,26 @@ import gzip
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from msgspec import structs
 
 from weft.engine.config import EngineError
 from weft.engine.controller.executor import Executor
 from weft.engine.engine import Engine
 from weft.engine.messages import Profiled, StartProfile, StopProfile
+from weft.place.spec import Mesh
 
+SKIPPED = 2
+"""Steps at the beginning of a traced window that are not counted: ranks leave the start of their profilers at different
+times."""
+MIN_STEPS = 2
+"""Minimum steps of a window: a step lasts from its beginning to that of the next."""
+RECORDING = "recording.json"
+"""File with everything of a recording but the traces, which are a file each."""
 POLL_S = 0.005
 """How often the number of steps is read; reading it delays the engine's thread a little."""
 
@@ -83,6 +94,63 @@ def watch(engine: Engine, steps: int, *, traced: bool = False) -> Window:
         tuple(rank.process_cpu_s for rank in found),
         tuple(found),
     )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Two windows of a running engine, one after the other.
+
+    Attributes:
+        mesh: the engine's layout.
+        window: without the profiler, for the time of a step and the CPU time that it takes.
+        traced: each rank's profile of the second window, in rank order, with its trace.
+    """
+
+    mesh: Mesh
+    window: Window
+    traced: tuple[Profiled, ...]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Time of a step without the profiler and the CPU time that it takes, in µs, for JSON."""
+        window, us = self.window, 1e6 / self.window.steps
+        cpu = {
+            "controller": us * window.controller_cpu_s,
+            "rank": [us * s for s in window.rank_cpu_s],
+            "rank_process": [us * s for s in window.process_cpu_s],
+            "rank_threads": [{name: us * s for name, s in rank.threads.items()} for rank in window.ranks],
+        }
+        return {"unprofiled_step_us": us * window.seconds, "cpu_us_a_step": cpu}
+
+    def write(self, folder: Path) -> list[str]:
+        """Write a Chrome trace of each rank and RECORDING into a folder; return the names of the files."""
+        for rank in self.traced:
+            (folder / trace_file(rank.rank)).write_bytes(rank.trace)
+        bare = replace(self, traced=tuple(structs.replace(rank, trace=b"") for rank in self.traced))
+        (folder / RECORDING).write_bytes(msgspec.json.encode(bare))
+        return [RECORDING, *(trace_file(rank.rank) for rank in self.traced)]
+
+    @classmethod
+    def read(cls, folder: Path) -> Recording:
+        """Read what `write` wrote. Raises OSError, and ValueError where a file is no such recording."""
+        bare = msgspec.json.decode((folder / RECORDING).read_bytes(), type=cls)
+        traces = ((folder / trace_file(rank.rank)).read_bytes() for rank in bare.traced)
+        pairs = zip(bare.traced, traces, strict=True)
+        return replace(bare, traced=tuple(structs.replace(rank, trace=trace) for rank, trace in pairs))
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's trace in the folder of a recording."""
+    return f"rank{rank}.json.gz"
+
+
+def record(engine: Engine, steps: int) -> Recording:
+    """Watch the next steps of an engine that runs requests: once for CPU time, and once with the profiler.
+
+    steps: MIN_STEPS or more. Raises NotWatched where the requests end before the steps are over, and EngineError.
+    """
+    window = watch(engine, steps)
+    return Recording(engine.config.mesh, window, watch(engine, steps + SKIPPED, traced=True).ranks)
 
 
 def merge_traces(traces: Sequence[dict[str, Any]], shifts_us: Sequence[float], out: Path) -> None:

@@ -24,15 +24,11 @@ import torch
 from weft.comm.transport import COLLECTIVE
 from weft.engine.engine import Engine
 from weft.engine.output.request_output import OutputCallback
-from weft.engine.profiling import Window, merge_traces, watch
+from weft.engine.profiling import SKIPPED, Recording, merge_traces, record
 from weft.engine.request import SamplingParams
 from weft.engine.worker.rank_profiler import STEP
 from weft.place.spec import Mesh
 
-SKIPPED = 2
-"""Steps at a window's beginning that are not counted: ranks leave the start of their profilers at different times."""
-MIN_STEPS = 2
-"""In a window: from the beginning of one to the beginning of the next is what a step takes."""
 SPARE_TOKENS = 512
 """Tokens by which outputs are longer where the model allows it, as a busy machine runs many steps while a profiler
 starts."""
@@ -256,23 +252,22 @@ def _busy(events: Sequence[Event]) -> float:
 
 @dataclass(frozen=True)
 class Found:
-    """window: without the profiler. figures: of `summarise`; ranks: the events behind them."""
+    """A recording that was read.
 
-    window: Window
+    Attributes:
+        recording: the windows behind it.
+        figures: those of `summarise`.
+        ranks: the events behind the figures.
+    """
+
+    recording: Recording
     figures: dict[str, Any]
     ranks: list[list[Event]]
 
     @property
     def report(self) -> dict[str, Any]:
-        """As JSON: the figures, and of a step without the profiler its time and the CPU time that it takes, in µs."""
-        window, us = self.window, 1e6 / self.window.steps
-        cpu = {
-            "controller": us * window.controller_cpu_s,
-            "rank": [us * s for s in window.rank_cpu_s],
-            "rank_process": [us * s for s in window.process_cpu_s],
-            "rank_threads": [{name: us * s for name, s in rank.threads.items()} for rank in window.ranks],
-        }
-        return {"unprofiled_step_us": us * window.seconds, "cpu_us_a_step": cpu} | self.figures
+        """All figures, for JSON."""
+        return self.recording.report | self.figures
 
 
 def output_length(steps: int, chunks: int) -> int:
@@ -283,30 +278,27 @@ def output_length(steps: int, chunks: int) -> int:
     return 3 * (steps + SKIPPED) + chunks
 
 
-def watch_now(engine: Engine, steps: int, folder: Path) -> Found:
-    """Watches the next steps of an engine that runs requests: once for CPU time, and once with the profiler.
+def break_down(recording: Recording, folder: Path) -> Found:
+    """Read a recording's traces, and write folder/trace.json.gz: one Chrome trace, a process of it for every rank.
 
-    Writes folder/trace.json.gz, one Chrome trace, a process of it for every rank. steps: MIN_STEPS or more. Raises
-    NotWatched where the requests end before the steps are over, and EngineError.
+    Raises ValueError where a rank ran too few steps.
     """
-    window = watch(engine, steps)
-    profiled = watch(engine, steps + SKIPPED, traced=True).ranks
-    mesh = engine.config.mesh
-    traces = [json.loads(gzip.decompress(rank.trace)) for rank in profiled]
-    abouts = [json.loads(rank.about) for rank in profiled]
+    mesh = recording.mesh
+    traces = [json.loads(gzip.decompress(rank.trace)) for rank in recording.traced]
+    abouts = [json.loads(rank.about) for rank in recording.traced]
     ranks = [read_rank(trace, about, mesh) for trace, about in zip(traces, abouts, strict=True)]
     on_gpu = any(e.get("cat") == "kernel" for e in traces[0]["traceEvents"])
     one_clock = not on_gpu and mesh.hosts == 1  # that of a host's CPUs
     shifts = [0.0] * mesh.world if one_clock else clock_shifts(ranks)
     merge_traces(traces, shifts, folder / "trace.json.gz")
     ranks = with_waiting(ranks, shifts)
-    return Found(window, summarise(ranks), ranks)
+    return Found(recording, summarise(ranks), ranks)
 
 
 def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folder: Path) -> Found:
     """Lets an engine complete so many prompts of random tokens, and watches steps in which all of them decode.
 
-    tokens: of each output, see `output_length`. Otherwise as `watch_now`.
+    tokens: of each output, see `output_length`. Otherwise as `record` and `break_down`.
     """
     generator = torch.Generator().manual_seed(batch)
     vocabulary = engine.model_config.vocab_size
@@ -321,7 +313,7 @@ def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folde
     try:
         while len(begun) < batch and engine.healthy:
             engine.wait(0.01)
-        return watch_now(engine, steps, folder)
+        return break_down(record(engine, steps), folder)
     finally:
         for request in requests:
             engine.cancel(request)

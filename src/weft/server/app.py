@@ -16,8 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
 from weft.engine.engine import Engine
-from weft.engine.profiling import NotWatched
-from weft.profiler.breakdown import MIN_STEPS, watch_now
+from weft.engine.profiling import MIN_STEPS, NotWatched, record
 from weft.server import errors, extras, router_routes
 from weft.server.anthropic_messages import Messages
 from weft.server.bodies import SLOW_AT_ONCE
@@ -137,7 +136,8 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
         if not watching.acquire(blocking=False):
             raise ApiError(409, "steps are being watched already")
         try:
-            return (await run_in_threadpool(watch_now, engine, steps, folder)).report
+            recording = await run_in_threadpool(record, engine, steps)
+            return recording.report | {"files": await run_in_threadpool(recording.write, folder)}
         except NotWatched as error:
             raise ApiError(409, str(error)) from error
         finally:

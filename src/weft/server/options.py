@@ -53,7 +53,8 @@ class Options:
     """JSON of structured outputs and tools may hold whitespace wherever JSON allows it; some models then write blanks
     until max_tokens. Left out, one space may follow a comma or a colon."""
     profile_dir: Path | None = None
-    """Lets POST /weft/profile?steps=20 watch steps of the ranks, and write their trace to this folder."""
+    """Let POST /weft/profile?steps=20 watch steps of the ranks, and write their traces to this folder, which
+    weft profile --read prints."""
 
     @property
     def max_body_bytes(self) -> int:

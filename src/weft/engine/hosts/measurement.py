@@ -17,13 +17,13 @@ from weft.engine.hosts.agents import Agents
 from weft.engine.hosts.host_messages import Start
 from weft.tune.ranks import Here, Report, run_ranks
 
-Work = Callable[[int, Path, Report, Here, dict[str, Any]], None]
+RankWork = Callable[[int, Path, Report, Here, dict[str, Any]], None]
 """A rank's part of a measurement: its rank, a folder where the ranks of its host meet, how it reports, what it needs of
 its host, and what node 0 says."""
 
 
 def over_hosts(
-    config: EngineConfig, work: Work, describe: Callable[[], dict[str, Any]], say: Callable[[str], None]
+    config: EngineConfig, work: RankWork, describe: Callable[[], dict[str, Any]], say: Callable[[str], None]
 ) -> Iterator[Any]:
     """Run this host's ranks of a measurement; yields what rank 0 reports, so nothing on other hosts than node 0.
 
@@ -77,7 +77,7 @@ class _Hearing(HostAgent):
         return super()._follow(frame) and self.said is None
 
 
-def _rank(rank: int, directory: Path, report: Report, work: Work, here: Here, said: dict[str, Any]) -> None:
+def _rank(rank: int, directory: Path, report: Report, work: RankWork, here: Here, said: dict[str, Any]) -> None:
     (meeting := directory / "ranks").mkdir(exist_ok=True)  # of the same name on every host
     os.environ["GLOO_SOCKET_IFNAME"] = here.interface
     work(rank, meeting, report, here, said)

@@ -102,8 +102,8 @@ class Served:
         return socket.create_connection(self.address, timeout=WAIT_S)
 
 
-def serve(engine: Any, **options: Any) -> Iterator[Served]:
-    listener = bind("127.0.0.1", 0)
+def serve(engine: Any, listener: socket.socket | None = None, **options: Any) -> Iterator[Served]:
+    listener = listener or bind("127.0.0.1", 0)
     chosen = Options(**options)
     engine_client = EngineClient(engine, Metrics(engine))
     server = Server(create_app(engine_client, "small", chosen), engine_client, chosen)

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
+import shlex
+import shutil
+import socket
+import ssl
+import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 
-from server.conftest import Served
+from server.conftest import Served, serve
 from weft.cli import cmd_serve
+from weft.engine.engine import Engine
 from weft.server import log, run
+from weft.server.options import Options
+
+DEPLOY = Path(__file__).parents[2] / "docs" / "deploy.md"
 
 
 def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get_their_turns(
@@ -22,7 +36,7 @@ def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get
     frozen, turns, usual = [], [], sys.getswitchinterval()
     monkeypatch.setattr(cmd_serve, "start_engine", lambda *args: nullcontext(served.engine))
     monkeypatch.setattr(cmd_serve, "stop_on_sigterm", lambda: None)
-    monkeypatch.setattr(log, "configure", lambda form: None)
+    monkeypatch.setattr(log, "configure", lambda *args: None)
 
     def serves(server: run.Server, sockets: Any) -> None:
         frozen.append(gc.get_freeze_count())
@@ -40,3 +54,102 @@ def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get
     limits = served.engine.config
     sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
     assert f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache\n" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Key and certificate by the command that docs/deploy.md names."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    [command] = re.findall(r"^(openssl req .*?[^\\])$", DEPLOY.read_text(), re.MULTILINE | re.DOTALL)
+    subprocess.run(shlex.split(command.replace("\\\n", " ")), cwd=folder, check=True, capture_output=True)
+    return folder / "key.pem", folder / "cert.pem"
+
+
+def test_https_by_a_certificate(engine: Engine, certificate: tuple[Path, Path]) -> None:
+    key, chain = certificate
+    for served in serve(engine, ssl_keyfile=key, ssl_certfile=chain):
+        url = served.url.replace("http:", "https:")
+        trusting = httpx.Client(base_url=url, verify=ssl.create_default_context(cafile=str(chain)))
+        body = {"prompt": [1, 2], "max_tokens": 2, "stream": True, "ignore_eos": True}
+        with trusting as http:
+            streamed = http.post("/v1/completions", json=body)
+        assert streamed.status_code == 200 and streamed.text.endswith("data: [DONE]\n\n")
+        with pytest.raises(httpx.TransportError), served.http() as http:
+            http.get("/health")
+
+
+def test_certificates_that_cannot_be_used(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    key, chain = certificate
+    locked = tmp_path / "locked.pem"
+    encrypt = ["openssl", "rsa", "-aes256", "-passout", "pass:secret", "-in", str(key), "-out", str(locked)]
+    subprocess.run(encrypt, check=True, capture_output=True)
+    Options(ssl_keyfile=key, ssl_certfile=chain).check()
+    for files in ((key, None), (None, chain), (chain, key), (key, tmp_path / "none.pem"), (locked, chain)):
+        with pytest.raises(ValueError, match="ssl_certfile") as error:
+            Options(ssl_keyfile=files[0], ssl_certfile=files[1]).check()
+        assert "\n" not in str(error.value)
+
+
+def test_a_unix_socket(engine: Engine, tmp_path: Path) -> None:
+    """It takes the place of a dead server's, not of a live one's or of another file, and goes with its server."""
+    path = tmp_path / "weft.sock"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.close()
+    for _ in serve(engine, run.bind_unix(path)):
+        with pytest.raises(OSError, match=r"weft\.sock cannot be listened on .*choose another --uds"):
+            run.bind_unix(path)
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://weft") as http:
+            assert http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
+    assert not path.exists()
+    path.write_text("a file")
+    with pytest.raises(OSError, match="choose another --uds"):
+        run.bind_unix(path)
+    assert path.read_text() == "a file"
+    with pytest.raises(OSError, match="choose another --uds"):
+        run.bind_unix(tmp_path / ("x" * 120))
+
+
+def test_a_prefix_of_a_proxy(engine: Engine) -> None:
+    """Requests come with it or without, and the key is asked for on the same paths."""
+    for served in serve(engine, root_path="/llm", api_key="secret"):
+        with served.http() as http:
+            assert http.get("/openapi.json", headers={"x-api-key": "secret"}).json()["servers"] == [{"url": "/llm"}]
+            for prefix in ("", "/llm"):
+                assert http.get(f"{prefix}/health").status_code == 200
+                assert http.get(f"{prefix}/v1/models").status_code == 401
+                assert http.get(f"{prefix}/v1/models", headers={"x-api-key": "secret"}).status_code == 200
+                refused = http.post(f"{prefix}/v1/messages", json={}, headers={"x-api-key": "secret"})
+                assert refused.json()["type"] == "error", "Anthropic's shape"
+            for path in ("/llm/llm/health", "/llmx/health", "/x/health"):
+                assert http.get(path).status_code == 401
+    for wrong in ("llm", "/llm/", "/", "//llm", "/a?b"):
+        with pytest.raises(ValueError, match="root_path is"):
+            Options(root_path=wrong).check()
+
+
+def test_a_model_with_several_names(engine: Engine) -> None:
+    for served in serve(engine, served_model_name=("first", "org/second")):
+        client = served.client()
+        assert [card.id for card in client.models.list()] == ["first", "org/second"]
+        assert client.models.retrieve("org/second").id == "org/second"
+        for name in ("first", "org/second"):
+            assert client.completions.create(model=name, prompt=[1], max_tokens=1).model == "first"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="small", prompt=[1], max_tokens=1)
+        with served.http() as http:
+            assert set(re.findall(r'model_name="(.*?)"', http.get("/metrics").text)) == {"first"}
+
+
+def test_the_least_level_of_the_log() -> None:
+    weft, root = logging.getLogger("weft"), logging.getLogger()
+    before = weft.level, weft.handlers[:], weft.propagate, root.level, root.handlers[:]
+    try:
+        log.configure("text", "warning")
+        assert not weft.isEnabledFor(logging.INFO) and weft.isEnabledFor(logging.WARNING)
+        log.configure("text")
+        assert weft.isEnabledFor(logging.INFO)
+    finally:
+        weft.level, weft.handlers[:], weft.propagate, root.level, root.handlers[:] = before

@@ -55,14 +55,19 @@ class ChatJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """Serves both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`;
-    reasoning_parser, any_whitespace: as in `Options`."""
+    """Serves both endpoints for one engine. model_names: of its model. templates: as in `Prompts`; reasoning_parser,
+    any_whitespace: as in `Options`."""
 
     engine_client: EngineClient
-    model_name: str
+    model_names: tuple[str, ...]
     templates: Templates | None = None
     reasoning_parser: ReasoningParser = "auto"
     any_whitespace: bool = False
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in responses."""
+        return self.model_names[0]
 
     @property
     def engine(self) -> Engine:
@@ -187,7 +192,7 @@ class Service:
 
     def check_model(self, asked: str | None) -> None:
         """ApiError 404 for a model that is not the one here."""
-        if asked is not None and asked != self.model_name:
+        if asked is not None and asked not in self.model_names:
             raise unknown_model(asked, self.model_name)
 
     def sharing(self, body: SharedRequest, request: Request) -> Sharing:

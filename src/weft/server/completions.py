@@ -173,13 +173,12 @@ class Service:
         return made if form or start else None
 
     def _chat_params(self, body: ChatRequest, parts: OutputFormat) -> SamplingParams:
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
             body,
             calls=body.calls_grammar(form, self.engine.text_processor.grammars, any_whitespace=self.any_whitespace),
             start=parts.start,
-            max_tokens=limit,
+            max_tokens=body.output_limit,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )

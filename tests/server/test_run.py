@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import gzip
+import http.server
 import logging
+import queue
 import re
 import shlex
 import shutil
@@ -11,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -153,3 +157,44 @@ def test_the_least_level_of_the_log() -> None:
         assert weft.isEnabledFor(logging.INFO)
     finally:
         weft.level, weft.handlers[:], weft.propagate, root.level, root.handlers[:] = before
+
+
+def test_spans_of_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector gets one for each request, in the client's trace, and none of probes."""
+    read = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2").ExportTraceServiceRequest
+    pytest.importorskip("opentelemetry.instrumentation.fastapi")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # ms
+    received: queue.Queue[Any] = queue.Queue()
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            data = self.rfile.read(int(self.headers["Content-Length"]))
+            received.put(read.FromString(gzip.decompress(data) if "Content-Encoding" in self.headers else data))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    collector = http.server.HTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    Options(otlp_traces_endpoint=endpoint).check()
+    for served in serve(engine, otlp_traces_endpoint=endpoint):
+        with served.http() as client:
+            assert client.get("/health").status_code == 200
+            parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+            body = {"prompt": [1], "max_tokens": 3, "stream": True, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body, headers=parent).status_code == 200
+        [resource] = received.get(timeout=240).resource_spans
+        [span] = resource.scope_spans[0].spans
+    collector.shutdown()
+    collector.server_close()
+    assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "weft"
+    assert (span.name, span.trace_id.hex()) == ("POST /v1/completions", "ab" * 16)
+    for wrong in ("127.0.0.1:4317", "grpc://127.0.0.1:4317", "http://"):
+        with pytest.raises(ValueError, match="otlp_traces_endpoint is"):
+            Options(otlp_traces_endpoint=wrong).check()
+    monkeypatch.setitem(sys.modules, "opentelemetry.instrumentation.fastapi", None)
+    with pytest.raises(ValueError, match=r"pip install 'weft\[otel\]'"):
+        Options(otlp_traces_endpoint=endpoint).check()

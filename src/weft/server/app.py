@@ -70,6 +70,10 @@ def create_app(engine_client: EngineClient, model_name: str, options: Options) -
     app.include_router(router_routes.router(service))
     app.include_router(_status_routes(service))
     app.include_router(_step_routes(engine, options))
+    if options.otlp_traces_endpoint is not None:
+        from weft.server.tracing import trace
+
+        trace(app, options.otlp_traces_endpoint)
     return app
 
 

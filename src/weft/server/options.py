@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import ssl
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class Options:
     reasoning_parser: ReasoningParser = "auto"
     """Gives what a model writes between <think> and </think> as reasoning_content: auto, where its chat template or
     tokenizer knows these; think, for any model; off, for none: it stays in the text."""
+    otlp_traces_endpoint: str | None = None
+    """Sends an OpenTelemetry span of each request to this URL, such as http://127.0.0.1:4318/v1/traces (extra otel)."""
     any_whitespace: bool = False
     """JSON of structured outputs and tools may hold whitespace wherever JSON allows it; some models then write blanks
     until max_tokens. Left out, one space may follow a comma or a colon."""
@@ -89,6 +92,7 @@ class Options:
         if self.root_path and not re.fullmatch(r"(/[^/?#]+)+", self.root_path):
             raise ValueError(f"root_path is {self.root_path!r}; it must begin with / and not end with it, as /llm does")
         self._check_certificate()
+        self._check_tracing()
         for origin in self.cors_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
                 raise ValueError(f"{origin!r} in cors_origins is no origin such as https://app.example, nor *")
@@ -104,3 +108,14 @@ class Options:
             files = " and ".join(str(file) for file in (self.ssl_certfile, self.ssl_keyfile) if file is not None)
             why = f"{error.strerror or error}; they must be PEM files that belong together, the key without a password"
             raise ValueError(f"ssl_certfile and ssl_keyfile ({files}) cannot be used: {why}") from error
+
+    def _check_tracing(self) -> None:
+        if (endpoint := self.otlp_traces_endpoint) is None:
+            return
+        if not re.fullmatch(r"https?://[^/]+/.*", endpoint):
+            example = "http://127.0.0.1:4318/v1/traces"
+            raise ValueError(f"otlp_traces_endpoint is {endpoint!r}; it must be a URL such as {example}")
+        try:
+            importlib.import_module("opentelemetry.instrumentation.fastapi")
+        except ModuleNotFoundError as error:
+            raise ValueError("otlp_traces_endpoint needs OpenTelemetry: pip install 'weft[otel]'") from error

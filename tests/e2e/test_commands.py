@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import re
@@ -42,6 +43,9 @@ COMMANDS = [
 ]
 
 
+CLIENT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+
+
 def weft(*arguments: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "weft.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment(temporary))
@@ -53,6 +57,10 @@ def environment(temporary: Path | None) -> dict[str, str]:
     80 columns: what is looked for is not broken into lines where it is read.
     """
     return dict(os.environ) | {"COLUMNS": "80"} | ({"TMPDIR": str(temporary)} if temporary else {})
+
+
+def test_the_client_of_readme_is_that_of_the_page_on_serving() -> None:
+    assert f"```python\n{CLIENT}```" in (ROOT / "docs" / "serving.md").read_text()
 
 
 def test_readme_holds_the_two_commands() -> None:
@@ -93,6 +101,9 @@ def test_readme_serves(command: str, tmp_path: Path) -> None:
             if served := re.search(r"serving \S+ on (http://\S+) ", line):
                 with urllib.request.urlopen(f"{served[1]}/health") as output:
                     assert json.load(output) == {"status": "ok"}
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    exec(CLIENT.replace("http://127.0.0.1:8000", served[1]), {})
+                assert "The answer is 7 (seven)" in printed.getvalue()
                 break
         else:
             pytest.fail(f"not healthy: {said}")
@@ -119,7 +130,7 @@ def commands() -> list[str]:
 
 
 def test_the_model_in_readme_is_the_one_that_the_command_loads() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    [_, code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert code in (ROOT / "examples/tiny_model/model.py").read_text()
     assert sum(1 for line in code.splitlines() if line) <= 30
 

@@ -53,7 +53,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class UnixListener(socket.socket):
-    """A listening Unix domain socket, whose file is removed when it is closed."""
+    """A listening Unix domain socket. Its file is removed when it is closed."""
 
     def __init__(self, path: Path):
         super().__init__(socket.AF_UNIX)

@@ -19,7 +19,9 @@ LARGE = 100 * PACKET
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "ranks"
+    """A path longer than a socket's address may be, in the folder of a TMPDIR."""
+    (folder := tmp_path / ("deep" * 30)).mkdir()
+    return folder / "ranks"
 
 
 @pytest.fixture

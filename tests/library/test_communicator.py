@@ -279,16 +279,16 @@ def ranks_that_cannot_meet(folder: Path) -> None:
     fails_for_rank_1(contained, "rank 1: runs in another container")
     fails_for_rank_1(no_compiler, "shm.cc does not compile")
     fails_for_rank_1(lambda patch: None, "rank 1: max_bytes is 2048", "1024 on rank 0", max_bytes=2048)
-    meeting.tempfile.tempdir = str(folder / "meetings")
+    meeting.tempfile.tempdir = str(folder / MEETINGS)
     with Communicator(max_bytes=1024):
         dist.barrier()
-    assert not list((folder / "meetings").iterdir())
+    assert not list((folder / MEETINGS).iterdir())
 
 
 def test_ranks_that_cannot_meet_all_say_why(tmp_path: Path) -> None:
     (tmp_path / "namespace").symlink_to("pid:[1]")
     (tmp_path / "boot").write_text("another")
-    (tmp_path / "meetings").mkdir()
+    (tmp_path / MEETINGS).mkdir()
     run_ranks(2, tmp_path, ranks_that_cannot_meet, tmp_path)
 
 
@@ -296,6 +296,10 @@ def groups_of_ranks() -> None:
     group = dist.new_group([2, 0])
     other = dist.new_group([1])
     mine = other if dist.get_rank() == 1 else group
+MEETINGS = "meetings" * 25
+"""The name of a folder that is longer than a socket's address may be."""
+
+
     with Communicator(mine, max_bytes=SMALL) as comm, Communicator(max_bytes=SMALL) as world:
         assert (comm.rank, comm.world_size) == (mine.rank(), mine.size())
         x = torch.tensor([float(1 << dist.get_rank())])

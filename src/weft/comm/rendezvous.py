@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from weft.comm.transport import CommError
+from weft.comm.unix_sockets import address_of
 
 MAX_HELLO = 1 << 16
 
@@ -83,7 +84,8 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server, ExitStack() as on_error:
         with suppress(FileNotFoundError):
             path.unlink()  # left by a run that was killed; a live run has another folder
-        server.bind(str(path))
+        with address_of(path) as address:
+            server.bind(address)
         server.listen(world)
         peers: dict[int, socket.socket] = {}
         pids = {0: os.getpid()}
@@ -150,7 +152,8 @@ def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
         while True:
             _limit(peer, deadline)
             try:
-                peer.connect(str(path))
+                with address_of(path) as address:
+                    peer.connect(address)
                 break
             except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):  # no socket yet, or its queue is full
                 time.sleep(0.01)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weft.comm.unix_sockets import address_of
+
 SOCKET = "ranks"
 """The file in the ranks' folder."""
 PACKET = 1 << 16
@@ -44,7 +46,8 @@ class RankSocket:
 
     def __init__(self, path: Path, rank: int):
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.connect(str(path))
+        with address_of(path) as address:
+            self._socket.connect(address)
         self.send(b"%d" % rank)
 
     def send(self, message: bytes) -> None:
@@ -90,7 +93,8 @@ class RankSockets:
         self._by_descriptor: dict[int, _Connection] = {}
         self._by_rank: dict[int, _Connection] = {}
         try:
-            self._server.bind(str(path))
+            with address_of(path) as address:
+                self._server.bind(address)
             self._server.listen(len(ranks))
             self._server.setblocking(False)
             self._poll.register(self._server, select.EPOLLIN)

@@ -54,7 +54,7 @@ class RankProcesses:
         (run / "config.json").write_text(json.dumps(config.to_dict()))
         try:
             self.sockets = RankSockets(run / SOCKET, self.ranks)
-        except OSError as error:  # the path of a socket is short; TMPDIR may be long
+        except OSError as error:  # not every file system has sockets
             raise EngineError(f"no sockets in {self.directory}: {error}; set TMPDIR to another") from error
         for rank in self.ranks:
             self._server.request(run, rank)

@@ -265,6 +265,15 @@ def test_the_naive_plan_never_fails(kinds: frozenset[str]) -> None:
         assert by == ("one" if offered else "nobody")
 
 
+@pytest.mark.parametrize("mesh", [Mesh(2, 2, 4, 1, hosts=2), Mesh(4, 2, 2, 4, hosts=2)], ids=str)
+def test_the_naive_plan_never_fails_over_hosts(mesh: Mesh) -> None:
+    """Values also lie on rows there that no step joins to a DP group's."""
+    group, offered = mesh.placement(Rows.GROUP), [Offer("one", EVERY, frozenset(), PRESETS["h200-nvlink"])]
+    for rows, delta in itertools.product(mesh.row_kinds, legal_edges(mesh)):
+        chain = Chain((Read("a", group, (group,)), Read("b", mesh.placement(rows), (delta,))), WIDTH, 8)
+        check_legal(Planner(mesh, chain, offered).naive((4,) * mesh.attn_dp), offered)
+
+
 @given(meshes, st.data())
 @settings(deadline=None)
 def test_the_busiest_rank_is_of_the_fullest_or_the_emptiest_group(mesh: Mesh, data: st.DataObject) -> None:

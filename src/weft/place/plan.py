@@ -181,11 +181,14 @@ class Planner(StepPrices):
         return us, tuple(settled)
 
     def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[Step]:
-        """All-reduces the whole debt, then slices or gathers."""
+        """All-reduces the whole debt, then slices or gathers; by way of the world's rows where no step leads to dst."""
         steps: list[Step] = []
         while src != dst:
+            edges = {edge.dst: edge for edge in legal_edges(self.mesh)[src]}
             wanted = self.mesh.placement(src.rows) if src.owes else dst
-            edge = next(e for e in legal_edges(self.mesh)[src] if e.dst == wanted)
+            if wanted not in edges:
+                wanted = self.mesh.placement(Rows.WORLD)
+            edge = edges[wanted]
             steps.append(self._move(operand, edge, tokens))
             src = wanted
         return steps

@@ -232,18 +232,40 @@ def calls_that_differ() -> None:
             calls = (lambda c=comm: c.all_reduce(x), lambda c=comm: c.all_gatherv(x, [4, 4]))
             refused(calls[mine if comm.rank else other], "another call", error=weft.CommError)
     with Communicator(max_bytes=SMALL) as comm:
-        counts = [1, 3] if comm.rank else [2, 2]
-        refused(lambda: comm.reduce_scatterv(x, counts), "another call", error=weft.CommError)
+        if comm.rank:  # what is sent and what is received are compared by who receives it
+            refused(lambda: comm.all_to_allv(x, [2, 2], [0, 2]), "sends 8 elements where", error=weft.CommError)
+        else:
+            comm.all_to_allv(x, [2, 2], [2, 2])
     with Communicator(max_bytes=SMALL) as comm:
         other = x.to((torch.float32, torch.int32)[comm.rank])
         refused(lambda: comm.all_gatherv(other, [4, 4]), "dtype", error=weft.CommError)
         refused(lambda: comm.all_gatherv(torch.ones(SMALL // 4), [SMALL // 4] * 2), f"max_bytes={2 * SMALL}")
+DIFFER: list[Callable[[Communicator, Tensor, int], object]] = [
+    lambda comm, x, differs: comm.reduce_scatterv(x, [2 - differs, 2 + differs]),
+    lambda comm, x, differs: comm.all_reduce_add_rms_norm(x, x, x[0], 1e-6 + differs * 1e-9),
+    lambda comm, x, differs: comm.all_reduce_add_rms_norm(x.half(), x.half(), x[0], 1e-6 + differs),  # weight is wide
+    lambda comm, x, differs: comm.all_reduce_add_rms_norm(x.half(), x.half(), x[0].to(WIDE[differs]), 1e-6),
+    lambda comm, x, differs: comm.reduce_scatterv_add_rms_norm(x, [2, 2], x[:2], x[0], 1e-6 + differs),
+    lambda comm, x, differs: comm.broadcast(x, differs),
+    lambda comm, x, differs: comm.broadcast(x[0, 0], differs),
+    lambda comm, x, differs: comm.lse_reduce_scatter(x[None], x[:1], "e2"[differs]),  # type: ignore[arg-type]
+    lambda comm, x, differs: comm.all_reduce_all_gatherv(x, [4] if differs else [4, 4]),
+    lambda comm, x, differs: comm.reduce_scatterv_all_reduce(x, [4] if differs else [2, 2]),
+    lambda comm, x, differs: comm.all_reduce(x.view(2, 8) if differs else x),
+]
+"""Calls of two ranks, for each argument that changes the result: the second rank's is another."""
+WIDE = (torch.float32, torch.float16)
+
+
         send = [0, SMALL // 8] if comm.rank == 0 else [0, SMALL // 8 + 1]
         if comm.rank:  # whose result is too large
             x = torch.ones(sum(send))
             refused(lambda: comm.all_to_allv(x, send, [SMALL // 8, SMALL // 8 + 1]), "the result has 65540 bytes")
     with Communicator(max_bytes=SMALL, timeout_s=0.3) as comm:
         if comm.rank:
+    for call in DIFFER:
+        with Communicator(max_bytes=SMALL) as comm:
+            refused(lambda c=comm, call=call: call(c, x, c.rank), "rank", error=weft.CommError)
             refused(lambda: comm.all_reduce(x), "waited 0.3 s for rank 0", error=weft.CommTimeout)
         dist.barrier()
 

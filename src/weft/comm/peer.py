@@ -311,10 +311,10 @@ class PeerTransport(NamedCalls):
         return request, rows
 
     def merge_scatterv(
-        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
         """As the protocol says. Rows after the live ones are not written. The kernel takes heads of whole units of 16
-        bytes: others are copied to padded heads, and back.
+        bytes: others are copied to padded heads, and back. tag: ranks do not compare it, as kernels exchange no notes.
         """
         self.check()
         check_merge(self, out, lse, group)

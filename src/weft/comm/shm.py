@@ -210,19 +210,18 @@ class ShmTransport(NamedCalls):
                 if not x.is_contiguous():  # the kernel checks this before it does anything
                     return self.exchange(x.contiguous(), exchange, group, sizes)
                 self._explain(error, exchange.kind, group)
-        if _wide(epilogue, x):
-            return finish(self.exchange(x, exchange, group, sizes), epilogue)
         return self._normed(plan, x, epilogue, exchange.kind, group)
 
     def merge_scatterv(
-        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+        self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
         check_merge(self, out, lse, group)
         if out.stride(2) != 1 or out.is_neg():
             out = _plain(out)
         tokens, heads, dim = out.shape
         own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
-        self._call("merge", group, self._id(group), out, lse.resolve_neg(), *own)
+        self._call("merge", group, self._id(group), out, lse.resolve_neg(), *own, tag)
+        """As the protocol says. tag: of the caller; ranks that give different ones make different calls."""
         return own
 
     def barrier(self, group: Ranks) -> None:
@@ -257,7 +256,9 @@ class ShmTransport(NamedCalls):
             self._explain(error, "all_reduce_", group)
 
     def _normed(self, plan: int, x: Tensor, epilogue: Epilogue, what: str, group: Ranks) -> Tensor:
-        """A call with its epilogue."""
+        """A call with its epilogue. The native call takes one dtype: a wider weight is applied behind the sum."""
+        if epilogue.weight.dtype == torch.float32 != x.dtype:
+            return finish(self._call("exchange_for_norm", group, plan, x.contiguous(), epilogue.eps), epilogue)
         residual, weight = epilogue.residual, epilogue.weight
         if residual.is_neg() or weight.is_neg():
             residual, weight = _plain(residual), _plain(weight)

@@ -248,7 +248,7 @@ class Communicator:
         self._takes.check_lse("lse_reduce_scatter", out, lse, live)
         if lse_base == "e":
             return self.transport.merge_scatterv(out, lse.resolve_neg(), self._everyone, live)
-        merged, total = self.transport.merge_scatterv(out, lse * math.log(2), self._everyone, live)
+        merged, total = self.transport.merge_scatterv(out, lse * math.log(2), self._everyone, live, tag=2)
         return merged, total / math.log(2)
 
     def all_reduce_all_gatherv(self, x: Tensor, counts: Sequence[int]) -> Tensor:

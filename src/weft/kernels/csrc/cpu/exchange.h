@@ -346,7 +346,7 @@ class Exchange {
     const Note& note = arena_->line(rank, group).notes[phase & 1];
     if (rank != arena_->rank()) probe.read(Holds::note, 0, &note, sizeof note);
     if (note.signature != signature)
-      throw CallError("rank " + std::to_string(rank) + " makes another call, or one of another size or dtype");
+      throw CallError("rank " + std::to_string(rank) + " makes another call, or one of another size, dtype, eps or root");
     return note;
   }
 

@@ -81,6 +81,13 @@ DType summable(DLDataType t) {
   throw CallError("sums take float32, bfloat16, float16 or float64, not " + name);
 }
 
+// Of an epilogue's call: ranks with another eps make another call.
+uint32_t eps_signature(uint32_t signature, double eps) {
+  uint64_t bits;
+  std::memcpy(&bits, &eps, sizeof bits);
+  return mix(signature, bits);
+}
+
 // A call of a plan on a tensor, checked.
 struct Setup {
   World& w;
@@ -216,13 +223,23 @@ int64_t prepare(int64_t handle, int64_t group, bool permute, bool sums, Sizes pa
 // Forgets all plans.
 void forget(int64_t handle) { world_of(handle).plans.clear(); }
 
+ffi::Tensor run(Setup&& s) {
+  ffi::Tensor out = s.result(1);
+  s.call.out = static_cast<char*>(out.data_ptr());
+  s.w.exchange->run(s.call);
+  return out;
+}
+
 ffi::Tensor exchange(int64_t handle, int64_t plan, TensorView x) {
+  return guarded([&] { return run(Setup(world_of(handle), plan, x, false)); });
+}
+
+// A sum that each rank's caller normalises with this eps.
+ffi::Tensor exchange_for_norm(int64_t handle, int64_t plan, TensorView x, double eps) {
   return guarded([&] {
     Setup s(world_of(handle), plan, x, false);
-    ffi::Tensor out = s.result(1);
-    s.call.out = static_cast<char*>(out.data_ptr());
-    s.w.exchange->run(s.call);
-    return out;
+    s.call.signature = eps_signature(s.call.signature, eps);
+    return run(std::move(s));
   });
 }
 
@@ -240,9 +257,10 @@ void exchange_in_place(int64_t handle, int64_t plan, TensorView x) {
 }
 
 // Fills own [tokens, heads / ranks, dim] and own_lse with this rank's heads of out [tokens, heads, dim] and lse, merged
-// over the group; see MergeCall. Checked by the caller: the shapes, that dim is dense in out, and own and own_lse
+// over the group; see MergeCall. tag: the same on all ranks. Checked by the caller: the shapes, that dim is dense in out, and own and own_lse
 // whole.
-void merge(int64_t handle, int64_t group, TensorView out, TensorView lse, TensorView own, TensorView own_lse) {
+void merge(int64_t handle, int64_t group, TensorView out, TensorView lse, TensorView own, TensorView own_lse,
+           int64_t tag) {
   guarded([&] {
     const DLDataType t = out.dtype();
     const auto stride = [](TensorView x, size_t i) { return x.strides()[i]; };
@@ -258,7 +276,7 @@ void merge(int64_t handle, int64_t group, TensorView out, TensorView lse, Tensor
     c.lse_token = stride(lse, 0), c.lse_head = stride(lse, 1);
     c.own = static_cast<char*>(own.data_ptr());
     c.own_lse = static_cast<float*>(own_lse.data_ptr());
-    for (const int64_t said : {int64_t(3), c.tokens, c.heads, c.dim, int64_t(t.code) << 8 | t.bits})
+    for (const int64_t said : {int64_t(3), c.tokens, c.heads, c.dim, int64_t(t.code) << 8 | t.bits, tag})
       c.signature = mix(c.signature, uint64_t(said));
     world_of(handle).exchange->run(c);
   });
@@ -287,6 +305,7 @@ ffi::Tensor exchange_norm(int64_t handle, int64_t plan, TensorView x, TensorView
     s.call.out = static_cast<char*>(delta.data_ptr());
     s.call.finish = &f;
     s.call.row = std::max<int64_t>(1, s.width);
+    s.call.signature = eps_signature(s.call.signature, eps);
     s.w.exchange->run(s.call);
     return both;
   });
@@ -308,5 +327,6 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, weft::prepare)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(forget, weft::forget)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange, weft::exchange)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange_in_place, weft::exchange_in_place)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange_for_norm, weft::exchange_for_norm)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(exchange_norm, weft::exchange_norm)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge, weft::merge)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -345,6 +346,33 @@ def a_rank_that_ends() -> None:
 
 def test_a_rank_that_ends(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, a_rank_that_ends)
+
+def held() -> tuple[int, int]:
+    """This process's descriptors, and its mappings of arenas."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd:weft")
+
+
+def dropped() -> None:
+    Communicator(max_bytes=SMALL).close()  # opens what the process group keeps
+    x, before = torch.ones(2, 3), held()
+    for number in range(3):
+        comm = Communicator(max_bytes=SMALL)
+        kept = comm.all_reduce(x)
+        if comm.rank == number:  # it has left, as by `close`
+            comm.close()
+        del comm
+        assert held() == (before[0], before[1] + 1) and torch.equal(kept, x * 2)
+        del kept
+        assert held() == before
+    with Communicator(max_bytes=SMALL) as comm:
+        normed, residual = comm.all_reduce_add_rms_norm(x[0], x[1], x[0], 1e-6)
+        assert residual.tolist() == [3.0] * 3 and same_bits(normed, rms_norm(residual, x[0], 1e-6))
+
+
+def test_a_communicator_that_nobody_closed_holds_nothing(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, dropped)
+
 
 
 def compiled() -> None:

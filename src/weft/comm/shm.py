@@ -10,9 +10,12 @@ are, are read in place. All ranks get the same bits, on every run.
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -121,10 +124,13 @@ class ShmTransport(NamedCalls):
             lambda: kernels.arena_bytes(world, len(groups), slot_bytes, blocks, block_bytes),
             timeout_s,
         )
-        self._handle = 0
-        self._pidfds: list[int] = []
+        self._held = held = ExitStack()
+        finalize(self, _leave, held, os.getpid()).atexit = False
         try:
-            self._pidfds = pidfds(meeting.pids)
+            watched = pidfds(meeting.pids)
+            for fd in watched:
+                if fd >= 0:
+                    held.callback(os.close, fd)
             if tuning.stream_slot_bytes is None:
                 cores = set[int]().union(*map(os.sched_getaffinity, meeting.pids))
                 tuning = replace(tuning, stream_slot_bytes=NEVER if share_a_cache(cores) else 32 << 10)
@@ -136,15 +142,16 @@ class ShmTransport(NamedCalls):
                 slot_bytes,
                 blocks,
                 block_bytes,
-                self._pidfds,
+                watched,
                 spins,
                 timeout_s,
                 astuple(tuning)[1:],
                 isa,
             )
+            held.callback(kernels.destroy, self._handle)
             meeting.ready()
         except KernelError as error:
-            self.close()
+            held.close()
             self._explain(error, "start", self._on_host)
         finally:
             meeting.close()
@@ -154,13 +161,12 @@ class ShmTransport(NamedCalls):
         self._exchange_norm = kernels.exchange_norm
 
     def close(self) -> None:
-        """Leaves the world. Tensors in the arena stay valid; the transport must not be used after."""
-        if self._handle:
-            self._kernels.destroy(self._handle)
-        for fd in self._pidfds:
-            if fd >= 0:
-                os.close(fd)
-        self._handle, self._pidfds = 0, []
+        """Leaves the world. Tensors in the arena stay valid; the transport must not be used after.
+
+        A transport that is collected leaves too. A process that ends without it counts as lost.
+        """
+        self._held.close()
+        self._handle = 0
 
     @property
     def isa(self) -> str:
@@ -215,13 +221,13 @@ class ShmTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
+        """As the protocol says. tag: of the caller; ranks that give different ones make different calls."""
         check_merge(self, out, lse, group)
         if out.stride(2) != 1 or out.is_neg():
             out = _plain(out)
         tokens, heads, dim = out.shape
         own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
         self._call("merge", group, self._id(group), out, lse.resolve_neg(), *own, tag)
-        """As the protocol says. tag: of the caller; ranks that give different ones make different calls."""
         return own
 
     def barrier(self, group: Ranks) -> None:
@@ -235,8 +241,6 @@ class ShmTransport(NamedCalls):
         if x.is_neg():
             x = _plain(x)
         if epilogue is not None:
-            if _wide(epilogue, x):
-                return finish(self.all_reduce(x, group), epilogue)
             return self._normed(plan, x, epilogue, "all_reduce", group)
         try:
             return self._exchange(self._handle, plan, x)
@@ -345,9 +349,10 @@ def _mask(places: Ranks) -> int:
     return sum(1 << place for place in places)
 
 
-def _wide(epilogue: Epilogue, x: Tensor) -> bool:
-    """Whether the norm's weight has more bits than the rows: the native call takes one dtype."""
-    return epilogue.weight.dtype == torch.float32 != x.dtype
+def _leave(held: ExitStack, owner: int) -> None:
+    """Leaves for a transport that nobody closed, in the process that made it."""
+    if os.getpid() == owner and not sys.is_finalizing():
+        held.close()
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class Emulated(Communicator):
 
     def __init__(self, transport: PeerTransport, mesh: Mesh):
         self.rank, self.world_size, self.mesh = transport.rank, mesh.world, mesh
-        self.device, self.max_bytes, self.name = transport.device, MAX_BYTES, f"emulated {transport.rank}"
+        self.device, self.max_bytes, self._name = transport.device, MAX_BYTES, f"emulated {transport.rank}"
         self._begin(transport)
 
 
@@ -112,7 +112,7 @@ def test_calls_over_emulated_peer_memory(world: int) -> None:
             comm.check()
         with pytest.raises(ZeroDivisionError), comm:
             raise ZeroDivisionError  # of this rank alone, for all that it knows
-        assert transport._handle and comm.name not in OPEN  # others may still write to its memory
+        assert transport._handle and comm._name not in OPEN  # others may still write to its memory
 
     run_emulated(Mesh(1, world, 1, world), work, PeerTuning(), max_bytes=MAX_BYTES)
 

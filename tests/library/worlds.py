@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # takes seconds: once here, not in each rank that compiles
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor

@@ -19,7 +19,7 @@ from weft.comm.transport import CommError
 from weft.comm.transport_registry import SHM_RANKS
 from weft.kernels.build import cpu_kernels, cuda_kernels
 from weft.library.arguments import Arguments, Counts, check_out, integers, rows_of
-from weft.library.custom_ops import OPEN
+from weft.library.custom_ops import OPEN, with_rank
 from weft.library.meeting import meeting_place
 from weft.place import exchange as named
 from weft.place.cost import host_table, read_tuning
@@ -59,7 +59,7 @@ class Communicator:
         self.rank, self.world_size = group.rank(), group.size()
         self.device, self.max_bytes = _device(device), max_bytes
         self.mesh = mesh or Mesh(1, self.world_size, 1, self.world_size)
-        self.name = name or f"{group.group_name}:{self.device.type}"
+        self._name = name or f"{group.group_name}:{self.device.type}"
         on_gpu = self.device.type == "cuda"
         terms = {
             "max_bytes": max_bytes,
@@ -67,7 +67,7 @@ class Communicator:
             "mesh": str(self.mesh),
             "timeout_s": timeout_s,
             "blocks": blocks,
-            "name": self.name,
+            "name": self._name,
         }
 
         def prepare() -> None:
@@ -81,8 +81,14 @@ class Communicator:
         self._open: ShmTransport | PeerTransport | None = transport
         self._everyone = tuple(range(self.world_size))
         limits = self.max_bytes, transport.max_normed_bytes, transport.takes_live_sizes
-        self._takes = Arguments(self.name, self.rank, self.world_size, self.device, *limits)
-        OPEN[self.name] = self
+        self.name = with_rank(self._name, self.rank, self.world_size)
+        self._takes = Arguments(self._name, self.rank, self.world_size, self.device, *limits)
+        OPEN[self._name] = self
+
+    def _forked(self, copy: Forked) -> None:
+        # The object stays what it is: a `with` block that a child leaves still finds its end here.
+        OPEN.pop(self._name, None)
+        self._open = self._takes = copy  # type: ignore[assignment]
 
     def _check_options(self, timeout_s: float, blocks: int) -> None:
         limit = SHM_RANKS if self.device.type == "cpu" else MAX_RANKS
@@ -96,8 +102,8 @@ class Communicator:
         for what, value in {"max_bytes": self.max_bytes, "timeout_s": timeout_s, "blocks": blocks}.items():
             if value <= 0:
                 raise ValueError(f"{what} is {value}; it must be more than 0")
-        if self.name in OPEN:
-            raise ValueError(f"a communicator {self.name!r} is open already; close it, or give this one another name=")
+        if self._name in OPEN:
+            raise ValueError(f"a communicator {self._name!r} is open already; close it, or give this one another name=")
 
     def _shm(self, directory: Path, timeout_s: float, blocks: int) -> ShmTransport:
         return ShmTransport(
@@ -125,7 +131,7 @@ class Communicator:
     def transport(self) -> ShmTransport | PeerTransport:
         """The transport of the calls. Raises CommError after `close`."""
         if self._open is None:
-            raise CommError(f"communicator {self.name!r} is closed; make a new one")
+            raise CommError(f"communicator {self._name!r} is closed; make a new one")
         return self._open
 
     # --- operations -------------------------------------------------------------------------------------------
@@ -294,7 +300,7 @@ class Communicator:
         """
         transport, self._open = self._open, None
         if transport is not None:
-            OPEN.pop(self.name, None)
+            OPEN.pop(self._name, None)
             transport.close()
 
     def __enter__(self) -> Self:
@@ -305,7 +311,7 @@ class Communicator:
     ) -> None:
         if error is not None and isinstance(self._open, PeerTransport):
             self._open = None  # the end of the process frees its memory
-            OPEN.pop(self.name, None)
+            OPEN.pop(self._name, None)
         self.close()
 
 

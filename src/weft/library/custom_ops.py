@@ -1,19 +1,23 @@
 """`torch.ops.weft.*`: collectives that torch.compile can put into a graph, with the shapes of their results.
 
-A graph holds strings and no objects, so each op takes its communicator's name; it is the same on all ranks and in all
-runs of a program.
+A graph holds strings and no objects, so each op takes its communicator's name, in which the rank is: shapes follow from
+an op's arguments alone, and a compiler's cache never gives a rank another rank's graph. The ops are registered as
+effects, since other ranks wait for them: compilers keep them also where their results are empty or unread, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch._library.effects import EffectType
 
 from weft.comm.transport import CommError
+from weft.library.inductor import keep_order
 
 
 class Collectives(Protocol):
@@ -31,15 +35,30 @@ class Collectives(Protocol):
 
 
 OPEN: WeakValueDictionary[str, Collectives] = WeakValueDictionary()
-"""The open communicators of this process by name: the table in which ops find them."""
+"""The open communicators of this process by name, without the rank: the table in which ops find them."""
 
 
-def named(name: str) -> Collectives:
-    """The communicator of this name. Raises CommError where none is open."""
-    found = OPEN.get(name)
+def with_rank(name: str, rank: int, world_size: int) -> str:
+    """Return the name that a rank gives to ops."""
+    return f"{name}@{rank}/{world_size}"
+
+
+def place_in(comm: str) -> tuple[int, int]:
+    """Return the rank and the number of ranks that a name holds. Raises ValueError."""
+    rank, slash, world_size = comm.rpartition("@")[2].partition("/")
+    if not (slash and rank.isdecimal() and world_size.isdecimal()):
+        raise ValueError(f"{comm!r} names no rank, on which this op's shape depends; pass Communicator.name")
+    return int(rank), int(world_size)
+
+
+def named(comm: str) -> Collectives:
+    """Return the communicator of this name, whatever rank the name holds. Raises CommError where none is open."""
+    found = OPEN.get(comm.rpartition("@")[0] or comm)
     if found is None:
         known = ", ".join(sorted(OPEN)) or "none"
-        raise CommError(f"no communicator {name!r} is open, only {known}; make it before the compiled code runs")
+        raise CommError(
+            f"no communicator {comm!r} is open in this process, only {known}; make it before the compiled code runs"
+        )
     return found
 
 
@@ -55,7 +74,10 @@ def _all_gatherv(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
 
 def _reduce_scatterv(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
     """This rank's segment of the sum, `[counts[rank], …]`; x `[sum(counts), …]`."""
-    return named(comm).reduce_scatterv(x, counts)
+    found, (rank, _) = named(comm), place_in(comm)
+    if found.rank != rank:
+        raise CommError(f"a graph of rank {rank} runs on rank {found.rank}; trace it on the rank that runs it")
+    return found.reduce_scatterv(x, counts)
 
 
 def _all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, comm: str) -> Tensor:
@@ -64,37 +86,45 @@ def _all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: f
     return named(comm).stacked_norm(x, residual, weight, eps)
 
 
-_custom_op = torch.library.custom_op
-all_reduce = _custom_op("weft::all_reduce", _all_reduce, mutates_args=(), schema="(Tensor x, str comm) -> Tensor")
-all_gatherv = _custom_op(
-    "weft::all_gatherv", _all_gatherv, mutates_args=(), schema="(Tensor x, SymInt[] counts, str comm) -> Tensor"
+def _collective(function: Callable[..., Tensor], arguments: str) -> CustomOpDef:
+    name = f"weft::{function.__name__.removeprefix('_')}"
+    op = torch.library.custom_op(name, function, mutates_args=(), schema=f"({arguments}, str comm) -> Tensor")
+    op.register_effect(EffectType.ORDERED)
+    return op
+
+
+all_reduce = _collective(_all_reduce, "Tensor x")
+all_gatherv = _collective(_all_gatherv, "Tensor x, SymInt[] counts")
+reduce_scatterv = _collective(_reduce_scatterv, "Tensor x, SymInt[] counts")
+all_reduce_add_rms_norm = _collective(_all_reduce_add_rms_norm, "Tensor x, Tensor residual, Tensor weight, float eps")
+
+
+OPS = tuple(
+    getattr(torch.ops.weft, name).default
+    for name in ("all_reduce", "all_gatherv", "reduce_scatterv", "all_reduce_add_rms_norm")
 )
-reduce_scatterv = _custom_op(
-    "weft::reduce_scatterv", _reduce_scatterv, mutates_args=(), schema="(Tensor x, SymInt[] counts, str comm) -> Tensor"
-)
-all_reduce_add_rms_norm = _custom_op(
-    "weft::all_reduce_add_rms_norm",
-    _all_reduce_add_rms_norm,
-    mutates_args=(),
-    schema="(Tensor x, Tensor residual, Tensor weight, float eps, str comm) -> Tensor",
-)
+
+
+def _empty(x: Tensor, *shape: int) -> Tensor:
+    keep_order(OPS)  # every compiler calls this before it lowers a graph
+    return x.new_empty(shape)
 
 
 @all_reduce.register_fake
 def _(x: Tensor, comm: str) -> Tensor:
-    return x.new_empty(x.shape)
+    return _empty(x, *x.shape)
 
 
 @all_gatherv.register_fake
 def _(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
-    return x.new_empty(sum(counts), *x.shape[1:])
+    return _empty(x, sum(counts), *x.shape[1:])
 
 
 @reduce_scatterv.register_fake
 def _(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
-    return x.new_empty(counts[named(comm).rank], *x.shape[1:])
+    return _empty(x, counts[place_in(comm)[0]], *x.shape[1:])
 
 
 @all_reduce_add_rms_norm.register_fake
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, comm: str) -> Tensor:
-    return x.new_empty(2, *x.shape)
+    return _empty(x, 2, *x.shape)

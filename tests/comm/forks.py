@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -93,6 +94,20 @@ class Fork:
             os.waitpid(self.pid, 0)
             os.close(self._from)
         self._reaped = True
+
+
+def in_a_child(work: Callable[[], object]) -> None:
+    """Runs `work` in a forked process, which then ends as a program does. Raises AssertionError with its error."""
+
+    def main() -> None:
+        work()
+        gc.collect()
+        weakref.finalize._exitfunc()  # type: ignore[attr-defined]
+
+    fork = Fork(main)
+    outcome = fork.outcome() or Outcome(error="the child was killed")
+    fork.reap()
+    assert not outcome.error, outcome.error
 
 
 class Nursery:

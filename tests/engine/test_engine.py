@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 from transformers import Qwen2MoeForCausalLM
 
+from comm.forks import in_a_child
 from engine.conftest import WAIT_S, outputs_of_some
 from weft.engine.config import EngineConfig, EngineError
+from weft.engine.controller import rank_processes
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
-from weft.engine.controller import rank_processes
 
 LAYOUTS = {
     "1x1": dict(),
@@ -174,8 +176,19 @@ def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
             SamplingParams(**bad)
 
 
-def test_a_callback_that_fails_does_not_end_the_others(model_dir: Path, expected: Any) -> None:
+def refused_in_a_child(engine: Engine, leave: Callable[..., None]) -> None:
+    """A forked process has the engine's sockets, and none of its threads."""
+    for call in (lambda: engine.generate(prompts()[:1], GREEDY), lambda: engine.stats(), lambda: engine.drain(0)):
+        with pytest.raises(EngineError, match=r"Engine belongs to process \d+, from which this process was forked"):
+            call()
+    leave(None, None, None)
+    engine.close()
+
+
+def test_neither_a_child_nor_a_callback_that_fails_ends_the_others(model_dir: Path, expected: Any) -> None:
     with Engine(config(model_dir)) as engine:
+        leave = engine.__exit__  # as a `with` block keeps it
+        in_a_child(lambda: refused_in_a_child(engine, leave))
         engine.submit(prompts()[1], GREEDY, lambda output: 1 / 0)
         assert engine.generate(prompts()[:1], GREEDY)[0].token_ids == expected[0]
         engine.check_idle()

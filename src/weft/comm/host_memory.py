@@ -12,8 +12,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from weft.comm.forks import OfOneProcess
 from weft.comm.rendezvous import pidfds, rendezvous
-from weft.comm.transport import CommTimeout, PeerLost, Ranks
+from weft.comm.transport import CommError, CommTimeout, PeerLost, Ranks
 from weft.place.spec import Mesh
 
 NOTE_BYTES = 64
@@ -21,12 +22,14 @@ NOTE_BYTES = 64
 SLEEP_S = 0.0002
 
 
-class HostMemory:
+class HostMemory(OfOneProcess):
     """One rank's end.
 
     path: of a socket in a folder that only this user can reach; the ranks meet there. timeout_s: of each wait. Raises
     CommError where the ranks of this host do not meet.
     """
+
+    fork_error = CommError
 
     def __init__(self, mesh: Mesh, rank: int, path: Path | str, timeout_s: float):
         self._rank, self._ranks, self._timeout_s = rank, mesh.peers("host", rank), timeout_s

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weft.comm.forks import OfOneProcess
 from weft.kernels import float8
 from weft.kernels.torch_reference import add_rms_norm
 from weft.place import exchange as named
@@ -181,9 +182,10 @@ def serves_all(transport: Described, mesh: Mesh) -> bool:
     return transport.max_hosts is None or mesh.hosts <= transport.max_hosts
 
 
-class NamedCalls:
+class NamedCalls(OfOneProcess):
     """A base class of transports: the properties of its row in the table, and each exchange as a method of its name."""
 
+    fork_error = CommError
     entry: Described
     rank: int
     max_bytes: int | None = None

@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+from weft.comm.forks import OfOneProcess
 from weft.comm.stats import StepStat
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.controller.event_publisher import EventPublisher, KvEventsConfig, open_publisher
@@ -44,12 +45,14 @@ MAX_STEP_BITS = 20
 """Powers of two by which the rows of steps are counted."""
 
 
-class Engine:
-    """Serves a model on all ranks of a layout. Thread-safe; a context manager.
+class Engine(OfOneProcess):
+    """Serves a model on all ranks of a layout. Thread-safe; a context manager; of the process that makes it.
 
     progress(what, fraction): while it starts. kv_events: where what prefix caches store and remove is published; left
     out, it is not recorded. Raises ModelError, LayoutError or EngineError, each in one line.
     """
+
+    fork_error = EngineError
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.comm.forks import Forked, OfOneProcess
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import MAX_RANKS, PeerTuning
 from weft.comm.shm import ShmTransport, ShmTuning
@@ -26,7 +27,7 @@ from weft.place.cost import host_table, read_tuning
 from weft.place.spec import Mesh
 
 
-class Communicator:
+class Communicator(OfOneProcess):
     """One rank's end of a ProcessGroup's collectives; ranks have their numbers in the group. Building it is collective.
 
     group: any ProcessGroup of up to 16 ranks on CPUs, 8 on GPUs, all on one host; None: the whole world.
@@ -41,10 +42,12 @@ class Communicator:
     All ranks make the same calls in the same order, also with zero rows, each from one thread; on GPUs on one stream at
     a time, with `device` as torch's current device. Results are new tensors; inputs do not change. There are no
     gradients. All methods raise ValueError for arguments that this rank finds wrong, before it communicates, and
-    CommError (PeerLost, CommTimeout) for errors between ranks, or after `close`.
+    CommError (PeerLost, CommTimeout) for errors between ranks, after `close`, and in a forked child.
     """
 
     def __init__(
+    fork_error = CommError
+
         self,
         group: dist.ProcessGroup | None = None,
         *,

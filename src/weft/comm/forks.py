@@ -1,0 +1,59 @@
+"""Objects that act for their process towards others, and what a forked child gets instead of them.
+
+A fork copies a rank's counters, descriptors and mappings, but not its place among the ranks: a child that went on with
+the copy would take its parent's place.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Self
+from weakref import WeakSet
+
+
+class OfOneProcess:
+    """A base class of objects that only the process that made them may use.
+
+    In a child that is forked from it, each of them turns into a `Forked`.
+    """
+
+    fork_error: type[Exception]
+    """Raised by every method in a forked child."""
+
+    def __new__(cls, *_args: Any, **_options: Any) -> Self:
+        made = super().__new__(cls)
+        _owned.add(made)
+        return made
+
+    def _forked(self, copy: Forked) -> None:
+        """Turn into the copy, in a forked child."""
+        held = {"_held": self.__dict__}  # stays: the end of what it holds might tell others that the parent is gone
+        self.__dict__, self.__class__ = copy.__dict__ | held, Forked  # type: ignore[assignment]
+
+
+class Forked:
+    """A copy of a parent's object in a forked child: every method raises, but `close`, which does nothing."""
+
+    def __init__(self, kind: str, parent: int, error: type[Exception]):
+        self._kind, self._parent, self._error = kind, parent, error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._error(
+            f"{name}: this {self._kind} belongs to process {self._parent}, from which this process was forked; make "
+            "another one here"
+        )
+
+    def close(self, *_arguments: Any) -> None:
+        """Does nothing: only the process that made the object may leave."""
+
+
+_owned: WeakSet[OfOneProcess] = WeakSet()
+
+
+def _after_fork() -> None:
+    for each in list(_owned):
+        each._forked(Forked(type(each).__name__, os.getppid(), each.fork_error))
+    _owned.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

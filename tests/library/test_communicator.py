@@ -195,7 +195,19 @@ def wrong_calls() -> None:
     refused(lambda: comm.broadcast(x, 1), "root is 1")
     refused(lambda: comm.all_reduce_add_rms_norm(x, ints, x[0], 1e-6), "residual must be float32 [2, 4]")
     refused(lambda: comm.all_reduce_add_rms_norm(x, x, x[0, :3], 1e-6), "weight must be float32 [4]")
-    refused(lambda: comm.all_reduce_add_rms_norm(x[0], x[0], x[0], 1e-6), "[rows, width]")
+    refused(lambda: comm.all_reduce_add_rms_norm(x[0, 0], x[0, 0], x[0], 1e-6), "[…, width], not []")
+    refused(lambda: comm.reduce_scatterv_add_rms_norm(x[0], [4], x[0], x[0], 1e-6), "[rows, width], not [4]")
+    grad = x.clone().requires_grad_()
+    for _ in range(2):
+        refused(lambda: comm.all_reduce(grad), "torch.no_grad()")
+        refused(lambda: comm.all_reduce(x, out=grad), "out requires gradients")
+        refused(lambda: comm.all_reduce_add_rms_norm(grad, x, x[0], 1e-6), "the tensor requires gradients")
+        refused(lambda: comm.all_reduce_add_rms_norm(x, grad, x[0], 1e-6), "residual requires gradients")
+        refused(lambda: comm.reduce_scatterv_add_rms_norm(x, [2], grad, x[0], 1e-6), "residual requires gradients")
+        refused(lambda: comm.lse_reduce_scatter(x[None], grad[:1, :2]), "lse requires gradients")
+        with torch.no_grad():  # what is accepted here is not accepted elsewhere
+            comm.all_reduce(grad, out=x)
+            comm.all_reduce_add_rms_norm(grad, grad, x[0], 1e-6)
     refused(lambda: comm.lse_reduce_scatter(x[None], x), "lse must be float32 [1, 2]")
     refused(lambda: comm.lse_reduce_scatter(x[None], x[:1, :2], "10"), "'e' or '2'")  # type: ignore[arg-type]
     refused(lambda: comm.all_reduce_all_gatherv(x, [1, 1]), "2 counts", "1 ranks")
@@ -226,21 +238,6 @@ def test_without_a_process_group() -> None:
     refused(Communicator, "torchrun", "init_process_group")
 
 
-def calls_that_differ() -> None:
-    x = torch.ones(4, 4)
-    for mine, other in itertools.permutations((0, 1)):
-        with Communicator(max_bytes=SMALL) as comm:
-            calls = (lambda c=comm: c.all_reduce(x), lambda c=comm: c.all_gatherv(x, [4, 4]))
-            refused(calls[mine if comm.rank else other], "another call", error=weft.CommError)
-    with Communicator(max_bytes=SMALL) as comm:
-        if comm.rank:  # what is sent and what is received are compared by who receives it
-            refused(lambda: comm.all_to_allv(x, [2, 2], [0, 2]), "sends 8 elements where", error=weft.CommError)
-        else:
-            comm.all_to_allv(x, [2, 2], [2, 2])
-    with Communicator(max_bytes=SMALL) as comm:
-        other = x.to((torch.float32, torch.int32)[comm.rank])
-        refused(lambda: comm.all_gatherv(other, [4, 4]), "dtype", error=weft.CommError)
-        refused(lambda: comm.all_gatherv(torch.ones(SMALL // 4), [SMALL // 4] * 2), f"max_bytes={2 * SMALL}")
 DIFFER: list[Callable[[Communicator, Tensor, int], object]] = [
     lambda comm, x, differs: comm.reduce_scatterv(x, [2 - differs, 2 + differs]),
     lambda comm, x, differs: comm.all_reduce_add_rms_norm(x, x, x[0], 1e-6 + differs * 1e-9),
@@ -258,15 +255,30 @@ DIFFER: list[Callable[[Communicator, Tensor, int], object]] = [
 WIDE = (torch.float32, torch.float16)
 
 
+def calls_that_differ() -> None:
+    x = torch.ones(4, 4)
+    for mine, other in itertools.permutations((0, 1)):
+        with Communicator(max_bytes=SMALL) as comm:
+            calls = (lambda c=comm: c.all_reduce(x), lambda c=comm: c.all_gatherv(x, [4, 4]))
+            refused(calls[mine if comm.rank else other], "another call", error=weft.CommError)
+    for call in DIFFER:
+        with Communicator(max_bytes=SMALL) as comm:
+            refused(lambda c=comm, call=call: call(c, x, c.rank), "rank", error=weft.CommError)
+    with Communicator(max_bytes=SMALL) as comm:
+        if comm.rank:  # what is sent and what is received are compared by who receives it
+            refused(lambda: comm.all_to_allv(x, [2, 2], [0, 2]), "sends 8 elements where", error=weft.CommError)
+        else:
+            comm.all_to_allv(x, [2, 2], [2, 2])
+    with Communicator(max_bytes=SMALL) as comm:
+        other = x.to((torch.float32, torch.int32)[comm.rank])
+        refused(lambda: comm.all_gatherv(other, [4, 4]), "dtype", error=weft.CommError)
+        refused(lambda: comm.all_gatherv(torch.ones(SMALL // 4), [SMALL // 4] * 2), f"max_bytes={2 * SMALL}")
         send = [0, SMALL // 8] if comm.rank == 0 else [0, SMALL // 8 + 1]
         if comm.rank:  # whose result is too large
             x = torch.ones(sum(send))
             refused(lambda: comm.all_to_allv(x, send, [SMALL // 8, SMALL // 8 + 1]), "the result has 65540 bytes")
     with Communicator(max_bytes=SMALL, timeout_s=0.3) as comm:
         if comm.rank:
-    for call in DIFFER:
-        with Communicator(max_bytes=SMALL) as comm:
-            refused(lambda c=comm, call=call: call(c, x, c.rank), "rank", error=weft.CommError)
             refused(lambda: comm.all_reduce(x), "waited 0.3 s for rank 0", error=weft.CommTimeout)
         dist.barrier()
 
@@ -282,6 +294,10 @@ def fails_for_rank_1(change: Callable[[pytest.MonkeyPatch], object], *texts: str
             change(patch)
         mine = max_bytes if dist.get_rank() == 1 else 1024
         refused(lambda: Communicator(max_bytes=mine), *texts, error=RuntimeError)
+
+
+MEETINGS = "meetings" * 25
+"""The name of a folder that is longer than a socket's address may be."""
 
 
 def ranks_that_cannot_meet(folder: Path) -> None:
@@ -319,10 +335,6 @@ def groups_of_ranks() -> None:
     group = dist.new_group([2, 0])
     other = dist.new_group([1])
     mine = other if dist.get_rank() == 1 else group
-MEETINGS = "meetings" * 25
-"""The name of a folder that is longer than a socket's address may be."""
-
-
     with Communicator(mine, max_bytes=SMALL) as comm, Communicator(max_bytes=SMALL) as world:
         assert (comm.rank, comm.world_size) == (mine.rank(), mine.size())
         x = torch.tensor([float(1 << dist.get_rank())])
@@ -334,18 +346,6 @@ MEETINGS = "meetings" * 25
 def test_any_group_of_ranks(tmp_path: Path) -> None:
     run_ranks(3, tmp_path, groups_of_ranks)
 
-
-def a_rank_that_ends() -> None:
-    comm = Communicator(max_bytes=SMALL)
-    if comm.rank == 1:
-        os._exit(0)
-    refused(lambda: comm.all_reduce(torch.ones(1)), "rank 1 is gone", error=weft.PeerLost)
-    refused(comm.check, "rank 1 is gone", error=weft.PeerLost)
-    os._exit(0)
-
-
-def test_a_rank_that_ends(tmp_path: Path) -> None:
-    run_ranks(2, tmp_path, a_rank_that_ends)
 
 def held() -> tuple[int, int]:
     """This process's descriptors, and its mappings of arenas."""
@@ -374,6 +374,18 @@ def test_a_communicator_that_nobody_closed_holds_nothing(tmp_path: Path) -> None
     run_ranks(2, tmp_path, dropped)
 
 
+def a_rank_that_ends() -> None:
+    comm = Communicator(max_bytes=SMALL)
+    if comm.rank == 1:
+        os._exit(0)
+    refused(lambda: comm.all_reduce(torch.ones(1)), "rank 1 is gone", error=weft.PeerLost)
+    refused(comm.check, "rank 1 is gone", error=weft.PeerLost)
+    os._exit(0)
+
+
+def test_a_rank_that_ends(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, a_rank_that_ends)
+
 
 def compiled() -> None:
     comm = Communicator(max_bytes=SMALL)
@@ -393,7 +405,7 @@ def compiled() -> None:
         assert x.shape == (mine, 8)
         return torch.ops.weft.all_gatherv(x.relu(), counts, comm.name) + 1
 
-    x, weight = torch.randn(4, 8), torch.rand(8)
+    x, weight = torch.randn(4, 8), torch.nn.Parameter(torch.rand(8))
     expected = through_methods(x, weight)
     for function, backend in ((through_methods, "aot_eager"), (through_ops, "eager")):
         assert torch.equal(torch.compile(function, backend=backend, fullgraph=True)(x, weight), expected)
@@ -411,6 +423,21 @@ def compiled() -> None:
     }
     for op, args in ops.items():
         torch.library.opcheck(getattr(torch.ops.weft, op), (*args, comm.name), test_utils=("test_faketensor",))
+    for out in (torch.empty(8), torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(4, 8, requires_grad=True)):
+        ops = {
+            "all_reduce": lambda out=out: comm.all_reduce(x, out=out),
+            "all_gatherv": lambda out=out: comm.all_gatherv(x[:mine], counts, out=out),
+            "reduce_scatterv": lambda out=out: comm.reduce_scatterv(x, counts, out=out),
+        }
+        for op, call in ops.items():
+            for made in (call, torch.compile(call, backend="eager")):
+                refused(made, f"{op}: out")
+    bad = x.clone().requires_grad_()
+    refused(torch.compile(lambda: comm.all_reduce(bad), backend="eager"), "torch.no_grad()")
+    refused(torch.compile(lambda: comm.all_gatherv(x, counts), backend="eager"), "has 4 rows")
+    refused(torch.compile(lambda: comm.all_reduce(torch.ones(SMALL)), backend="eager"), "max_bytes=")
+    refused(torch.compile(lambda: comm.all_reduce_add_rms_norm(x, bad, weight, 1e-6), backend="eager"), "residual")
+    comm.barrier()
     comm.close()
     refused(lambda: torch.ops.weft.all_reduce(x, comm.name), "no communicator", error=RuntimeError)
 

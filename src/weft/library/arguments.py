@@ -35,6 +35,9 @@ MOVED = (
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 )
 """Dtypes that arrive bit for bit."""
+DIMS = {"all_reduce": 0, "broadcast": 0, "reduce_scatterv_add_rms_norm": 2, "lse_reduce_scatter": 3}
+"""Dimensions that an operation's input has at least, where it is not 1."""
+NO_GRADIENTS = "requires gradients, which do not pass through; call it under torch.no_grad()"
 MANY_SHAPES = 4096
 """Input shapes that are cached as valid."""
 
@@ -70,23 +73,28 @@ class Arguments:
                 f"{op}: torch's current GPU is another than that of communicator {self.name!r}; call "
                 f"torch.cuda.set_device({self.device.index}) before"
             )
+        if torch.compiler.is_compiling():  # shapes may be symbols, and the ops of a graph resolve lazy bits themselves
+            return self._accepted(op, x)
         key = op, x.dtype, x.shape, x.device, x.layout, x.requires_grad and torch.is_grad_enabled()
         if key not in self.accepted:
-            refusal = self.refusal(op, x)
-            if refusal is not None:
-                raise ValueError(f"{op}: {refusal}")
+            self._accepted(op, x)
             if len(self.accepted) == MANY_SHAPES:
                 self.accepted.clear()
             self.accepted.add(key)
         return x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x
+
+    def _accepted(self, op: str, x: Tensor) -> Tensor:
+        if (refusal := self.refusal(op, x)) is not None:
+            raise ValueError(f"{op}: {refusal}")
+        return x
 
     def refusal(self, op: str, x: Tensor) -> str | None:
         """Why an operation does not take an input: one line that says what to do; None where it takes it."""
         if op not in OPS:
             raise ValueError(f"there is no operation {op!r}; there are {', '.join(OPS)}")
         combine, size = OPS[op], x.numel() * x.element_size()
-        if x.requires_grad and torch.is_grad_enabled():
-            return "the tensor requires gradients, which do not pass through; call it under torch.no_grad()"
+        if _has_grad(x):
+            return f"the tensor {NO_GRADIENTS}"
         if x.layout != torch.strided or x.dim() > 8:
             return f"the tensor is {x.layout} of {x.dim()} dimensions; it takes dense tensors of up to 8"
         taken = dtypes_of(combine, self.device.type)
@@ -95,10 +103,11 @@ class Arguments:
         if x.device != self.device:
             where = f"communicator {self.name!r} is on {self.device}"
             return f"the tensor is on {x.device}, but {where}; move it there, or make a communicator for its device"
-        dims = {"norm": 2, "merge": 3}.get(combine, 0 if op in ("all_reduce", "broadcast") else 1)
+        dims = DIMS.get(op, 1)
         if x.dim() < dims or (combine == "merge" and (x.dim() > 3 or x.shape[1] % self.world_size)):
             heads = f"[tokens, heads, dim] with heads a multiple of {self.world_size}"
-            return f"it takes {('', '[rows, …]', '[rows, width]', heads)[dims]}, not {list(x.shape)}"
+            shapes = ("", "[…, width]" if op == "all_reduce_add_rms_norm" else "[rows, …]", "[rows, width]", heads)
+            return f"it takes {shapes[dims]}, not {list(x.shape)}"
         if size > self.max_bytes:
             return (
                 f"the tensor has {size} bytes, more than max_bytes={self.max_bytes}; make the communicator with "
@@ -153,12 +162,16 @@ class Arguments:
     def epilogue(
         self, op: str, x: Tensor, shape: Sequence[int], residual: Tensor, weight: Tensor, eps: float
     ) -> Epilogue:
-        """Residual add and norm of a sum of this shape `[…, width]` of tensors like x."""
+        """Return the residual add and norm of a sum of this shape `[…, width]`, of tensors like x.
+
+        The weight may be a parameter, of which no gradient is taken.
+        """
         width = x.shape[-1]
         _expect(op, "residual", residual, (x.dtype,), shape, x.device)
+        weight = weight.detach()
         _expect(op, "weight", weight, (x.dtype, torch.float32), (width,), x.device)
         rows = residual.resolve_neg().reshape(residual.shape[:-1].numel(), width)
-        return Epilogue(rows, weight.detach().resolve_neg(), eps)
+        return Epilogue(rows, weight.resolve_neg(), eps)
 
     def check_lse(self, op: str, out: Tensor, lse: Tensor, live: Tensor | None) -> None:
         """What belongs to attention out `[tokens, heads, dim]` that is to be merged."""
@@ -184,14 +197,20 @@ def rows_of(sizes: Sizes | LiveSizes) -> Sizes:
 
 
 def check_out(op: str, out: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:
-    """That a result of this shape, of tensors like x, can be copied to out. Raises ValueError."""
+    """Check that a result of this shape, of tensors like x, can be copied to out. Raises ValueError."""
     if out is not None:
         _expect(op, "out", out, (x.dtype,), shape, x.device)
+
+
+def _has_grad(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _expect(
     op: str, what: str, given: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int], device: torch.device
 ) -> None:
+    if _has_grad(given):
+        raise ValueError(f"{op}: {what} {NO_GRADIENTS}")
     if given.dtype not in dtypes or given.shape != tuple(shape) or given.device != device:
         kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
         raise ValueError(

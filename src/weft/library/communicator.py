@@ -37,7 +37,8 @@ class Communicator(OfOneProcess):
     mesh: the layout of plans to follow; None: tensor parallel over all ranks.
     timeout_s: a call fails when its peers have not come after so many seconds.
     blocks: on CPUs, how many results of this rank may be alive at once; unused ones take no memory.
-    name: by which `torch.ops.weft` finds it; None: the group's name and the device.
+    name: of all ranks, by which `torch.ops.weft` finds it; None: the group's name and the device. The attribute `name`
+        also holds the rank.
 
     All ranks make the same calls in the same order, also with zero rows, each from one thread; on GPUs on one stream at
     a time, with `device` as torch's current device. Results are new tensors; inputs do not change. There are no
@@ -45,9 +46,9 @@ class Communicator(OfOneProcess):
     CommError (PeerLost, CommTimeout) for errors between ranks, after `close`, and in a forked child.
     """
 
-    def __init__(
     fork_error = CommError
 
+    def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
@@ -141,10 +142,10 @@ class Communicator(OfOneProcess):
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The sum of all ranks' x, of any shape; the same bits on all ranks. out: where to copy it."""
-        if torch.compiler.is_compiling():
-            return _into(out, torch.ops.weft.all_reduce(x, self.name))
         x = self._takes.input("all_reduce", x)
         check_out("all_reduce", out, x, x.shape)
+        if torch.compiler.is_compiling():
+            return _into(out, torch.ops.weft.all_reduce(x, self.name))
         total = self.transport.all_reduce(_as_rows(x), self._everyone)
         return _into(out, total if x.dim() > 1 else total.view(x.shape))
 
@@ -153,16 +154,15 @@ class Communicator(OfOneProcess):
 
         residual: of x's shape and dtype; weight: `[width]`, of x's dtype or float32.
         """
-        if torch.compiler.is_compiling():
-            added, normed = torch.ops.weft.all_reduce_add_rms_norm(x, residual, weight, eps, self.name).unbind(0)
-        else:
-            added, normed = self.stacked_norm(x, residual, weight, eps).unbind(0)
+        added, normed = self.stacked_norm(x, residual, weight, eps).unbind(0)
         return normed, added
 
     def stacked_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`all_reduce_add_rms_norm` as one tensor `[2, …, width]`, the new residual first."""
         x = self._takes.input("all_reduce_add_rms_norm", x)
         epilogue = self._takes.epilogue("all_reduce_add_rms_norm", x, x.shape, residual, weight, eps)
+        if torch.compiler.is_compiling():
+            return torch.ops.weft.all_reduce_add_rms_norm(x, residual, epilogue.weight, eps, self.name)
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
         given = self.transport.all_reduce(rows, self._everyone, epilogue)
         return given.view(2, *x.shape)
@@ -176,13 +176,13 @@ class Communicator(OfOneProcess):
         and the result has the sum of the capacities; live rows lie at the front, and rows after them are neither read
         nor written. capacity: of all ranks, or a list with one for each.
         """
-        if torch.compiler.is_compiling() and not isinstance(counts, Tensor):
-            return _into(out, torch.ops.weft.all_gatherv(x, counts, self.name))
         x, sizes = self._takes.input("all_gatherv", x), self._takes.sizes("all_gatherv", counts, capacity)
         rows = rows_of(sizes)
         self._takes.check_rows("all_gatherv", x, rows[self.rank])
         self._takes.check_result("all_gatherv", x, sum(rows))
         check_out("all_gatherv", out, x, (sum(rows), *x.shape[1:]))
+        if torch.compiler.is_compiling() and sizes is rows:
+            return _into(out, torch.ops.weft.all_gatherv(x, rows, self.name))
         return _into(out, self.transport.exchange(x, named.all_gatherv(self.world_size), self._everyone, sizes))
 
     def reduce_scatterv(
@@ -192,11 +192,12 @@ class Communicator(OfOneProcess):
 
         counts and capacity as for `all_gatherv`. out: where to copy them.
         """
-        if torch.compiler.is_compiling() and not isinstance(counts, Tensor):
-            return _into(out, torch.ops.weft.reduce_scatterv(x, counts, self.name))
         x, sizes = self._takes.input("reduce_scatterv", x), self._takes.sizes("reduce_scatterv", counts, capacity)
-        self._takes.check_rows("reduce_scatterv", x, sum(rows_of(sizes)))
-        check_out("reduce_scatterv", out, x, (rows_of(sizes)[self.rank], *x.shape[1:]))
+        rows = rows_of(sizes)
+        self._takes.check_rows("reduce_scatterv", x, sum(rows))
+        check_out("reduce_scatterv", out, x, (rows[self.rank], *x.shape[1:]))
+        if torch.compiler.is_compiling() and sizes is rows:
+            return _into(out, torch.ops.weft.reduce_scatterv(x, rows, self.name))
         return _into(out, self.transport.exchange(x, named.reduce_scatterv(self.world_size), self._everyone, sizes))
 
     def reduce_scatterv_add_rms_norm(

@@ -81,13 +81,19 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "num_hidden_layers"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer type 'sliding_attention' is not supported"),
         ({"hidden_size": "wide"}, r"not a config of model type 'qwen2_moe': .*'hidden_size' expected int"),
-        ({"n_routed_experts": 8}, r"config\.json: config field 'n_routed_experts' \(value 8\) is not understood"),
+        (
+            {"attention_chunk_size": 8},
+            r"config\.json: config field 'attention_chunk_size' \(value 8\) is not understood",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
         (
             {"quantization_config": FLOAT8 | {"activation_scheme": "static"}},
-            "'static'.* is not supported.* dynamic act",
+            "quantization_config.activation_scheme='static' is not supported",
         ),
-        ({"quantization_config": FLOAT8 | {"fmt": "e5m2"}}, "'e5m2'.* is not supported; supported: .* fmt e4m3"),
+        (
+            {"quantization_config": FLOAT8 | {"fmt": "e5m2"}},
+            "quantization_config.fmt='e5m2' is not supported .*; supported: 'e4m3'",
+        ),
         (
             {"quantization_config": FLOAT8 | {"weight_block_size": None}},
             "is not supported; supported: .* weight_block_",
@@ -97,8 +103,15 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"model_type": "mamba2"}, "model type 'mamba2' is not supported.* supported: .*qwen2_moe"),
         (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "twist": 3}},
-            r"'twist' \(value 3\)",
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            r"rope_parameters.partial_rotary_factor=0.5 is not supported",
         ),
     ):
         before = (directory / "config.json").read_text()

@@ -20,7 +20,7 @@ from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.planning import plan_model, split_steps
 from weft.engine.worker.open_transports import cost_model
 from weft.kv.cache_spec import Spec
-from weft.models.checkpoint import tensor_files
+from weft.models.checkpoint import weight_files
 from weft.models.load import build_model, float8_says
 from weft.models.model_config import ModelConfig, ModelError, first_line
 from weft.models.registry import plugin_line
@@ -35,7 +35,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
     """The model's config.json, read. Raises ModelError, also where its weights are not there."""
     model = config.read_model()
     if config.load_format != "dummy":
-        tensor_files(config.model)
+        weight_files(config.model)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,13 +59,16 @@ def load_model(
 ) -> LanguageModel:
     """The model of one rank with its weights. progress(done, total) counts tensors. workspace: as `build_model`.
 
-    Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
+    Raises ModelError for tensors that are missing, misshapen, of another dtype than floats, or of no weight;
+    LayoutError as `build_model`.
     """
     with Checkpoint(model_dir, config.storage.float8_block, config.storage.mxfp4) as checkpoint:
 
         def in_float8(name: str) -> bool:
             return config.storage.in_float8(name) and checkpoint.has_scales(name)
 
+        if rank == 0:
+            check_tensors(checkpoint, config)
         model = build_model(config, mesh, rank, dtype, torch.device(device), workspace, in_float8=in_float8)
         jobs = list(_jobs(model))
         for done, (layer, name, source) in enumerate(jobs):
@@ -83,6 +87,30 @@ def load_model(
             if isinstance(head, Head) and head.tied and checkpoint.has(head.source.name):
                 head.untie(checkpoint.read(head.source))
     return model
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises ModelError for a tensor that no weight of the whole model reads, unless it is a known spare.
+
+    Spares are frequencies of rotary embeddings, layers after the last one, which draft tokens, and `config.spares`.
+    """
+    whole = build_model(replace(config, float8=False), Mesh(), 0, torch.float32, torch.device("meta"))
+    read = {source.name for _, _, source in _jobs(whole)}
+    read |= {layer.source.name for layer in whole.modules() if isinstance(layer, Head)}
+    beside = ("_scale_inv", "_blocks", "_scales") if config.storage.mxfp4 else ("_scale_inv",)
+    read |= {name + end for name in list(read) for end in beside}
+    layer = re.compile(rf"{re.escape(config.prefix)}\.layers\.(\d+)\.")
+    for stored, path in checkpoint.names().items():
+        for name in (stored, f"model.{stored}"):
+            found = layer.match(name)
+            spare = found is not None and int(found[1]) >= config.num_layers
+            if name in read or spare or name.startswith(config.spares) or name.endswith(".rotary_emb.inv_freq"):
+                break
+        else:
+            raise ModelError(
+                f"{path} has a tensor {stored} that a model of config.json does not read; it may change what the model "
+                "computes: remove it if it does not"
+            )
 
 
 def dummy_model(

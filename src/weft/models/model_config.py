@@ -200,6 +200,7 @@ class ModelConfig(ABC):
 
     norms_less_one: norms store their weights minus one.
     prefix: of the decoder's weights.
+    spares: prefixes of tensors that the model does not use, of drafts and pictures.
     family: its model type in the registry.
     max_position: maximum tokens of a sequence.
     dtype: the checkpoint's.
@@ -217,6 +218,7 @@ class ModelConfig(ABC):
 
     norms_less_one: ClassVar[bool] = False
     prefix: ClassVar[str] = "model"
+    spares: ClassVar[tuple[str, ...]] = ("mtp.",)
     family: str
     vocab_size: int
     hidden_size: int

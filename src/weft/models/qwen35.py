@@ -23,6 +23,7 @@ class Qwen35Config(DecoderConfig):
 
     norms_less_one: ClassVar[bool] = True
     prefix: ClassVar[str] = "model.language_model"
+    spares: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
     kinds: tuple[str, ...]
     heads: Heads

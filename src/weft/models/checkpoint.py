@@ -68,11 +68,9 @@ class Checkpoint:
         shape, take = source.stored()
         if not self.has(source.name) and self._mxfp4 and self.has(f"{source.name}_blocks"):
             return source.restore(self._four_bits(source.name, shape, take))
-        part: Tensor = self._slice(source.name, shape, (*FLOATS, torch.float8_e4m3fn))[take]
+        part = self._weight(source.name, shape)[take]
         if part.dtype == torch.float8_e4m3fn:
             part = part.float() * self._scales(source.name, shape, take)
-        elif self.has_scales(source.name):
-            raise ModelError(f"{source.name} has scales, but is stored in {part.dtype}, not float8_e4m3fn")
         return source.restore(part)
 
     def has(self, name: str) -> bool:
@@ -93,7 +91,7 @@ class Checkpoint:
         unit divides the blocks, and the places in them where the slice begins. Raises ModelError.
         """
         shape, take = source.stored()
-        part = self._slice(source.name, shape, (torch.float8_e4m3fn,))[take]
+        part = self._weight(source.name, shape)[take]
         scales = self._scales(source.name, shape, take, unit[1])
         return source.restore(part), source.restore(scales)[..., :: unit[0], :]
 
@@ -125,6 +123,12 @@ class Checkpoint:
         pairs = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
         part = torch.ldexp(values[pairs.long()], scales.int()[..., None] - 127).flatten(-2)
         return part.narrow(-1, take[-1].start - first * MXFP4_BLOCK, take[-1].stop - take[-1].start)
+
+    def _weight(self, name: str, shape: Shape) -> Any:
+        part = self._slice(name, shape, (*FLOATS, torch.float8_e4m3fn))
+        if self.has_scales(name) and (kind := part.get_dtype()) != DTYPES[torch.float8_e4m3fn]:
+            raise ModelError(f"{name} has scales, but is stored in {kind}, not {DTYPES[torch.float8_e4m3fn]}")
+        return part
 
     def _slice(self, name: str, shape: Shape, dtypes: Sequence[torch.dtype]) -> Any:
         stored = self._stored.get(name)

@@ -24,7 +24,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
-    for name, value in pairs:
-        if values[name] != value:
-            raise ValueError(f"{name!r} is there twice with different values")
+    if len(values) < len(pairs):
+        for name, value in pairs:
+            if values[name] != value:
+                raise ValueError(f"{name!r} is there twice with different values")
     return values

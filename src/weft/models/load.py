@@ -14,9 +14,10 @@ from weft.kernels.float8 import LARGEST
 from weft.models.attention import WholeNorms
 from weft.models.checkpoint import Checkpoint
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
-from weft.models.model_config import LanguageModel, ModelConfig, ModelError
+from weft.models.model_config import LanguageModel, ModelConfig, ModelError, first_line
+from weft.models.registry import plugin_line
 from weft.models.source import Source
-from weft.place.spec import Mesh
+from weft.place.spec import LayoutError, Mesh, PlacementError
 
 Progress = Callable[[int, int], None]
 NORMS = (RMSNorm, HeadNorm, WholeNorms)
@@ -40,11 +41,19 @@ def build_model(
     workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a pass over zero rows.
     in_float8: which weights are stored in FP8, where products in FP8 are requested; None: as config.json says.
 
-    Raises LayoutError where the model's heads, experts or features do not divide over the layout.
+    Raises LayoutError where the model's heads, experts or features do not divide over the layout, ModelError for sizes
+    that no model can have.
     """
     queries = mesh.dcp if config.replicate_queries else 1
     stored = (in_float8 or config.storage.in_float8) if config.float8 else None
-    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
+    try:
+        return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
+    except (LayoutError, PlacementError, ModelError):
+        raise
+    except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
+        plugin = plugin_line(error, type(config))
+        what = f"{plugin} builds no model" if plugin else "no model can be built"
+        raise ModelError(f"{what} from config.json: {type(error).__name__}: {first_line(error)}") from error
 
 
 def load_model(

@@ -64,13 +64,14 @@ class Fields:
     Every method that reads raises ModelError, which names the field, for a value of a wrong type or out of range.
 
     Args:
-        values: the object, with its `model_type`.
+        values: the object, with the `model_type` that errors name.
         known: the fields that the model's definition reads, each with its default; None: any field may matter.
         prefix: of the names in errors.
     """
 
     def __init__(self, values: Mapping[str, Any], known: Mapping[str, Any] | None = None, prefix: str = ""):
-        self.family: str = values["model_type"]
+        self.family: str = values.get("model_type", "")
+        self._where = f", for model type {self.family!r}" if self.family else ""
         self._values, self._known, self._prefix = values, known, prefix
         self._read: set[str] = set()
         self._sections: dict[str, Fields] = {}
@@ -162,7 +163,7 @@ class Fields:
 
     def _wrong(self, name: str, rule: str) -> ModelError:
         value = _SHOWN.repr(self._values.get(name))
-        return ModelError(f"{self._prefix}{name}={value} is not {rule}, for model type {self.family!r}")
+        return ModelError(f"{self._prefix}{name}={value} is not {rule}{self._where}")
 
 
 _SHOWN = reprlib.Repr()

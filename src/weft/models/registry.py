@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +46,9 @@ FAMILIES: Registry = MappingProxyType(
         "minimax_m2": minimax.read,
     }
 )
+
+MAX_REASON = 400
+"""Characters of transformers' errors, which may hold the whole value."""
 
 AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
 """Types with a config.json that is read as it is: transformers' class for them silently drops fields."""
@@ -127,24 +132,23 @@ def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     given = {name: value for name, value in values.items() if name not in HARMLESS or name in ("dtype", "torch_dtype")}
     Fields({**given, "model_type": kind}).size("num_hidden_layers", 1, high=MAX_LAYERS)  # lists are filled for each
 
-    def fill(values: Mapping[str, Any]) -> dict[str, Any]:
-        # It changes its argument.
-        filled: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(values)) | {"model_type": kind}).to_dict()
+    def fill(leave_out: str = "") -> dict[str, Any]:
+        kept = {name: value for name, value in given.items() if name != leave_out}
+        filled: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(deepcopy(kept) | {"model_type": kind}).to_dict()
         return filled
 
+    def is_wrong(name: str) -> bool:
+        with suppress(Exception):
+            return bool(fill(leave_out=name))
+        return False
+
     try:
-        return fill(given)
-    except Exception as error:  # its checks raise errors of many classes; few name the field
-        for name in given:
-            try:
-                fill({other: value for other, value in given.items() if other != name})
-            except Exception:
-                continue
-            break
-        else:
-            name = "config"
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(f"not a config of model type {kind!r}: {name}: {why}") from error
+        return fill()
+    except Exception as error:  # its checks raise errors of many classes, of which not all name the field
+        why = shorten(str(error), MAX_REASON) or type(error).__name__
+        if not any(f"'{name}'" in why or f"`{name}`" in why for name in given):
+            why = f"{next(filter(is_wrong, given), 'several fields')}: {why}"
+        raise ModelError(f"not a config of model type {kind!r}: {why}") from error
 
 
 def _nearest(kind: str, values: Mapping[str, Any], families: Registry) -> str:

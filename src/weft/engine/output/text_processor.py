@@ -31,6 +31,9 @@ def read_tokenizer(source: Path | str) -> Any:
         made = tokenizer.encode("text", add_special_tokens=False)
     except Exception as error:  # whatever transformers and tokenizers make of a broken file
         raise ModelError(f"{source} has no usable tokenizer: {first_line(error)}; {ADVICE}") from error
+    named = tokenizer.chat_template.values() if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
+    if not all(template is None or isinstance(template, str) for template in named):
+        raise ModelError(f"{source} has no usable tokenizer: chat_template is no text; {ADVICE}")
     if not made:  # for some types, transformers makes an empty one of no files
         raise ModelError(f"{source} has no usable tokenizer: no tokens come of a text; {ADVICE}")
     return tokenizer

@@ -202,6 +202,7 @@ def test_what_the_model_directory_says_of_completions(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
     text_processor = TextProcessor(TOKENIZER, tmp_path, 1024, (2,))
     ends = "token 0 also ends completions, token 1 also ends completions"
+    assert TOKENIZER.eos_token_id == 2
     assert text_processor.says == f"temperature 0.7 by default, top_k 20 by default, {ends}"
     assert text_processor.ends == {0, 1, 2} and text_processor.defaults == {"temperature": 0.7, "top_k": 20}
     assert TEXT_PROCESSOR.defaults == {"temperature": 0.0}, "do_sample is false"
@@ -209,8 +210,45 @@ def test_what_the_model_directory_says_of_completions(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert TextProcessor(TOKENIZER, tmp_path, 1024, (2,)).ends == ({0, 2} if eos == 0 else {2})
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match="not JSON"):
+    with pytest.raises(ModelError, match=r"generation_config\.json cannot be read: Expecting"):
         TextProcessor(TOKENIZER, tmp_path, 1024, (2,))
+
+
+def test_a_tokenizers_end_token_ends_completions_too(tmp_path: Path) -> None:
+    """config.json and generation_config.json of fine-tunes often name another one, such as 0."""
+    own = TOKENIZER.eos_token_id
+    assert own not in (None, 0)
+    for written in ({}, {"eos_token_id": None}, {"eos_token_id": 5}):
+        (tmp_path / "generation_config.json").write_text(json.dumps(written))
+        text_processor = TextProcessor(TOKENIZER, tmp_path, 1024, (0, -1, 5000))
+        assert text_processor.ends == {0, own} | ({5} if written.get("eos_token_id") else set())
+        assert f"token {own}, of the tokenizer, also ends completions" in text_processor.says
+
+
+@pytest.mark.parametrize(
+    "written, error",
+    [
+        ("[]", "holds a list, not a JSON object"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"eos_token_id": "x"}', "eos_token_id='x' is not an integer"),
+        ('{"eos_token_id": [2, "x"]}', "eos_token_id=.2, 'x'. is not a list of int"),
+        ('{"eos_token_id": true}', "eos_token_id=True is not an integer"),
+        ('{"temperature": "hot"}', "temperature='hot' is not a number"),
+        ('{"temperature": -1}', "temperature is -1.0; it must be between 0 and 100"),
+        ('{"temperature": NaN}', "temperature=nan is not a number"),
+        ('{"top_p": 0}', "top_p is 0.0; it must be above 0"),
+        ('{"top_k": 1.5}', "top_k=1.5 is not an integer"),
+        ('{"top_k": 99999999999}', "top_k=99999999999 is not at most"),
+        ('{"min_p": [1]}', "min_p=.1. is not a number"),
+        ('{"do_sample": "no"}', "do_sample='no' is not true or false"),
+        ('{"top_p": 0.5, "top_p": 0.6}', "'top_p' is there twice"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_used_is_refused_at_start(tmp_path: Path, written: str, error: str) -> None:
+    (tmp_path / "generation_config.json").write_text(written)
+    with pytest.raises(ModelError, match=rf"generation_config\.json.* {error}") as raised:
+        TextProcessor(TOKENIZER, tmp_path, 1024, (2,))
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -82,7 +82,7 @@ def test_the_preset_is_what_is_published() -> None:
     [
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
         (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope type 'dynamic' is not supported"),
-        (dict(scoring_func="softmax"), r"'scoring_func' \(value 'softmax'\) is not understood"),
+        (dict(sliding_window=64), r"'sliding_window' \(value 64\) is not understood"),
         (dict(quantization_config=dict(quant_method="compressed-tensors")), "quantization_config .* is not supported"),
     ],
 )

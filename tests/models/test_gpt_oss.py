@@ -104,7 +104,7 @@ def test_the_preset_is_what_is_published() -> None:
         (dict(experts_per_token=4), "experts_per_token=4 is not supported"),
         (dict(layer_types=["linear_attention"] * 3), "layer type 'linear_attention' is not supported"),
         (dict(hidden_act="gelu"), "hidden_act='gelu' is not supported"),
-        (dict(sink_bias=1), r"'sink_bias' \(value 1\) is not understood"),
+        (dict(attention_chunk_size=1), r"'attention_chunk_size' \(value 1\) is not understood"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(changes: dict, message: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import small_model
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
 
 from weft.models.load import load_model
 from weft.models.model_config import ModelError
@@ -81,13 +85,19 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
         ({"layer_types": ["full_attention", "sliding_attention"] * 2}, "num_hidden_layers"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer type 'sliding_attention' is not supported"),
         ({"hidden_size": "wide"}, r"not a config of model type 'qwen2_moe': .*'hidden_size' expected int"),
-        ({"n_routed_experts": 8}, r"config\.json: config field 'n_routed_experts' \(value 8\) is not understood"),
+        (
+            {"attention_chunk_size": 8},
+            r"config\.json: config field 'attention_chunk_size' \(value 8\) is not understood",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
         (
             {"quantization_config": FLOAT8 | {"activation_scheme": "static"}},
-            "'static'.* is not supported.* dynamic act",
+            "quantization_config.activation_scheme='static' is not supported",
         ),
-        ({"quantization_config": FLOAT8 | {"fmt": "e5m2"}}, "'e5m2'.* is not supported; supported: .* fmt e4m3"),
+        (
+            {"quantization_config": FLOAT8 | {"fmt": "e5m2"}},
+            "quantization_config.fmt='e5m2' is not supported .*; supported: 'e4m3'",
+        ),
         (
             {"quantization_config": FLOAT8 | {"weight_block_size": None}},
             "is not supported; supported: .* weight_block_",
@@ -97,8 +107,15 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"model_type": "mamba2"}, "model type 'mamba2' is not supported.* supported: .*qwen2_moe"),
         (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "twist": 3}},
-            r"'twist' \(value 3\)",
+            {
+                "rope_parameters": {
+                    "rope_type": "linear",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            r"rope_parameters.partial_rotary_factor=0.5 is not supported",
         ),
     ):
         before = (directory / "config.json").read_text()
@@ -117,3 +134,127 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
     (directory / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):
         load_model(directory, good, Mesh(), 0)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.o_proj.weight"])
+def test_weights_of_other_dtypes_than_floats_are_refused(directory: Path, name: str, dtype: torch.dtype) -> None:
+    """Such as those of a quantisation of which config.json says nothing."""
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(dtype)}, directory / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{name} .*(is stored in (I|U|BOOL|C)|stored in FP8, but)"):
+        load_model(directory, load_config(directory), Mesh(), 0)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.o_proj.weight_scale", "lm_head.bias", "adapter", "model.x"])
+def test_tensors_that_no_weight_reads_are_refused_by_name(directory: Path, name: str) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {name: torch.ones(3)}, directory / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=rf"model\.safetensors has a tensor {name} that a model of config\.json does not"
+    ):
+        load_model(directory, load_config(directory), Mesh(), 0)
+
+
+def test_known_spares_are_left_in_the_file(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    layers = load_config(directory).num_layers
+    spares = ["model.layers.0.self_attn.rotary_emb.inv_freq", f"model.layers.{layers}.enorm.weight", "mtp.fc.weight"]
+    save_file(tensors | {name: torch.ones(3) for name in spares}, directory / "model.safetensors")
+    load_model(directory, load_config(directory), Mesh(), 0)
+    assert len(list(load_model(directory, load_config(directory, num_layers=1), Mesh(), 0).parameters())) > 5
+
+
+Files = dict[str, dict[str, Tensor]]
+
+
+def beside_an_index_of_files_that_are_gone(tensors: dict[str, Tensor]) -> tuple[Files, Any]:
+    return {"model.safetensors": tensors}, {"weight_map": dict.fromkeys(tensors, "gone.safetensors")}
+
+
+def beside_an_index_that_is_a_list(tensors: dict[str, Tensor]) -> tuple[Files, Any]:
+    return {"model.safetensors": tensors}, [1]
+
+
+def without_a_prefix(tensors: dict[str, Tensor]) -> tuple[Files, Any]:
+    return {"model.safetensors": {name.removeprefix("model."): t for name, t in tensors.items()}}, None
+
+
+def in_two_files(tensors: dict[str, Tensor]) -> tuple[Files, dict[str, Any]]:
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "below/b.safetensors": names[1::2]}
+    index = {name: file for file, half in halves.items() for name in half}
+    files = {file: {name: tensors[name] for name in half} for file, half in halves.items()}
+    return files, {"metadata": {}, "weight_map": index}
+
+
+def in_other_files_than_the_index_says(tensors: dict[str, Tensor]) -> tuple[Files, Any]:
+    files, index = in_two_files(tensors)
+    names = sorted(tensors)
+    moved = {names[0]: "below/b.safetensors", names[1]: "a.safetensors"}
+    listed = {name: file for name, file in index["weight_map"].items() if name != names[2]}
+    return files, index | {"weight_map": listed | moved}
+
+
+def in_two_files_at_once(tensors: dict[str, Tensor]) -> tuple[Files, Any]:
+    files, index = in_two_files(tensors)
+    name = next(iter(files["below/b.safetensors"]))
+    files["a.safetensors"][name] = torch.zeros_like(tensors[name])
+    return files, index
+
+
+STORED = [
+    beside_an_index_of_files_that_are_gone,
+    beside_an_index_that_is_a_list,
+    without_a_prefix,
+    in_two_files,
+    in_other_files_than_the_index_says,
+    in_two_files_at_once,
+]
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_what_transformers_loads_loads(
+    stored: Callable[[dict[str, Tensor]], tuple[Files, Any]], tmp_path: Path
+) -> None:
+    small_model("qwen3", 2, tmp_path)
+    wanted = dict(load_model(tmp_path, load_config(tmp_path), Mesh(), 0).named_parameters())
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    files, index = stored(tensors)
+    (tmp_path / "below").mkdir()
+    for file, held in files.items():
+        save_file({name: t.clone() for name, t in held.items()}, tmp_path / file, {"format": "pt"})
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    theirs = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in tensors.items())
+    found = dict(load_model(tmp_path, load_config(tmp_path), Mesh(), 0).named_parameters())
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    "index, text",
+    [
+        ("[1]", r"holds a list, not a JSON object"),
+        ("{}", "weight_map is not an object"),
+        ('{"weight_map": {"model.norm.weight": 5}}', "weight_map is not an object"),
+        (
+            '{"weight_map": {"model.norm.weight": "../a.safetensors"}}',
+            r"'\.\./a\.safetensors' is outside of the model's",
+        ),
+        ('{"weight_map": {"model.norm.weight": "/a.safetensors"}}', "'/a.safetensors' is outside of the model's"),
+        ('{"weight_map": {"model.norm.weight": "\\u0000"}}', "is missing"),
+        ('{"weight_map": {"model.norm.weight": "a", "model.norm.weight": "b"}}', "'model.norm.weight' is there twice"),
+        ("[" * 100_000, "is nested too deeply"),
+        ("\ud800".encode("utf-16", "surrogatepass").decode("latin1"), "cannot be read"),
+    ],
+)
+def test_an_index_that_is_none_is_refused_in_one_line(directory: Path, index: str, text: str) -> None:
+    (directory / "model.safetensors").rename(directory.parent / "a.safetensors")
+    (directory / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=text) as error:
+        load_model(directory, load_config(directory), Mesh(), 0)
+    assert "\n" not in str(error.value) and str(directory) in str(error.value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -14,6 +15,8 @@ from support import MODELS, small_model
 
 from models.layouts import stored_shapes
 from weft.assets import preset_dir
+from weft.models.model_config import ModelError
+from weft.models.registry import load_config
 
 Index = dict[str, tuple[int, ...]]
 
@@ -204,3 +207,25 @@ def test_what_is_published_without_a_preset(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     found = stored_shapes(tmp_path)
     assert found.items() >= published.items() and not any(n.endswith("o_proj.bias") for n in found)
+
+
+CONFIGS: dict[str, Any] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+"""config.json of published models and fine-tunes, by the repository that has it, with the fields that Weft ignores, or
+the error for a field that transformers reads and Weft does not."""
+
+
+@pytest.mark.parametrize("repository", CONFIGS)
+def test_published_configs_load_or_are_refused_for_a_field_that_transformers_reads(
+    repository: str, tmp_path: Path
+) -> None:
+    published = CONFIGS[repository]
+    (tmp_path / "config.json").write_text(json.dumps(published["config"]))
+    if "refused" in published:
+        with pytest.raises(ModelError, match=published["refused"]):
+            load_config(tmp_path)
+        return
+    config = load_config(tmp_path)
+    assert sorted(config.ignored) == sorted(published.get("ignored", ()))
+    found, vocabulary = stored_shapes(tmp_path, num_layers=4), config.vocab_size
+    assert found[f"{config.prefix}.embed_tokens.weight"] == (vocabulary, config.hidden_size)
+    assert ("lm_head.weight" in found) != config.tie_embeddings

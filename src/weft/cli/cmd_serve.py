@@ -88,6 +88,9 @@ class Command:
                 print(products, file=sys.stderr, flush=True)
             if engine.kv_events is not None:
                 print(f"KV events: {engine.kv_events}", file=sys.stderr, flush=True)
+            if ignored := engine.model_config.ignored:
+                what = f"transformers does not read {', '.join(ignored)}, which Weft ignores"
+                print(f"config.json: {what}", file=sys.stderr, flush=True)
             if engine.text_processor.says:
                 print(f"generation_config.json: {engine.text_processor.says}", file=sys.stderr, flush=True)
             log.configure(self.log_format, self.log_level)

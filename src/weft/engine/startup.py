@@ -20,10 +20,9 @@ from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.planning import plan_model, split_steps
 from weft.engine.worker.open_transports import cost_model
 from weft.kv.cache_spec import Spec
-from weft.models.checkpoint import tensor_files
+from weft.models.checkpoint import weight_files
 from weft.models.load import build_model, float8_says
 from weft.models.model_config import ModelConfig, ModelError, first_line
-from weft.models.registry import plugin_line
 from weft.place.cost import Offer
 from weft.place.experts import Dispatch
 from weft.place.recipes import Merge, Prompt
@@ -35,7 +34,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
     """The model's config.json, read. Raises ModelError, also where its weights are not there."""
     model = config.read_model()
     if config.load_format != "dummy":
-        tensor_files(config.model)
+        weight_files(config.model)
     return model
 
 
@@ -124,10 +123,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         planner = plan_model(model, mesh, dtype_of(config), offers, config.plan, recipes=recipes)
     except (LayoutError, PlacementError):
         raise
-    except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
-        plugin, path = plugin_line(error, type(model)), config.model / "config.json"
-        what = f"{plugin} builds no model from {path}" if plugin else f"no model can be built from {path}"
-        raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+    except ModelError as error:
+        raise ModelError(f"{config.model / 'config.json'}: {error}") from error
     check_attention(config, model)
     rows, dispatches = 1, False
     while True:

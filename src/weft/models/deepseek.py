@@ -53,20 +53,20 @@ def read(fields: Fields) -> DeepseekConfig:
     else:
         fields.only("norm_topk_prob", False)
         fields.only("rope_interleave", True)
-    fields.only("num_key_value_heads", fields.need("num_attention_heads"))
-    nope, rope = fields.need("qk_nope_head_dim"), fields.need("qk_rope_head_dim")
-    interleaved = bool(fields.get("rope_interleave", not v3))  # null is false; a missing one transformers has filled in
+    fields.only("num_key_value_heads", fields.size("num_attention_heads"))
+    nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    interleaved = fields.flag("rope_interleave", not v3)  # null is false; a missing one transformers has filled in
     fields.only("qk_head_dim", nope + rope)
     fields.only("head_dim", rope)  # so transformers calls it
     grouped = v3 or fields.get("topk_method", "greedy") != "greedy"
     return DeepseekConfig(
         **common_fields(fields, nope + rope, rope, interleaved=interleaved),
         **first_dense_fields(fields, sigmoid=v3, grouped=grouped),
-        q_rank=fields.get("q_lora_rank"),
-        kv_rank=fields.need("kv_lora_rank"),
+        q_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+        kv_rank=fields.size("kv_lora_rank"),
         nope_dim=nope,
         rope_dim=rope,
-        value_dim=fields.need("v_head_dim"),
+        value_dim=fields.size("v_head_dim"),
     )
 
 

@@ -11,7 +11,7 @@ from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder, Layer
 from weft.models.mlp import FeedForward, GatedMLP
-from weft.models.model_config import Fields
+from weft.models.model_config import MAX_EXPERTS, Fields
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
@@ -42,7 +42,7 @@ def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> d
     experts (DeepSeek-V3), not by a softmax (V2); grouped: experts are chosen among groups, if there are more than one.
     Raises ModelError.
     """
-    inner = fields.need("moe_intermediate_size")
+    inner = fields.size("moe_intermediate_size")
     groups, top_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
     routing = Routing(
         fields.size("num_experts_per_tok"),
@@ -51,13 +51,14 @@ def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> d
         top_groups=top_groups if grouped else 1,
         group_best=2 if sigmoid else 1,
         bias=sigmoid,
-        renormalise=fields.get("norm_topk_prob", False),
-        scale=fields.get("routed_scaling_factor", 1.0),
+        renormalise=fields.flag("norm_topk_prob"),
+        scale=fields.number("routed_scaling_factor", 1.0),
         wide=True,
     )
-    shared, stored = inner * fields.get("n_shared_experts", 0), ExpertStorage(shared="shared_experts")
+    experts = fields.size("n_routed_experts", high=MAX_EXPERTS)
+    shared, stored = inner * fields.size("n_shared_experts", 0, low=0), ExpertStorage(shared="shared_experts")
     return dict(
-        intermediate_size=fields.need("intermediate_size"),
-        dense_layers=fields.get("first_k_dense_replace", 0),
-        moe=MoEConfig(fields.size("n_routed_experts"), inner, routing, shared, shared_gate=False, stored=stored),
+        intermediate_size=fields.size("intermediate_size"),
+        dense_layers=fields.size("first_k_dense_replace", 0, low=0),
+        moe=MoEConfig(experts, inner, routing, shared, shared_gate=False, stored=stored),
     )

@@ -24,13 +24,14 @@ def read(fields: Fields) -> GlmConfig:
     """Reads a config of GLM-4.5, GLM-4.5-Air or GLM-4.6. Raises ModelError."""
     fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # draft layers, which are not run
     dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
-    parameters = dict(fields.need("rope_parameters"))
-    part = parameters.pop("partial_rotary_factor", 1.0)  # a missing one transformers has filled in, null it leaves out
+    parameters = fields.section("rope_parameters")
+    # A missing one transformers has filled in, null it leaves out.
+    part = parameters.number("partial_rotary_factor", 1.0, high=1.0)
     fields.only("partial_rotary_factor", part)
-    rope = rope_of(parameters, int(dim * part), fields.need("max_position_embeddings"))
+    rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)
     common = common_fields(fields, dim, rope=rope)
-    norms = HeadNorms(common["rms_norm_eps"]) if fields.get("use_qk_norm", False) else None
-    bias = fields.get("attention_bias", False)
+    norms = HeadNorms(common["rms_norm_eps"]) if fields.flag("use_qk_norm") else None
+    bias = fields.flag("attention_bias")
     return GlmConfig(
         **common,
         **first_dense_fields(fields, sigmoid=True),

@@ -8,7 +8,7 @@ from weft.models.attention import Attention, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
-from weft.models.model_config import Fields, ModelError, common_fields
+from weft.models.model_config import MAX_EXPERTS, Fields, ModelError, common_fields
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
@@ -29,18 +29,19 @@ class GptOssConfig(DecoderConfig):
 
 def read(fields: Fields) -> GptOssConfig:
     """Raises ModelError."""
-    chosen = fields.need("num_experts_per_tok")
+    chosen = fields.size("num_experts_per_tok")
     fields.only("experts_per_token", chosen)
     fields.get("initial_context_length")  # the same as rotary's
-    kinds = fields.need("layer_types")
+    kinds = fields.items("layer_types", str)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise ModelError(
                 f"layer type {kind!r} is not supported for {fields.family!r}; supported: {FULL}, {SLIDING}"
             )
-    window = fields.size("sliding_window") if SLIDING in kinds else fields.get("sliding_window")
+    window = fields.size("sliding_window") if SLIDING in kinds else None
+    fields.get("sliding_window")
     common = common_fields(fields, fields.size("head_dim"))
-    bias = fields.get("attention_bias", True)
+    bias = fields.flag("attention_bias", True)
     full, sliding = (
         Heads(
             common["num_heads"],
@@ -57,15 +58,15 @@ def read(fields: Fields) -> GptOssConfig:
         **common,
         heads=tuple(full if kind == FULL else sliding for kind in kinds),
         moe=MoEConfig(
-            fields.size("num_local_experts"),
-            fields.need("intermediate_size"),
+            fields.size("num_local_experts", high=MAX_EXPERTS),
+            fields.size("intermediate_size"),
             Routing(chosen, renormalise=True, offset=True),
             # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
             stored=ExpertStorage(
                 "router", layout="interleaved" if common["storage"].mxfp4 else "interleaved_transposed"
             ),
-            limit=float(fields.get("swiglu_limit", 7.0)),
-            alpha=float(fields.get("swiglu_alpha", 1.702)),
+            limit=fields.number("swiglu_limit", 7.0),
+            alpha=fields.number("swiglu_alpha", 1.702),
             bias=True,
         ),
     )

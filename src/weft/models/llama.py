@@ -9,7 +9,7 @@ from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
-from weft.models.model_config import Fields, common_fields
+from weft.models.model_config import MAX_EXPERTS, Fields, common_fields, full_attention
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
@@ -37,14 +37,15 @@ def read(fields: Fields) -> LlamaConfig:
     """Reads a config of all three. Raises ModelError."""
     bias, window, moe, inner = False, None, None, fields.size("intermediate_size")
     if fields.family == "llama":
-        bias = bool(fields.get("attention_bias", False))
+        bias = fields.flag("attention_bias")
         fields.only("mlp_bias", False)
     elif fields.get("sliding_window") is not None:
         window = fields.size("sliding_window")
+    full_attention(fields)
     if fields.family == "mixtral":
         routing = Routing(fields.size("num_experts_per_tok"), renormalise=True)
         stored = ExpertStorage(layout="per_expert_w123")
-        moe = MoEConfig(fields.size("num_local_experts"), inner, routing, stored=stored)
+        moe = MoEConfig(fields.size("num_local_experts", high=MAX_EXPERTS), inner, routing, stored=stored)
     dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     common = common_fields(fields, dim)
     return LlamaConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from weft.kernels.float8 import LARGEST
 from weft.models.attention import WholeNorms
 from weft.models.checkpoint import Checkpoint
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
-from weft.models.model_config import LanguageModel, ModelConfig, ModelError
+from weft.models.model_config import LanguageModel, ModelConfig, ModelError, first_line
+from weft.models.registry import plugin_line
 from weft.models.source import Source
-from weft.place.spec import Mesh
+from weft.place.spec import LayoutError, Mesh, PlacementError
 
 Progress = Callable[[int, int], None]
 NORMS = (RMSNorm, HeadNorm, WholeNorms)
@@ -39,11 +41,19 @@ def build_model(
     workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a pass over zero rows.
     in_float8: which weights are stored in FP8, where products in FP8 are requested; None: as config.json says.
 
-    Raises LayoutError where the model's heads, experts or features do not divide over the layout.
+    Raises LayoutError where the model's heads, experts or features do not divide over the layout, ModelError for sizes
+    that no model can have.
     """
     queries = mesh.dcp if config.replicate_queries else 1
     stored = (in_float8 or config.storage.in_float8) if config.float8 else None
-    return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
+    try:
+        return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
+    except (LayoutError, PlacementError, ModelError):
+        raise
+    except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
+        plugin = plugin_line(error, type(config))
+        what = f"{plugin} builds no model" if plugin else "no model can be built"
+        raise ModelError(f"{what} from config.json: {type(error).__name__}: {first_line(error)}") from error
 
 
 def load_model(
@@ -58,13 +68,16 @@ def load_model(
 ) -> LanguageModel:
     """The model of one rank with its weights. progress(done, total) counts tensors. workspace: as `build_model`.
 
-    Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
+    Raises ModelError for tensors that are missing, misshapen, of another dtype than floats, or of no weight;
+    LayoutError as `build_model`.
     """
     with Checkpoint(model_dir, config.storage.float8_block, config.storage.mxfp4) as checkpoint:
 
         def in_float8(name: str) -> bool:
             return config.storage.in_float8(name) and checkpoint.has_scales(name)
 
+        if rank == 0:
+            check_tensors(checkpoint, config)
         model = build_model(config, mesh, rank, dtype, torch.device(device), workspace, in_float8=in_float8)
         jobs = list(_jobs(model))
         for done, (layer, name, source) in enumerate(jobs):
@@ -83,6 +96,30 @@ def load_model(
             if isinstance(head, Head) and head.tied and checkpoint.has(head.source.name):
                 head.untie(checkpoint.read(head.source))
     return model
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises ModelError for a tensor that no weight of the whole model reads, unless it is a known spare.
+
+    Spares are frequencies of rotary embeddings, layers after the last one, which draft tokens, and `config.spares`.
+    """
+    whole = build_model(replace(config, float8=False), Mesh(), 0, torch.float32, torch.device("meta"))
+    read = {source.name for _, _, source in _jobs(whole)}
+    read |= {layer.source.name for layer in whole.modules() if isinstance(layer, Head)}
+    beside = ("_scale_inv", "_blocks", "_scales") if config.storage.mxfp4 else ("_scale_inv",)
+    read |= {name + end for name in list(read) for end in beside}
+    layer = re.compile(rf"{re.escape(config.prefix)}\.layers\.(\d+)\.")
+    for stored, path in checkpoint.names().items():
+        for name in (stored, f"model.{stored}"):
+            found = layer.match(name)
+            spare = found is not None and int(found[1]) >= config.num_layers
+            if name in read or spare or name.startswith(config.spares) or name.endswith(".rotary_emb.inv_freq"):
+                break
+        else:
+            raise ModelError(
+                f"{path} has a tensor {stored} that a model of config.json does not read; it may change what the model "
+                "computes: remove it if it does not"
+            )
 
 
 def dummy_model(

@@ -8,7 +8,7 @@ from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
-from weft.models.model_config import Fields, ModelError, common_fields, rope_of
+from weft.models.model_config import MAX_EXPERTS, Fields, ModelError, common_fields, rope_of
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
@@ -29,7 +29,7 @@ def read(fields: Fields) -> MiniMaxConfig:
     """Raises ModelError."""
     for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
         fields.get(name)  # of draft layers, which are not run
-    if set(kinds := fields.get("attn_type_list", ())) - {1}:
+    if set(kinds := fields.items("attn_type_list", int, ())) - {1}:
         raise ModelError(f"attn_type_list={kinds} is not supported for {fields.family!r}; supported: 1, full attention")
     fields.only("shared_intermediate_size", 0)
     fields.only("scoring_func", "sigmoid")
@@ -37,17 +37,19 @@ def read(fields: Fields) -> MiniMaxConfig:
     for name in ("use_qk_norm", "use_routing_bias"):
         fields.only(name, True)
     dim = fields.size("head_dim")
-    parameters = dict(fields.need("rope_parameters"))
-    part = parameters.pop("partial_rotary_factor", None)  # newer transformers fill it in from rotary_dim
-    rotated = fields.get("rotary_dim", dim if part is None else int(dim * part))
-    if part is not None and rotated != int(dim * part):
+    parameters = fields.section("rope_parameters")
+    rotated = fields.size("rotary_dim", dim, high=dim)
+    # Newer transformers fill it in from rotary_dim.
+    part = parameters.number("partial_rotary_factor", rotated / dim, high=1.0)
+    if fields.get("rotary_dim", int(dim * part)) != int(dim * part):
         raise ModelError(f"rotary_dim and partial_rotary_factor={part} differ for heads of {dim} elements")
-    common = common_fields(fields, dim, rope=rope_of(parameters, rotated, fields.size("max_position_embeddings")))
+    rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)
+    common = common_fields(fields, dim, rope=rope)
     return MiniMaxConfig(
         **common,
         heads=Heads(common["num_heads"], common["num_kv_heads"], dim, HeadNorms(common["rms_norm_eps"], whole=True)),
         moe=MoEConfig(
-            fields.size("num_local_experts"),
+            fields.size("num_local_experts", high=MAX_EXPERTS),
             fields.size("intermediate_size"),
             Routing(fields.size("num_experts_per_tok"), score="sigmoid", bias=True, renormalise=True, wide=True),
             stored=ExpertStorage(bias="e_score_correction_bias", layout="per_expert_w123"),

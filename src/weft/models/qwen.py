@@ -8,7 +8,7 @@ from weft.models.attention import Attention, HeadNorms, Heads
 from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
-from weft.models.model_config import Fields, ModelError, common_fields
+from weft.models.model_config import MAX_EXPERTS, MAX_LAYERS, Fields, common_fields, full_attention
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
@@ -43,30 +43,29 @@ def read(fields: Fields) -> QwenConfig:
     """Reads the config of all of them; `_moe` in the name of the family says that it has experts. Raises ModelError."""
     fields.only("use_sliding_window", False)
     fields.get("sliding_window"), fields.get("max_window_layers")  # of no effect without use_sliding_window
-    layers = range(fields.need("num_hidden_layers"))
-    for kind in fields.get("layer_types", ()):
-        if kind != "full_attention":
-            raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: full_attention")
+    layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS))
+    full_attention(fields)
     qwen3, has_experts = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
-    bias = bool(fields.get("attention_bias", False) if qwen3 else fields.get("qkv_bias", True) if has_experts else True)
+    bias = fields.flag("attention_bias") if qwen3 else fields.flag("qkv_bias", True) if has_experts else True
     common = common_fields(
         fields, fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     )
-    experts = fields.need("num_local_experts" if qwen3 else "num_experts") if has_experts else 0
-    dense = fields.get("mlp_only_layers", ()) if has_experts else ()
+    counted = "num_local_experts" if qwen3 else "num_experts"
+    experts = fields.size(counted, low=0, high=MAX_EXPERTS) if has_experts else 0
+    dense = fields.items("mlp_only_layers", int, ()) if has_experts else ()
     interval = fields.size("decoder_sparse_step", 1) if has_experts else 1
     moe = None
     if has_experts:
-        routing = Routing(fields.need("num_experts_per_tok"), renormalise=fields.get("norm_topk_prob", False))
-        inner = fields.need("moe_intermediate_size")
-        shared = 0 if qwen3 else fields.need("shared_expert_intermediate_size")
+        routing = Routing(fields.size("num_experts_per_tok"), renormalise=fields.flag("norm_topk_prob"))
+        inner = fields.size("moe_intermediate_size")
+        shared = 0 if qwen3 else fields.size("shared_expert_intermediate_size", low=0)
         moe = MoEConfig(experts, inner, routing, shared) if experts else None
     return QwenConfig(
         **common,
         bias=bias,
         output_bias=bias and qwen3,
         head_norms=qwen3,
-        intermediate_size=fields.need("intermediate_size"),
+        intermediate_size=fields.size("intermediate_size"),
         moe_layers=frozenset(i for i in layers if experts and i not in dense and (i + 1) % interval == 0),
         moe=moe,
     )

@@ -10,7 +10,7 @@ from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.deltanet import DeltaHeads, GatedDeltaNet
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder, Layer
-from weft.models.model_config import Fields, ModelError, common_fields, rope_of
+from weft.models.model_config import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError, common_fields, rope_of
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.routing import Routing
 
@@ -23,6 +23,7 @@ class Qwen35Config(DecoderConfig):
 
     norms_less_one: ClassVar[bool] = True
     prefix: ClassVar[str] = "model.language_model"
+    spares: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
     kinds: tuple[str, ...]
     heads: Heads
@@ -45,12 +46,8 @@ def read(whole: Fields) -> Qwen35Config:
     whole.only("language_model_only", False, True)
     for name in ("tie_word_embeddings", "is_encoder_decoder"):
         whole.only(name, False)
-    text = dict(whole.need("text_config")) | {"model_type": whole.family}
-    text.setdefault("quantization_config", whole.get("quantization_config"))
-    fields = Fields(text)
-    config = read_text(fields, Qwen35Config)
-    fields.finish()
-    return config
+    text = whole.section("text_config", quantization_config=whole.get("quantization_config"))
+    return read_text(text, Qwen35Config)
 
 
 def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False) -> Qwen35Config:
@@ -65,20 +62,20 @@ def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False
     for name in ("attn_output_gate", "norm_topk_prob"):
         fields.only(name, True)
     fields.only("mamba_ssm_dtype", "float32")
-    layers, interval = range(fields.size("num_hidden_layers")), fields.size("full_attention_interval", 4)
-    kinds = tuple(fields.get("layer_types", [LINEAR if (i + 1) % interval else FULL for i in layers]))
+    layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS))
+    interval = fields.size("full_attention_interval", 4)
+    kinds = tuple(fields.items("layer_types", str, [LINEAR if (i + 1) % interval else FULL for i in layers]))
     if len(kinds) != len(layers) or not set(kinds) <= {FULL, LINEAR}:
         raise ModelError(f"layer_types {list(kinds)} are not {len(layers)} of {FULL} and {LINEAR}")
-    parameters = dict(fields.need("rope_parameters"))
-    part = parameters.pop("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
+    parameters = fields.section("rope_parameters")
+    part = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 0.25), high=1.0)
     fields.only("partial_rotary_factor", part)
     for name in ("mrope_section", "mrope_interleaved"):  # of text alone, all three positions are one
-        parameters.pop(name, None)
-    dim = fields.need("head_dim")
-    common = common_fields(
-        fields, dim, rope=rope_of(parameters, int(dim * part), fields.need("max_position_embeddings"))
-    )
-    bias = fields.get("attention_bias", False)
+        parameters.get(name)
+    dim = fields.size("head_dim")
+    rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)
+    common = common_fields(fields, dim, rope=rope)
+    bias = fields.flag("attention_bias")
     fused = not qwen3_next and common["storage"].float8_block is None
     return kind(
         **common,
@@ -93,18 +90,18 @@ def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False
             gate="element",
         ),
         delta=DeltaHeads(
-            fields.need("linear_num_key_heads"),
-            fields.need("linear_num_value_heads"),
-            fields.need("linear_key_head_dim"),
-            fields.need("linear_value_head_dim"),
-            fields.need("linear_conv_kernel_dim"),
+            fields.size("linear_num_key_heads"),
+            fields.size("linear_num_value_heads"),
+            fields.size("linear_key_head_dim"),
+            fields.size("linear_value_head_dim"),
+            fields.size("linear_conv_kernel_dim"),
             by_key_head=qwen3_next,
         ),
         moe=MoEConfig(
-            fields.size("num_experts"),
-            fields.need("moe_intermediate_size"),
+            fields.size("num_experts", high=MAX_EXPERTS),
+            fields.size("moe_intermediate_size"),
             Routing(fields.size("num_experts_per_tok"), renormalise=True),
-            shared=fields.need("shared_expert_intermediate_size"),
+            shared=fields.size("shared_expert_intermediate_size"),
             stored=ExpertStorage(layout="fused" if fused else "per_expert"),
         ),
     )

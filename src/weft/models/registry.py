@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +18,9 @@ from transformers import CONFIG_MAPPING
 
 from weft.models import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
 from weft.models.directory import no_model
-from weft.models.model_config import Fields, ModelConfig, ModelError, first_line
+from weft.models.json_file import read_json
+from weft.models.known_fields import known_fields
+from weft.models.model_config import HARMLESS, MAX_LAYERS, Fields, ModelConfig, ModelError, first_line
 from weft.plugins import PluginError, load_plugins
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -42,6 +46,9 @@ FAMILIES: Registry = MappingProxyType(
         "minimax_m2": minimax.read,
     }
 )
+
+MAX_REASON = 400
+"""Characters of transformers' errors, which may hold the whole value."""
 
 AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
 """Types with a config.json that is read as it is: transformers' class for them silently drops fields."""
@@ -76,17 +83,16 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
     if (why := no_model(model_dir)) is not None:
         raise ModelError(why)
     path = model_dir / "config.json"
-    try:
-        values: dict[str, Any] = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+    values = read_json(path)
     try:
         if num_layers is not None:
+            values = deepcopy(values)
             text = values.get("text_config", values)  # of models that see pictures too
-            if num_layers > text.get("num_hidden_layers", 0):
-                raise ModelError(f"{num_layers} layers were asked for; there are {text.get('num_hidden_layers')}")
+            there = Fields({"model_type": None, **text}).size("num_hidden_layers", high=MAX_LAYERS)
+            if num_layers > there:
+                raise ModelError(f"{num_layers} layers were asked for; there are {there}")
             text["num_hidden_layers"] = num_layers
-            if "layer_types" in text:
+            if isinstance(text.get("layer_types"), list):
                 text["layer_types"] = text["layer_types"][:num_layers]
         return read_config(values, families)
     except ModelError as error:
@@ -108,21 +114,41 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
         raise ModelError(
             f"model type {kind!r} is not supported{near}; supported: {', '.join(families)}; --plugins adds others"
         )
-    known = IN_TRANSFORMERS.get(kind, kind)
-    if known in CONFIG_MAPPING and kind not in AS_PUBLISHED:
-        try:
-            filled = CONFIG_MAPPING[known].from_dict(
-                deepcopy(dict(values)) | {"model_type": known}
-            )  # changes its argument
-            values = filled.to_dict() | {"model_type": kind}
-        except Exception as error:  # its checks raise errors of many classes; all say that a field is wrong
-            raise ModelError(f"not a config of model type {kind!r}: {' '.join(str(error).split())}") from error
-    fields = Fields(values)
+    theirs = IN_TRANSFORMERS.get(kind, kind)
+    known = None
+    if theirs in CONFIG_MAPPING:
+        known = known_fields(CONFIG_MAPPING[theirs])
+        if kind not in AS_PUBLISHED:
+            values = _filled(values, theirs) | {"model_type": kind}
+    fields = Fields(values, known)
     config = families[kind](fields)
     if not isinstance(config, ModelConfig):
         raise TypeError(f"the reader of model type {kind!r} gives a {type(config).__name__}, not a ModelConfig")
-    fields.finish()
-    return config
+    return replace(config, ignored=tuple(fields.finish()))
+
+
+def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The values of a config with transformers' defaults and names. Raises ModelError, which names the field."""
+    given = {name: value for name, value in values.items() if name not in HARMLESS or name in ("dtype", "torch_dtype")}
+    Fields({**given, "model_type": kind}).size("num_hidden_layers", 1, high=MAX_LAYERS)  # lists are filled for each
+
+    def fill(leave_out: str = "") -> dict[str, Any]:
+        kept = {name: value for name, value in given.items() if name != leave_out}
+        filled: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(deepcopy(kept) | {"model_type": kind}).to_dict()
+        return filled
+
+    def is_wrong(name: str) -> bool:
+        with suppress(Exception):
+            return bool(fill(leave_out=name))
+        return False
+
+    try:
+        return fill()
+    except Exception as error:  # its checks raise errors of many classes, of which not all name the field
+        why = shorten(str(error), MAX_REASON) or type(error).__name__
+        if not any(f"'{name}'" in why or f"`{name}`" in why for name in given):
+            why = f"{next(filter(is_wrong, given), 'several fields')}: {why}"
+        raise ModelError(f"not a config of model type {kind!r}: {why}") from error
 
 
 def _nearest(kind: str, values: Mapping[str, Any], families: Registry) -> str:

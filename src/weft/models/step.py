@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from weft.models.decoder import DecoderConfig, DecoderLayer
 from weft.models.expert_sources import ExpertStorage
 from weft.models.layers import Builder
 from weft.models.mlp import FeedForward, GatedMLP
-from weft.models.model_config import Fields, ModelError, common_fields, rope_of
+from weft.models.model_config import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError, common_fields, rope_of
 from weft.models.moe import MoEConfig, SparseMoE
 from weft.models.rotary import Rope
 from weft.models.routing import Routing
@@ -76,8 +76,12 @@ def read(fields: Fields) -> StepConfig:
     for name in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "max_seq_len"):
         fields.get(name)
     fields.get("moe_every_n_layer"), fields.get("moe_layer_offset")  # without effect beside the list of layers
-    layers = range(fields.size("num_hidden_layers"))
-    kinds = _by_layer(fields, "layer_types", layers)
+    layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS))
+    kinds = fields.items("layer_types", str)[: len(layers)]
+    if len(kinds) < len(layers):
+        raise ModelError(
+            f"layer_types has {len(kinds)} values for {len(layers)} layers of model type {fields.family!r}"
+        )
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise ModelError(
@@ -86,7 +90,7 @@ def read(fields: Fields) -> StepConfig:
     rotated_kinds = tuple(dict.fromkeys(kinds))
     ropes = tuple((_written_rope if written else _published_rope)(fields, kind, kinds) for kind in rotated_kinds)
     groups, experts, chosen = (
-        fields.size(theirs if written else name)
+        fields.size(theirs if written else name, high=MAX_EXPERTS)
         for name, theirs in (
             ("num_attention_groups", "num_key_value_heads"),
             ("moe_num_experts", "n_routed_experts"),
@@ -97,21 +101,22 @@ def read(fields: Fields) -> StepConfig:
     common = common_fields(fields, fields.size("head_dim"), rope=ropes[0], eps=1e-5) | dict(num_kv_heads=groups)
     fields.only("query_pre_attn_scalar", common["head_dim"])
     queries = (_written_sliding_heads if written else _published_sliding_heads)(fields, common, kinds)
-    window = fields.size("sliding_window") if SLIDING in kinds else fields.get("sliding_window")
+    window = fields.size("sliding_window") if SLIDING in kinds else None
+    fields.get("sliding_window")
     heads = {FULL: _heads(common, common["num_heads"], None), SLIDING: _heads(common, queries, window)}
     limits, shared_limits = (_limits(fields, f"swiglu_limits{of}", layers) for of in ("", "_shared"))
     moe = MoEConfig(
         experts,
-        fields.need("moe_intermediate_size"),
+        fields.size("moe_intermediate_size"),
         Routing(
             chosen,
             score="sigmoid",
             bias=True,
             renormalise=True,
-            scale=fields.get("moe_router_scaling_factor", 1.0),
+            scale=fields.number("moe_router_scaling_factor", 1.0),
             wide=True,
         ),
-        shared=fields.need("share_expert_dim"),
+        shared=fields.size("share_expert_dim"),
         shared_gate=False,
         stored=EXPERT_STORAGE,
     )
@@ -120,34 +125,42 @@ def read(fields: Fields) -> StepConfig:
         heads=tuple(heads[kind] for kind in kinds),
         ropes=ropes,
         rope_of_layer=tuple(rotated_kinds.index(kind) for kind in kinds),
-        intermediate_size=fields.need("intermediate_size"),
+        intermediate_size=fields.size("intermediate_size"),
         moe_layers=_written_moe_layers(fields, layers) if written else _published_moe_layers(fields, layers),
         moe=tuple(replace(moe, limit=limits[i], shared_limit=shared_limits[i]) for i in layers),
     )
 
 
-def _by_layer(fields: Fields, name: str, layers: range, default: Any = None) -> Sequence[Any]:
-    """A list with a value for each layer; a single value, or the default, holds for all layers. Raises ModelError."""
-    values = fields.get(name, default) if default is not None else fields.need(name)
-    values = values if isinstance(values, list | tuple) else [values] * len(layers)
-    if len(values) < len(layers):
-        raise ModelError(f"{name} has {len(values)} values for {len(layers)} layers of model type {fields.family!r}")
-    return values[: len(layers)]
+def _by_layer(fields: Fields, name: str, layers: range, default: float | None = None) -> list[float]:
+    """A list with a number for each layer, null as 0; a single number, or the default, holds for all layers. Raises
+    ModelError."""
+    given = fields.need(name) if default is None else fields.get(name, default)
+    if not isinstance(given, list | tuple):
+        return [fields.number(name, default)] * len(layers)
+    if len(given) < len(layers):
+        raise ModelError(f"{name} has {len(given)} values for {len(layers)} layers of model type {fields.family!r}")
+    each = Fields({str(i): value for i, value in enumerate(given)} | {"model_type": fields.family}, prefix=f"{name}.")
+    return [each.number(str(i), 0.0) for i in layers]
 
 
 def _limits(fields: Fields, name: str, layers: range) -> tuple[float | None, ...]:
-    return tuple(float(limit) if limit else None for limit in _by_layer(fields, name, layers, 0.0))  # 0: none
+    return tuple(limit or None for limit in _by_layer(fields, name, layers, 0.0))  # 0: none
 
 
 def _published_moe_layers(fields: Fields, layers: range) -> frozenset[int]:
     named = fields.need("moe_layers_enum")
-    return frozenset(int(i) for i in (named.split(",") if isinstance(named, str) else named)) & frozenset(layers)
+    parts = (
+        [part.strip() for part in named.split(",")] if isinstance(named, str) else fields.items("moe_layers_enum", int)
+    )
+    if not all(str(part).isdecimal() for part in parts):
+        raise ModelError(f"moe_layers_enum={named!r} is not a list of layers, for model type {fields.family!r}")
+    return frozenset(map(int, parts)) & frozenset(layers)
 
 
 def _written_moe_layers(fields: Fields, layers: range) -> frozenset[int]:
-    kinds = _by_layer(fields, "mlp_layer_types", layers)
-    if not set(kinds) <= {"sparse", "dense"}:
-        raise ModelError(f"mlp_layer_types {list(kinds)} are not of sparse and dense alone")
+    kinds = fields.items("mlp_layer_types", str)
+    if len(kinds) < len(layers) or not set(kinds) <= {"sparse", "dense"}:
+        raise ModelError(f"mlp_layer_types {list(kinds)} are not {len(layers)} of sparse and dense alone")
     return frozenset(i for i in layers if kinds[i] == "sparse")
 
 
@@ -159,43 +172,45 @@ def _published_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
     found = dict.fromkeys((base, part) for base, part, of in zip(bases, parts, kinds, strict=True) if of == kind)
     if len(found) > 1:
         raise ModelError(f"rope_theta and partial_rotary_factors differ among layers of {kind}: {list(found)}")
-    scaling = dict(fields.get("rope_scaling", {}))
-    if scaling:
+    if fields.get("rope_scaling"):
         fields.need("yarn_only_types")
         fields.only("yarn_only_types", [FULL])
     fields.get("yarn_only_types")
     [(base, part)] = found
-    return _rope(fields, {"rope_type": "default", **(scaling if kind == FULL else {}), "rope_theta": base}, part)
+    if kind == FULL:
+        return _rope(fields, fields.section("rope_scaling", rope_theta=base), part)
+    return _rope(fields, Fields({"rope_theta": base, "model_type": fields.family}), part)
 
 
 def _written_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
     fields.get("yarn_only_types")  # a field of the published form, kept beside rope_parameters without effect
-    parameters = dict(fields.need("rope_parameters").get(kind) or {})
-    if "rope_theta" not in parameters:
+    parameters = fields.section("rope_parameters").section(kind)
+    if parameters.get("rope_theta") is None:
         raise ModelError(f"rope_parameters say nothing of {kind} layers")
-    return _rope(fields, parameters, parameters.pop("partial_rotary_factor", 1.0))
+    return _rope(fields, parameters, parameters.number("partial_rotary_factor", 1.0, high=1.0))
 
 
-def _rope(fields: Fields, parameters: dict[str, Any], part: float) -> Rope:
-    return rope_of(parameters, int(fields.size("head_dim") * part), fields.size("max_position_embeddings"))
+def _rope(fields: Fields, parameters: Fields, part: float) -> Rope:
+    dim = int(fields.size("head_dim") * part)
+    return rope_of(parameters, dim, fields.size("max_position_embeddings"), part=part)
 
 
 def _published_sliding_heads(fields: Fields, common: dict[str, Any], kinds: Sequence[str]) -> int:
     """Query heads of layers with windows. Raises ModelError for any other difference of those layers."""
-    known = {"attention_type": SLIDING, "num_attention_groups": common["num_kv_heads"]}
-    known |= {"head_dim": common["head_dim"], "true_head_dim": common["head_dim"]}
-    other = fields.get("attention_other_setting", {})
-    for name, value in other.items():
-        if name != "num_attention_heads" and known.get(name) != value:
-            raise ModelError(f"attention_other_setting: {name!r} (value {value!r}) is not supported")
-    return int(other.get("num_attention_heads", common["num_heads"]))
+    other = fields.section("attention_other_setting")
+    other.only("attention_type", SLIDING)
+    other.only("num_attention_groups", common["num_kv_heads"])
+    for name in ("head_dim", "true_head_dim"):
+        other.only(name, common["head_dim"])
+    return other.size("num_attention_heads", common["num_heads"])
 
 
 def _written_sliding_heads(fields: Fields, common: dict[str, Any], kinds: Sequence[str]) -> int:
     queries = fields.size("num_sliding_attention_heads", common["num_heads"])
     given = fields.get("per_layer_config", {})
     wanted = {i: {"num_attention_heads": queries} for i, kind in enumerate(kinds) if kind == SLIDING}
-    if given and {int(i): values for i, values in given.items() if int(i) < len(kinds)} != wanted:
+    of_layers = isinstance(given, Mapping) and all(str(i).isdecimal() for i in given)
+    if not of_layers or (given and {int(i): given[i] for i in given if int(i) < len(kinds)} != wanted):
         raise ModelError(
             f"per_layer_config {given} is not supported; supported: num_attention_heads={queries} of {SLIDING} layers"
         )

@@ -15,7 +15,7 @@ import torch
 import weft
 from weft.engine.config import EngineConfig
 from weft.engine.device import on_gpus
-from weft.models.checkpoint import tensor_files
+from weft.models.checkpoint import weight_files
 
 BLOCK = 64 << 10
 """Bytes that are read at the begin, the middle and the end of each file of weights: its header, and samples."""
@@ -48,7 +48,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
     found["config.json"] = _of_files([config.model / "config.json"])
     found["tokenizer"] = _of_files(sorted(config.tokenizer.glob("tokenizer*")))
     if config.load_format == "auto":
-        found["weights"] = _of_files(sorted(set(tensor_files(config.model).values())))
+        found["weights"] = _of_files(weight_files(config.model))
     return found
 
 

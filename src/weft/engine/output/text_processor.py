@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,30 @@ from transformers import AutoTokenizer
 
 from weft.engine.output.detokenizer import Detokenizer
 from weft.engine.output.grammar import Grammars
-from weft.models.model_config import ModelError, first_line
+from weft.engine.request import SamplingParams
+from weft.models.json_file import read_json
+from weft.models.model_config import MAX_NUMBER, Fields, ModelError, first_line, tokens
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Sampling parameters that generation_config.json may set for requests that give none."""
+FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+"""JSON files that transformers reads of a tokenizer's directory, beside tokenizer.json."""
 
 
 def read_tokenizer(source: Path | str) -> Any:
     """The transformers tokenizer of a directory, or of a name that transformers knows. Raises ModelError."""
+    for path in (Path(source, file) for file in FILES):
+        if path.exists():
+            read_json(path)  # for its errors
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(source)
         made = tokenizer.encode("text", add_special_tokens=False)
     except Exception as error:  # whatever transformers and tokenizers make of a broken file
         raise ModelError(f"{source} has no usable tokenizer: {first_line(error)}; {ADVICE}") from error
+    named = tokenizer.chat_template.values() if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
+    if not all(template is None or isinstance(template, str) for template in named):
+        raise ModelError(f"{source} has no usable tokenizer: chat_template is no text; {ADVICE}")
     if not made:  # for some types, transformers makes an empty one of no files
         raise ModelError(f"{source} has no usable tokenizer: no tokens come of a text; {ADVICE}")
     return tokenizer
@@ -40,26 +49,26 @@ class TextProcessor:
         eos: end tokens of its config.json.
 
     Attributes:
-        ends: all end tokens: `eos` and those of generation_config.json.
+        ends: all end tokens: `eos`, those of generation_config.json, and the tokenizer's.
         defaults: sampling parameters of requests that give none; `do_sample: false` is temperature 0.
-        says: what generation_config.json changes, in one line.
+        says: what generation_config.json and the tokenizer change, in one line.
     """
 
     def __init__(self, tokenizer: Any, directory: Path, vocabulary: int, eos: tuple[int, ...]):
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         path = directory / "generation_config.json"
+        fields = Fields(read_json(path) if path.exists() else {})
         try:
-            written = json.loads(path.read_text()) if path.exists() else {}
+            self.defaults: dict[str, float] = _defaults(fields)
+            named = tokens(fields, "eos_token_id")
         except ValueError as error:
-            raise ModelError(f"{path} is not JSON: {error}") from error
-        more = written.get("eos_token_id", ())
-        added = set(more if isinstance(more, list | tuple) else (more,)) - {*eos, None}
-        self.ends = frozenset(eos) | added
-        self.defaults: dict[str, float] = {k: written[k] for k in DEFAULTS if written.get(k) is not None}
-        if written.get("do_sample") is False:
-            self.defaults["temperature"] = 0.0
+            raise ModelError(f"{path}: {error}") from error
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.ends = frozenset(token for token in (*eos, *named, *own) if 0 <= token < vocabulary)
         texts = [f"{name} {value:g} by default" for name, value in self.defaults.items()]
-        texts += [f"token {token} also ends completions" for token in sorted(added)]
+        for token in sorted(self.ends - set(eos)):
+            of = "" if token in named else ", of the tokenizer,"
+            texts.append(f"token {token}{of} also ends completions")
         self.says = ", ".join(texts)
 
     @cached_property
@@ -85,3 +94,16 @@ class TextProcessor:
     def grammars(self) -> Grammars:
         """Compiles grammars over the vocabulary."""
         return Grammars(self.tokenizer, self.vocabulary, sorted(self.ends))
+
+
+def _defaults(fields: Fields) -> dict[str, float]:
+    """The sampling parameters of a generation_config.json. Raises ValueError for one that no request may have."""
+    found: dict[str, float] = {}
+    for name in DEFAULTS:
+        if fields.get(name) is not None:
+            whole = isinstance(getattr(SamplingParams, name), int)
+            found[name] = fields.size(name, low=0) if whole else fields.number(name, low=-MAX_NUMBER)
+    if not fields.flag("do_sample", True):
+        found["temperature"] = 0.0
+    SamplingParams(**found)  # type: ignore[arg-type]
+    return found

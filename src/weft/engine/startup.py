@@ -21,6 +21,7 @@ from weft.engine.planning import plan_model, split_steps
 from weft.engine.worker.open_transports import cost_model
 from weft.kv.cache_spec import Spec
 from weft.models.checkpoint import tensor_files
+from weft.models.directory import config_file
 from weft.models.load import build_model, float8_says
 from weft.models.model_config import ModelConfig, ModelError, first_line
 from weft.models.registry import plugin_line
@@ -125,7 +126,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     except (LayoutError, PlacementError):
         raise
     except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
-        plugin, path = plugin_line(error, type(model)), config.model / "config.json"
+        plugin, path = plugin_line(error, type(model)), config_file(config.model)
         what = f"{plugin} builds no model from {path}" if plugin else f"no model can be built from {path}"
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
     check_attention(config, model)

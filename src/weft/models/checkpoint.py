@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.models.model_config import ModelError
+from weft.models.directory import is_gguf
+from weft.models.model_config import ModelError, Storage
 from weft.models.source import Shape, Slices, Source
+
+if TYPE_CHECKING:
+    from weft.models.gguf_file import GgufFile
 
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -109,6 +113,15 @@ class Checkpoint:
         return part
 
 
+def open_checkpoint(model: Path, storage: Storage) -> Checkpoint | GgufFile:
+    """The tensors of a directory, or of a GGUF file. Raises ModelError."""
+    if is_gguf(model):
+        from weft.models.gguf_file import GgufFile  # an extra brings its package
+
+        return GgufFile(model)
+    return Checkpoint(model, storage.float8_block, storage.mxfp4)
+
+
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -118,6 +131,10 @@ def _open(path: Path) -> Any:
 
 def tensor_files(model_dir: Path) -> dict[str, Path]:
     """The file of each tensor. Raises ModelError where there is no checkpoint, or a file of it is missing."""
+    if is_gguf(model_dir):
+        from weft.models.gguf_file import GgufFile
+
+        return dict.fromkeys(GgufFile(model_dir).tensors, model_dir)
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         try:

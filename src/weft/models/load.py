@@ -11,7 +11,7 @@ import torch
 
 from weft.kernels.float8 import LARGEST
 from weft.models.attention import WholeNorms
-from weft.models.checkpoint import Checkpoint
+from weft.models.checkpoint import open_checkpoint
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
 from weft.models.model_config import LanguageModel, ModelConfig, ModelError
 from weft.models.source import Source
@@ -60,7 +60,7 @@ def load_model(
 
     Raises ModelError for missing or misshapen tensors, LayoutError as `build_model`.
     """
-    with Checkpoint(model_dir, config.storage.float8_block, config.storage.mxfp4) as checkpoint:
+    with open_checkpoint(model_dir, config.storage) as checkpoint:
 
         def in_float8(name: str) -> bool:
             return config.storage.in_float8(name) and checkpoint.has_scales(name)

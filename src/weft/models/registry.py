@@ -15,7 +15,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from weft.models import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
-from weft.models.directory import no_model
+from weft.models.directory import config_file, is_gguf, no_model
 from weft.models.model_config import Fields, ModelConfig, ModelError, first_line
 from weft.plugins import PluginError, load_plugins
 
@@ -68,18 +68,15 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
 
 
 def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
-    """Reads config.json. num_layers: the model has the first so many layers only.
+    """Reads config.json, or a GGUF file's metadata. num_layers: the model has the first so many layers only.
 
     Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
     does not understand.
     """
     if (why := no_model(model_dir)) is not None:
         raise ModelError(why)
-    path = model_dir / "config.json"
-    try:
-        values: dict[str, Any] = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
+    path = config_file(model_dir)
+    values = _values(path)
     try:
         if num_layers is not None:
             text = values.get("text_config", values)  # of models that see pictures too
@@ -95,6 +92,18 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
         plugin = plugin_line(error, families.get(str(values.get("model_type"))))
         what = f"{plugin} does not read {path}" if plugin else f"{path} cannot be understood"
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The fields of a config.json, or of the metadata of a GGUF file. Raises ModelError."""
+    if is_gguf(path):
+        from weft.models.gguf_file import GgufFile  # an extra brings its package
+
+        return GgufFile(path).values()
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from weft.engine.output.detokenizer import Detokenizer
 from weft.engine.output.grammar import Grammars
+from weft.models.directory import is_gguf
 from weft.models.model_config import ModelError, first_line
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
@@ -19,9 +20,17 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_tokenizer(source: Path | str) -> Any:
-    """The transformers tokenizer of a directory, or of a name that transformers knows. Raises ModelError."""
+    """The transformers tokenizer of a directory, of a GGUF file, or of a name that transformers knows.
+
+    Raises ModelError.
+    """
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        if is_gguf(Path(source)):
+            from weft.models import gguf_file  # an extra brings its package
+
+            tokenizer: Any = gguf_file.read_tokenizer(Path(source))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source)
         made = tokenizer.encode("text", add_special_tokens=False)
     except Exception as error:  # whatever transformers and tokenizers make of a broken file
         raise ModelError(f"{source} has no usable tokenizer: {first_line(error)}; {ADVICE}") from error

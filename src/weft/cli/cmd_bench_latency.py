@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from weft.bench.latency import OVER_HOSTS, Latency, Request, measure, measure_over_hosts, parameters
-from weft.cli.command import UNNAMED, UserError, check_writable, model_dir, stop_on_sigterm
+from weft.cli.command import UNNAMED, Revision, UserError, check_writable, model_dir, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
 from weft.comm.shm import ShmTuning
@@ -39,7 +39,8 @@ class Command:
     """
 
     model: Path | None = None
-    """A Hugging Face model directory."""
+    """A Hugging Face model directory, a model's name on the hub, or a GGUF file."""
+    revision: Revision = None
     tp: int = 2
     """Ranks: tensor parallel attention and experts; of all hosts together."""
     input: int = 1024
@@ -66,7 +67,7 @@ class Command:
         if self.json is not None:
             check_writable(self.json, "--json")
         try:
-            model = model_dir(self.model, None)
+            model = model_dir(self.model, revision=self.revision)
             hosts = config_over_hosts(self.nnodes, self.cluster, attn_dp=1, attn_tp=self.tp, model=model)
         except ValueError as error:
             raise UserError(str(error)) from error
@@ -75,7 +76,7 @@ class Command:
         found: list[Latency] = []
         with progress_bar() as bar:
             task = bar.add_task("rounds", total=self.rounds * len(names))
-            for latency in self._on_one_host() if hosts is None else self._over_hosts(hosts):
+            for latency in self._on_one_host(self.model and model) if hosts is None else self._over_hosts(hosts):
                 found.append(latency)
                 bar.advance(task)
         if hosts is not None and hosts.node_rank:
@@ -97,12 +98,10 @@ class Command:
             self.json.write_text(json.dumps(head | {"medians": result, "rounds": rounds}, indent=1) + "\n")
         return 0
 
-    def _on_one_host(self) -> Iterator[Latency]:
+    def _on_one_host(self, model: Path | None) -> Iterator[Latency]:
         tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
         mesh = Mesh(1, self.tp, 1, self.tp)
-        request = Request(
-            self.model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu"
-        )
+        request = Request(model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu")
         yield from run_ranks(self.tp, measure, request)
 
     def _over_hosts(self, config: Any) -> Iterator[Latency]:

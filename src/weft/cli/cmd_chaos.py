@@ -31,7 +31,6 @@ class Command:
     """
 
     model: ModelDir = None
-    """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     faults: int = 100
     """How many; each kind about equally often."""

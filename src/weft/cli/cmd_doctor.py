@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from weft import __version__
-from weft.cli.command import UNNAMED, ModelDir, UserError, model_dir
+from weft.cli.command import UNNAMED, ModelDir, Revision, UserError, model_dir
 from weft.cli.findings import Finding
 from weft.cli.several_hosts import config_over_hosts
 from weft.engine.engine_options import ClusterOptions
@@ -43,7 +43,8 @@ class Command:
     """
 
     model: ModelDir = None
-    """With --nnodes: the model directory that must be the same on each host; left out, the embedded model."""
+    """With --nnodes: the model that must be the same on each host."""
+    revision: Revision = None
     nnodes: int | None = None
     """Hosts that are to serve together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
     cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
@@ -60,7 +61,8 @@ class Command:
 
     def _between_hosts(self) -> Iterator[Finding]:
         try:
-            config = config_over_hosts(self.nnodes, self.cluster, model=model_dir(self.model, None))
+            found = model_dir(self.model, revision=self.revision)
+            config = config_over_hosts(self.nnodes, self.cluster, model=found)
         except ValueError as error:
             raise UserError(str(error)) from error
         if config is None:

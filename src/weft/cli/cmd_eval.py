@@ -28,7 +28,6 @@ class Command:
     """
 
     model: ModelDir = None
-    """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     ray: WithRay = False
     questions: int = 200

@@ -29,7 +29,6 @@ class Command:
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")]
     """One or more prompts."""
     model: ModelDir = None
-    """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     ray: WithRay = False
     chat: bool = False

@@ -12,7 +12,7 @@ import torch
 import tyro
 from transformers.utils import logging as transformers_logging
 
-from weft.cli.command import ModelDir, model_dir
+from weft.cli.command import ModelDir, Revision, model_dir
 from weft.comm import peer
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import (
@@ -49,7 +49,7 @@ class Command:
     """Print the collectives that a layout needs, their bytes and predicted times, and what the naive plan would take.
 
     The naive plan is what engines do by default: all-reduce every partial sum, add, norm, gather. Both plans are priced
-    alike. Needs only MODEL_DIR/config.json: no weights are read and no ranks are started.
+    alike. Needs only config.json, also of a model on the hub: no weights are read and no ranks are started.
 
     Examples:
       weft plan                                         the embedded model, four ranks, by times of four H200s
@@ -66,9 +66,9 @@ class Command:
     """
 
     model: ModelDir = None
-    """A Hugging Face model directory; left out, the embedded model."""
     preset: str | None = None
     """A published config in place of MODEL_DIR, such as qwen3-30b-a3b."""
+    revision: Revision = None
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
     layout: str = "2x2"
@@ -116,7 +116,8 @@ class Command:
         model = costs(self._cost(entries, on_host))
         entries = tuple(replace(e, max_bytes=self.max_bytes) if e is PEER else e for e in entries)
         offers = [offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in entries]
-        config = load_config(model_dir(self.model, self.preset), registry(self.plugins))
+        where = model_dir(self.model, self.preset, self.revision, weights=False)
+        config = load_config(where, registry(self.plugins))
         gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and self.moe_exchange == "auto" else self.moe_exchange
         config = replace(config, replicate_queries=self.dcp_query == "replicate", experts=forms, float8=gpus)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, stop_on_sigterm
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, model_name, stop_on_sigterm
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
 from weft.place.show import columns, size_text
@@ -34,7 +34,6 @@ class Command:
     """
 
     model: ModelDir = None
-    """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     batch: int = 16
     """Sequences, over all DP groups."""
@@ -90,9 +89,10 @@ class Command:
         stop_on_sigterm()
         with start_engine(config) as engine:
             found = run(engine, self.batch, self.context, self.steps, tokens, self.output.resolve())
-        title = f"{config.model.resolve().name}, {config.mesh}, {self.batch} sequences of {self.context} tokens"
+        name = model_name(self.model, config.model)
+        title = f"{name}, {config.mesh}, {self.batch} sequences of {self.context} tokens"
         about: dict[str, Any] = {
-            "model": config.model.resolve().name,
+            "model": name,
             "layout": vars(self.engine.layout) | {"num_layers": config.num_layers},
             "batch": self.batch,
             "context": self.context,

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.cli.command import (
+    UNNAMED,
+    EngineArguments,
+    ModelDir,
+    UserError,
+    WithRay,
+    engine_config,
+    model_name,
+    stop_on_sigterm,
+)
 from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
@@ -23,6 +32,8 @@ class Command:
 
     Examples:
       weft serve                                           the embedded model on one rank
+      weft serve Qwen/Qwen3-0.6B                           a model of the hub, downloaded once
+      weft serve FILE.gguf --attn-tp 2                     a model in one file, as llama.cpp's
       weft serve DIR --attn-dp 2 --attn-tp 2               four ranks; experts laid out alike
       weft serve DIR --attn-dp 4 --ep 4 --api-key SECRET   data-parallel attention, expert parallelism
       weft serve DIR --attn-dp 2 --attn-tp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
@@ -32,7 +43,6 @@ class Command:
     """
 
     model: ModelDir = None
-    """A Hugging Face model directory; left out, the embedded model."""
     engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
     ray: WithRay = False
     host: str = "127.0.0.1"
@@ -77,7 +87,7 @@ class Command:
         except OSError as error:
             raise UserError(str(error)) from error
         stop_on_sigterm()  # also while the ranks still load
-        name = next(iter(options.served_model_name), config.model.resolve().name)
+        name = next(iter(options.served_model_name), model_name(self.model, config.model))
         with listener, agents(config, self.ray), start_engine(config, kv_events) as engine:
             what = f"{config.mesh}, attention by {engine.config.attention_backend}"
             print(f"serving {name} on {self._url(listener)} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ from weft.engine.engine_options import (
     RankOptions,
     RequestOptions,
 )
-from weft.models.directory import no_model
+from weft.models.directory import is_gguf, no_model, on_hub, packaged
 from weft.plugins import PluginError
 
 T = TypeVar("T")
@@ -68,7 +68,16 @@ WithRay = Annotated[
         "Nothing is to be started there by hand."
     ),
 ]
-ModelDir = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]")]
+MODEL_HELP = (
+    "A Hugging Face model directory, a model's name on the hub (ORG/NAME), a GGUF file, or smollm2 (a package brings "
+    "it); omitted: the embedded model."
+)
+ModelDir = Annotated[
+    Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]", help=MODEL_HELP, help_behavior_hint="")
+]
+Revision = Annotated[
+    str | None, tyro.conf.arg(help="Branch, tag or commit of a model on the hub; omitted: its main branch.")
+]
 
 
 class UserError(Exception):
@@ -81,6 +90,7 @@ class EngineArguments:
 
     preset: str | None = None
     """A published config in place of MODEL_DIR, such as qwen3-30b-a3b, to be run with --load-format dummy."""
+    revision: Revision = None
     model: Annotated[ModelOptions, UNNAMED] = field(default_factory=ModelOptions)
     layout: Annotated[LayoutOptions, UNNAMED] = field(default_factory=LayoutOptions)
     cache: Annotated[CacheOptions, UNNAMED] = field(default_factory=CacheOptions)
@@ -94,7 +104,7 @@ class EngineArguments:
         if self.preset is not None and self.model.load_format != "dummy":
             add = "add --load-format dummy to make some up"
             raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
-        model_dir(model, self.preset)
+        _without_hub(model, self.preset, self.revision)
         try:
             for options in self._groups():
                 options.check()
@@ -200,18 +210,49 @@ def check_writable(path: Path, option: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another file with {option}") from error
 
 
-def model_dir(model: Path | None, preset: str | None) -> Path:
-    """The directory that a command names, by path or preset; the embedded model's for neither. Raises UserError."""
-    if preset is None:
-        if model is not None and (why := no_model(model)) is not None:
-            raise UserError(why)
-        return model or embedded_model_dir()
-    if model is not None:
-        raise UserError(f"give {model} or --preset {preset}, not both")
+def model_dir(
+    model: Path | None, preset: str | None = None, revision: str | None = None, *, weights: bool = True
+) -> Path:
+    """The directory or file that a command names, by path, name or preset; the embedded model's for neither.
+
+    Args:
+        revision: of a model on the hub, which is downloaded unless the cache has it.
+        weights: whether more than its config.json is needed.
+
+    Raises UserError.
+    """
+    if (found := _without_hub(model, preset, revision)) is not None:
+        return found
+    from weft.models.hub import snapshot
+
     try:
-        return preset_dir(preset)
+        return snapshot(str(model), revision, weights=weights)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def model_name(model: Path | None, found: Path) -> str:
+    """The name of a model for users: as they name it, unless that is a path. found: by `model_dir`."""
+    if model is not None and not model.exists():
+        return str(model)
+    return found.stem if is_gguf(found) else found.resolve().name
+
+
+def _without_hub(model: Path | None, preset: str | None, revision: str | None) -> Path | None:
+    """What `model_dir` finds on this host; None for a name on the hub. Raises UserError."""
+    if model is not None and preset is not None:
+        raise UserError(f"give {model} or --preset {preset}, not both")
+    if model is not None and on_hub(model):
+        return None
+    if revision is not None:
+        raise UserError(f"--revision {revision} is of a model on the hub, which is named by ORG/NAME")
+    try:
+        found = packaged(model or embedded_model_dir()) if preset is None else preset_dir(preset)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if (why := no_model(found)) is not None:
+        raise UserError(why)
+    return found
 
 
 def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
@@ -221,7 +262,9 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
     try:
         given = engine.values() | options
         values = with_launcher(node_0(given) if ray else given, os.environ)
-        return EngineConfig(model=model_dir(model, engine.preset), **values)
+        weights = engine.model.load_format != "dummy"
+        found = model_dir(model, engine.preset, engine.revision, weights=weights)
+        return EngineConfig(model=found, **values)
     except ValueError as error:
         raise UserError(str(error)) from error
 

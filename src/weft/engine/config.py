@@ -49,7 +49,7 @@ class ModelDirectory:
     """The one option without a name: dataclasses order fields from the last base on, so that it is the first."""
 
     model: Path = field(default_factory=embedded_model_dir)
-    """A directory as Hugging Face publishes them."""
+    """A directory as Hugging Face publishes them, or a GGUF file."""
 
 
 @dataclass(frozen=True)

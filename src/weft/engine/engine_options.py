@@ -50,7 +50,7 @@ class ModelOptions(EngineOptions):
     """Python modules or .py files that add model families, transports or attention backends; they run, so name only
     what you trust."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto: the directory's safetensors; dummy: made-up weights, to measure a shape. Their text means nothing, and the
+    """auto: the model's own weights; dummy: made-up weights, to measure a shape. Their text means nothing, and the
     tokenizer is the embedded model's."""
     num_layers: int | None = None
     """Only the model's first so many layers; left out, all."""

@@ -21,6 +21,7 @@ from weft.engine.planning import plan_model, split_steps
 from weft.engine.worker.open_transports import cost_model
 from weft.kv.cache_spec import Spec
 from weft.models.checkpoint import weight_files
+from weft.models.directory import config_file
 from weft.models.load import build_model, float8_says
 from weft.models.model_config import ModelConfig, ModelError, first_line
 from weft.place.cost import Offer
@@ -124,7 +125,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     except (LayoutError, PlacementError):
         raise
     except ModelError as error:
-        raise ModelError(f"{config.model / 'config.json'}: {error}") from error
+        raise ModelError(f"{config_file(config.model)}: {error}") from error
     check_attention(config, model)
     rows, dispatches = 1, False
     while True:

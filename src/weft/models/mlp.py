@@ -23,7 +23,7 @@ class FeedForward(Layer):
 
 
 class GatedMLP(FeedForward):
-    """down(silu(gate(x)) · up(x)), features split over the whole world; owes a sum over it.
+    """down(silu(gate(x)) · up(x)), features split over the whole world, evenly or not; owes a sum over it.
 
     limit: see `weft.kernels.torch_reference.gated`. score: a layer of one output; its sigmoid scales each row.
     """
@@ -31,9 +31,9 @@ class GatedMLP(FeedForward):
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
         super().__init__(path)
         self.limit = limit
-        outs = [Out(f"{path}.gate_proj", inner), Out(f"{path}.up_proj", inner)]
+        outs = [Out(f"{path}.{name}_proj", inner, uneven=True) for name in ("gate", "up")]
         self.gate_up = ColumnLinear(b, f"{path}.gate_up", width, outs, over="world")
-        self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world")
+        self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world", uneven=True)
 
     def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
         by = _score(x, score)

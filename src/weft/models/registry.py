@@ -17,7 +17,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from weft.models import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
-from weft.models.directory import no_model
+from weft.models.directory import config_file, is_gguf, no_model
 from weft.models.json_file import read_json
 from weft.models.known_fields import known_fields
 from weft.models.model_config import HARMLESS, MAX_LAYERS, Fields, ModelConfig, ModelError, first_line
@@ -75,15 +75,15 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
 
 
 def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
-    """Reads config.json. num_layers: the model has the first so many layers only.
+    """Reads config.json, or a GGUF file's metadata. num_layers: the model has the first so many layers only.
 
     Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
     does not understand.
     """
     if (why := no_model(model_dir)) is not None:
         raise ModelError(why)
-    path = model_dir / "config.json"
-    values = read_json(path)
+    path = config_file(model_dir)
+    values = _values(path)
     try:
         if num_layers is not None:
             values = deepcopy(values)
@@ -101,6 +101,15 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
         plugin = plugin_line(error, families.get(str(values.get("model_type"))))
         what = f"{plugin} does not read {path}" if plugin else f"{path} cannot be understood"
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The fields of a config.json, or of the metadata of a GGUF file. Raises ModelError."""
+    if is_gguf(path):
+        from weft.models.gguf_file import GgufFile  # an extra brings its package
+
+        return GgufFile(path).values()
+    return read_json(path)
 
 
 def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:

@@ -26,7 +26,8 @@ class Options:
     api_key: str | None = None
     """Clients must send it as a Bearer token; left out, what WEFT_API_KEY holds, as others can read command lines."""
     served_model_name: tuple[str, ...] = ()
-    """The model's names for clients; responses have the first; left out, its directory's name."""
+    """The model's names for clients; responses have the first; omitted: its name on the hub, or its directory's or
+    file's name."""
     ssl_keyfile: Path | None = None
     """The private key of ssl_certfile, in PEM; left out, it is in that file too."""
     ssl_certfile: Path | None = None

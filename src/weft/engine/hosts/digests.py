@@ -16,6 +16,7 @@ import weft
 from weft.engine.config import EngineConfig
 from weft.engine.device import on_gpus
 from weft.models.checkpoint import weight_files
+from weft.models.directory import config_file
 
 BLOCK = 64 << 10
 """Bytes that are read at the begin, the middle and the end of each file of weights: its header, and samples."""
@@ -45,7 +46,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
     if on_gpus(config):
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     found["devices"] = _devices(config)
-    found["config.json"] = _of_files([config.model / "config.json"])
+    found["config.json"] = _of_files([config_file(config.model)])
     found["tokenizer"] = _of_files(sorted(config.tokenizer.glob("tokenizer*")))
     if config.load_format == "auto":
         found["weights"] = _of_files(weight_files(config.model))

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from weft.engine.output.detokenizer import Detokenizer
 from weft.engine.output.grammar import Grammars
 from weft.engine.request import SamplingParams
+from weft.models.directory import is_gguf
 from weft.models.json_file import read_json
 from weft.models.model_config import MAX_NUMBER, Fields, ModelError, first_line, tokens
 
@@ -22,12 +23,20 @@ FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
 
 def read_tokenizer(source: Path | str) -> Any:
-    """The transformers tokenizer of a directory, or of a name that transformers knows. Raises ModelError."""
+    """The transformers tokenizer of a directory, of a GGUF file, or of a name that transformers knows.
+
+    Raises ModelError.
+    """
     for path in (Path(source, file) for file in FILES):
         if path.exists():
             read_json(path)  # for its errors
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        if is_gguf(Path(source)):
+            from weft.models import gguf_file  # an extra brings its package
+
+            tokenizer: Any = gguf_file.read_tokenizer(Path(source))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source)
         made = tokenizer.encode("text", add_special_tokens=False)
     except Exception as error:  # whatever transformers and tokenizers make of a broken file
         raise ModelError(f"{source} has no usable tokenizer: {first_line(error)}; {ADVICE}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import random
 import threading
 import time
@@ -45,7 +46,8 @@ MAX_STEP_BITS = 20
 
 
 class Engine:
-    """Serves a model on all ranks of a layout. Thread-safe; a context manager.
+    """Serves a model on all ranks of a layout. Thread-safe; a context manager. Belongs to the process that made it: in
+    a process forked from that one it is stopped, and `close` does nothing.
 
     progress(what, fraction): while it starts. kv_events: where what prefix caches store and remove is published; left
     out, it is not recorded. Raises ModelError, LayoutError or EngineError, each in one line.
@@ -59,6 +61,7 @@ class Engine:
     ):
         self.config = config = resolve_defaults(config)
         self.error: str | None = None
+        self._process = os.getpid()
         self._phase: EngineState = "starting"
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
         self.kv_events: EventPublisher | None = None
@@ -99,6 +102,8 @@ class Engine:
     def state(self) -> EngineState:
         """What it does: serving, restarting (ranks failed and start anew; requests wait), draining (new requests are
         refused), failed (`error` says why), or stopped."""
+        if os.getpid() != self._process:
+            return "stopped"
         return "draining" if self._draining and self._phase == "serving" else self._phase
 
     @property
@@ -142,6 +147,7 @@ class Engine:
         """
         if len(requests) > (limit := self.config.max_choices):
             raise ValueError(f"{len(requests)} completions are asked for at once (prompts × n); the limit is {limit}")
+        self._check_process()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         context = min(self.max_model_len, self.config.cached_tokens)
         outputs = []
@@ -157,6 +163,7 @@ class Engine:
 
     def cancel(self, request: int) -> None:
         """Ends a request before the next step and frees its pages. Does nothing where it has ended already."""
+        self._check_process()
         self._requests.put(lambda: self._outputs.cancel(request))
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
@@ -228,6 +235,8 @@ class Engine:
 
         Returns the number of aborted requests. May be called twice, from any thread but the engine's.
         """
+        if os.getpid() != self._process:  # the ranks serve the process that started them
+            return 0
         self._draining = True
         self._requests.refuse("the engine is shutting down and takes no new requests")
         if seconds > 0:
@@ -248,6 +257,7 @@ class Engine:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until the engine has stopped or failed for good; False where it has not in that time."""
+        self._check_process()
         return self._ended.wait(timeout_s)
 
     def __enter__(self) -> Engine:
@@ -264,7 +274,13 @@ class Engine:
                 raise EngineError(self.error or f"the engine is {self._phase}")
             return question()
 
+        self._check_process()
         return self._requests.ask(when_serving)
+
+    def _check_process(self) -> None:
+        """Raises EngineError in a process forked from the engine's: its threads and its ranks are not there."""
+        if os.getpid() != self._process:
+            raise EngineError(f"the engine belongs to process {self._process}, a parent of this one; make another here")
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class ForkServer:
         with open(self._log, "wb") as log:
             # A session of its own, so that Ctrl-C reaches the controller alone and it can stop the ranks in order.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "weft.engine.controller.fork_server", str(directory)],
+                [sys.executable, "-m", "weft.engine.controller.fork_server", str(directory), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -100,7 +100,7 @@ class ForkServer:
                 self._read(left)
             except EngineError:
                 break
-        return self._codes.get(pid, unknown)
+        return self._codes.pop(pid, unknown)  # another rank may have this number later
 
     def close(self) -> None:
         """Ends it, its ranks and its directory. May be called twice."""

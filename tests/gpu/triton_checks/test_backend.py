@@ -118,6 +118,7 @@ def test_sharded_tokens(spec: PagedKV | Latent, dtype: torch.dtype, device: torc
 SHARDED: dict[str, tuple[list[tuple[int, int]], tuple[int, int], dict[str, Any], bool]] = {
     "gathered": ([(1, 12), (1, 0), (6, 2), (9, 0)], (25, 6), {}, True),
     "tokens in several calls": ([(5, 113), (3, 30)], (9, 2), dict(max_bytes=1500), True),
+    "as many places as can be": ([(2, 15)] * 3, (6, 3), {}, True),
     "queries in two calls": ([(1, 12), (1, 0), (3, 2), (3, 0)], (25, 6), dict(max_bytes=1500), True),
     "merged": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(prefill="merge"), False),
     "no counts on the device": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(live=False), False),

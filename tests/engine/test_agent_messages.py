@@ -38,14 +38,14 @@ __all__ = ["cluster"]
 
 
 class Member:
-    """An agent of node 1 that has no ranks. host: as it calls itself."""
+    """An agent that has no ranks. host: as it calls itself."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig, host: str):
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig, host: str, node: int = 1):
         assert config.cluster_key is not None
         self.socket = secured.connecting(context, secured.read_key(config.cluster_key))
         self.socket.linger = 0
         self.socket.connect(f"tcp://127.0.0.1:{config.master_port}")
-        self.say(Join(1, host, digests.facts(config), digests.options(config), 0.0))
+        self.say(Join(node, host, digests.facts(config), digests.options(config), 0.0))
 
     def say(self, *messages: FromAgent) -> None:
         for message in messages:
@@ -133,6 +133,46 @@ def test_a_host_that_waits_takes_the_place_of_one_that_is_lost(
         second.say(Ended(0, "rank 3 ended", False))
         hear(node0, lambda: node0.gone() is not None)
         assert node0.gone() == "rank 3 ended"
+
+
+def test_node_0_waits_for_all_hosts_and_meanwhile_gives_up_one_that_is_silent(
+    cluster: EngineConfig, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, missing = replace(cluster, nnodes=4), list[list[int]]()
+    with node_0(config) as node0:
+        Member(context, config, "first")
+        hear(node0, lambda: node0.missing == [2, 3])
+
+        def waiting() -> None:
+            missing.append(node0.missing)
+            monkeypatch.setattr(agents, "SILENT_S", -1.0 if node0.missing == [2, 3] else WAIT_S)
+            if not members and node0.missing == [1, 2, 3]:
+                members.extend(Member(context, config, "another", node) for node in (3, 2, 1))
+
+        members: list[Member] = []
+        node0.wait_for_all(WAIT_S, waiting)
+        assert missing[0] == [2, 3] and [1, 2, 3] in missing and not node0.missing and node0.gone() is None
+        assert [member.hears() for member in members] == [Welcome()] * 3
+
+
+def test_node_0_stops_without_a_host_that_is_silent(
+    cluster: EngineConfig, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node_0(cluster) as node0:
+        member = Member(context, cluster, "first")
+        hear(node0, lambda: not node0.missing)
+        node0.start({}, None, 1)
+        waits: list[None] = []
+
+        def waiting() -> None:
+            waits.append(None)
+            monkeypatch.setattr(agents, "SILENT_S", -1.0)
+
+        node0.stop(waiting)
+        assert waits and node0.missing == [1]
+        member.say(Left("was stopped"))  # when it is nobody's
+        hear(node0, lambda: not node0.socket.poll(0))
+        assert node0.gone() == "node 1 (first) has not been heard for -1 s"
 
 
 def test_an_agent_hands_on_messages_of_its_start_alone(cluster: EngineConfig) -> None:

@@ -118,7 +118,6 @@ def test_sharded_tokens(spec: PagedKV | Latent, dtype: torch.dtype, device: torc
 SHARDED: dict[str, tuple[list[tuple[int, int]], tuple[int, int], dict[str, Any], bool]] = {
     "gathered": ([(1, 12), (1, 0), (6, 2), (9, 0)], (25, 6), {}, True),
     "tokens in several calls": ([(5, 113), (3, 30)], (9, 2), dict(max_bytes=1500), True),
-    "as many places as can be": ([(2, 15)] * 3, (6, 3), {}, True),
     "queries in two calls": ([(1, 12), (1, 0), (3, 2), (3, 0)], (25, 6), dict(max_bytes=1500), True),
     "merged": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(prefill="merge"), False),
     "no counts on the device": ([(1, 12), (6, 2), (9, 0)], (25, 6), dict(live=False), False),
@@ -162,6 +161,26 @@ def test_sharded_tokens_of_prompts_in_graphs(
         found.clear()
         run_interleaved(PagedTriton, on(device, case), spans, interleave, **dict(prefill="gather", live=True) | how)
         assert {*found} == {gathers}, name
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("allowed, gathers", [(27, True), (26, False)])
+def test_prompts_in_graphs_gather_all_tokens_that_the_plan_allows(
+    allowed: int, gathers: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """27 on the rank that holds the most; each sequence takes whole pages of the places of gathered tokens."""
+    found, attend = list[bool](), CapturedPrompts.attend
+
+    def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
+        found.append(prompts._tokens is not None and bool(prompts._tokens.places))
+        return attend(prompts, *layer)
+
+    monkeypatch.setattr(CapturedPrompts, "attend", watched)
+    monkeypatch.setattr(ContextGroup, "prefill", lambda _, what, rows: "gather" if what.seen <= allowed else "merge")
+    spans, interleave = [(2, 15)] * 3, Interleave(2, 2, 4)
+    case = roomy(make_case(spans, seed=6, page=interleave.span, spec=PagedKV(1, 8), heads=2), 6, 3)
+    run_interleaved(PagedTriton, on(device, case), spans, interleave, live=True)
+    assert {*found} == {gathers}
 
 
 @pytest.mark.usefixtures("ranks")

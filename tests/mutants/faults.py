@@ -204,6 +204,20 @@ ONCE_MISSED = [
         (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
     ),
     Fault(
+        "a host that was lost once is lost for good",
+        "engine/hosts/agents.py",
+        "                self._bury()\n        self._lost = None\n",
+        "                self._bury()\n",
+        (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
+    ),
+    Fault(
+        "a rank that ended by itself was killed",
+        "engine/hosts/agents.py",
+        "if e.killed or not killed), None)",
+        "if e.text), None)",
+        (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
+    ),
+    Fault(
         "ranks get messages of an earlier start",
         "engine/hosts/agent.py",
         "self._ranks.running and message.number == self._number:",

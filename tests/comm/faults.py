@@ -334,7 +334,7 @@ def host_memory_loses(folder: Path) -> None:
 
 
 def late_is_named(folder: Path, timeout_s: float) -> bool:
-    """Whether the ranks met, and rank 1 and no other was waited for in vain."""
+    """Return whether the ranks met, and rank 1 and no other was waited for in vain."""
     try:
         forks = all_met([partial(waits_for_rank_1, "late", folder, timeout_s, r) for r in WORLD])
     except NotMet:

@@ -16,7 +16,7 @@ from typing import Any
 from weft.engine.config import EngineError
 
 CODE_S = 4.0
-"""How long the fork server may take to report a rank's exit code, once the rank has ended.
+"""Seconds that the fork server may take to report a rank's exit code, once the rank has ended.
 
 One that is gone is noticed at once. A rank without a code counts as killed, which on a busy machine would be wrong.
 Shorter than the silence after which an agent is given up.

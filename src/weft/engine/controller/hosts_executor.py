@@ -23,7 +23,7 @@ from weft.place.cost import GPU_COSTS
 
 log = logging.getLogger(__name__)
 MARGIN_S = 1.0
-"""How much later than a host's silence a busy machine may notice it."""
+"""Seconds by which a busy machine may notice a host's silence late."""
 
 
 class HostsExecutor(ProcessExecutor):

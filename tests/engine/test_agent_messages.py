@@ -106,6 +106,7 @@ def test_messages_of_an_earlier_start_are_not_taken_for_this_ones(cluster: Engin
 
         node0.stop(waiting)
         assert not left, "ranks of this start are waited for"
+        assert not node0.missing, "and no longer"
         assert [member.hears(), member.hears()] == [Start(3, {}, None), StopRanks(3)]
 
 

@@ -307,31 +307,45 @@ def host_memory_waits(folder: Path) -> None:
         fork.reap()
 
 
-def host_memory_loses(folder: Path) -> None:
-    """A killed rank, and one that left, are lost to who waits for them; a late one is named."""
-
-    def rank_main(how: str, rank: int, ready: int) -> None:
-        memory = HostMemory(MESH, rank, folder / "meet", 0.3 if how == "late" else 240.0)
-        os.write(ready, b"x")
-        if rank == 1 and how == "left":
-            memory.close()
-        if rank == 1:
-            time.sleep(600)
+def waits_for_rank_1(how: str, folder: Path, timeout_s: float, rank: int, ready: int) -> None:
+    memory = HostMemory(MESH, rank, folder / "meet", timeout_s)
+    os.write(ready, b"x")
+    if rank == 1 and how == "left":
+        memory.close()
+    if rank == 1:
+        time.sleep(600)
+    try:
         memory.barrier(WORLD)
+    finally:  # else who comes later may hear of this rank's end
+        memory.close()
 
-    for how in ("killed", "left", "late"):
-        forks = all_met([partial(rank_main, how, r) for r in WORLD])
+
+def host_memory_loses(folder: Path) -> None:
+    """A killed rank, and one that left, are lost to who waits for them; a late one is named, as in `one_is_stopped`."""
+    for how in ("killed", "left"):
+        forks = all_met([partial(waits_for_rank_1, how, folder, 240.0, r) for r in WORLD])
         if how == "killed":
             forks[1].signal(signal.SIGKILL)
         for rank in (0, 2):
-            if how != "late":
-                expect_lost(forks[rank], 1)
-                continue
-            outcome = forks[rank].outcome()
-            assert outcome is not None and outcome.classes[0] in ("CommTimeout", "PeerLost"), outcome
-            assert "for rank 1" in outcome.error or outcome.classes[0] == "PeerLost", outcome
+            expect_lost(forks[rank], 1)
         end(forks)
+    assert any(late_is_named(folder, timeout_s) for timeout_s in (0.3, 3.0, 30.0))
     assert not shared_files()
+
+
+def late_is_named(folder: Path, timeout_s: float) -> bool:
+    """Return whether the ranks met, and rank 1 and no other was waited for in vain."""
+    try:
+        forks = all_met([partial(waits_for_rank_1, "late", folder, timeout_s, r) for r in WORLD])
+    except NotMet:
+        return False
+    errors = []
+    for rank in (0, 2):
+        outcome = forks[rank].outcome()
+        assert outcome is not None and outcome.classes[0] in ("CommTimeout", "PeerLost"), outcome
+        errors.append(outcome.error)
+    end(forks)
+    return all(f"waited {timeout_s:g} s for rank 1" in error for error in errors)
 
 
 def only_memfd(folder: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,18 @@ from weft.engine.worker.worker import Worker
 
 WAIT_S = 240.0
 """For what comes soon unless something is wrong; a busy machine may take long."""
+
+
+@contextmanager
+def sleeping_fork() -> Iterator[None]:
+    """Meanwhile a forked process sleeps, and holds copies of this one's descriptors."""
+    process = multiprocessing.get_context("fork").Process(target=signal.pause)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
 
 
 def byte_tokenizer(directory: Path) -> None:

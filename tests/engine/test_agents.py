@@ -384,14 +384,19 @@ def test_keys_that_cannot_be(tmp_path: Path) -> None:
         secured.read_key(tmp_path / "none")
 
 
-def test_digests_see_a_header_and_sampled_weights(cluster: EngineConfig, tmp_path: Path) -> None:
+def test_digests_see_a_header_and_sampled_weights(
+    cluster: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "BLOCK", 64)  # of a small file
     (copy := tmp_path / "model").mkdir()
     for path in cluster.model.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     same = digests.facts(replace(cluster, model=copy))
     assert same == digests.facts(cluster)
-    for name, what in (("model.safetensors", "weights"), ("config.json", "config.json")):
+    size = (cluster.model / "model.safetensors").stat().st_size
+    weights = [("model.safetensors", "weights", at) for at in (size - 64, size - 1, size // 2 - 32, size // 2 + 31)]
+    for name, what, at in (*weights, ("config.json", "config.json", -1)):
         data = (copy / name).read_bytes()
-        (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        (copy / name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at:][1:])
         assert [k for k, v in digests.facts(replace(cluster, model=copy)).items() if v != same[k]] == [what]
         (copy / name).write_bytes(data)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import queue
 import shutil
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from engine.conftest import WAIT_S
+from engine.conftest import WAIT_S, sleeping_fork
 from engine.test_engine import GREEDY, config, prompts
 from weft.engine.config import EngineConfig, EngineError, QueueFull
 from weft.engine.controller import rank_processes
@@ -48,12 +50,14 @@ def wait_until(holds: Callable[[], bool]) -> bool:
 
 
 def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) -> None:
-    """One rank while requests run, then one while nothing does; without a restart allowed, one report."""
+    """One rank while requests run, then one while nothing does; without a restart allowed, one report. Meanwhile a
+    forked process holds copies of the ranks' connections."""
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     few = [prompt[:20] for prompt in prompts(4)]
     with Engine(config(model_dir, **RANKS)) as engine:
         expected = [r.token_ids for r in engine.generate(few, params)]
-    with Engine(config(model_dir, executor="process", max_restarts=2, step_timeout_s=WAIT_S, **RANKS)) as engine:
+    options: Any = dict(executor="process", max_restarts=2, step_timeout_s=WAIT_S, **RANKS)
+    with Engine(config(model_dir, **options)) as engine, sleeping_fork():
         outputs: dict[int, list[Output]] = {at: [] for at in range(4)}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         begun, killed = threading.Event(), threading.Event()
@@ -149,36 +153,89 @@ def test_ranks_that_do_not_execute_the_same_are_found_in_that_step(
         executor.close()
 
 
-def test_ranks_of_a_killed_controller_leave_and_take_its_folder_along_even_before_they_are_up(model_dir: Path) -> None:
-    script = (
-        "import sys; sys.path.insert(0, 'tests')\n"
-        "from engine.test_engine import config; from pathlib import Path\n"
-        "from weft.engine.controller.rank_executors import make_executor\n"
-        "e = make_executor(config(Path(sys.argv[1]), executor='process', attn_dp=2, ep=2))\n"
-        "e._launch(lambda: None); print(*(p.pid for p in e.processes), e.directory, flush=True); sys.stdin.read()\n"
-    )
-    root = Path(__file__).parents[2]
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+KILLED = {
+    "ranks": """
+from engine.test_engine import config; from pathlib import Path
+from weft.engine.controller.rank_executors import make_executor
+e = make_executor(config(Path(sys.argv[1]), executor="process", attn_dp=2, ep=2))
+e._launch(lambda: None); started = [p.pid for p in e.processes], e.directory
+""",
+    "grammars": """
+from weft.engine.output.grammar_sandbox import GrammarSandbox
+sandbox = GrammarSandbox(lambda: {"tokenizer": "byte", "vocabulary": 257, "ends": []})
+process = sandbox._start(); started = [process.pid], ""
+""",
+    "chat templates": """
+from weft.server.templates import Templates
+templates = Templates(); started = [templates._process.pid], ""
+""",
+}
+"""Starts processes, and names them and their folder."""
+SLEEPER = """
+pid = os.fork() or signal.pause(); print(json.dumps([pid, started[0], str(started[1])]), flush=True); signal.pause()
+"""
+"""Forks a process that holds copies of all descriptors and sleeps."""
+
+
+@pytest.mark.parametrize("what", KILLED)
+def test_processes_of_a_killed_one_leave_before_they_are_up_and_though_its_forks_live(
+    model_dir: Path, what: str
+) -> None:
+    """Ranks take the controller's folder along."""
+    script = f"import json, os, signal, sys; sys.path.insert(0, 'tests'){KILLED[what]}{SLEEPER}"
     with subprocess.Popen(
-        [sys.executable, "-c", script, str(model_dir)], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", script, str(model_dir)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
     ) as controller:
         assert controller.stdout is not None
-        *pids, directory = controller.stdout.readline().decode().split()
+        sleeper, pids, directory = json.loads(controller.stdout.readline())
         controller.kill()
-
-    def gone(pid: str) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        except OSError:
-            return True
-
-    assert len(pids) == 2
     try:
-        assert wait_until(lambda: all(gone(pid) for pid in pids) and not Path(directory).exists())
+        assert wait_until(lambda: all(map(gone, pids)) and not (directory and Path(directory).exists()))
+        assert not gone(sleeper)
     finally:
-        for pid in pids:
+        for pid in (sleeper, *pids):
             if not gone(pid):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def in_a_fork(work: Callable[[], Any]) -> str:
+    """Its result, or its error in a line."""
+    results, there = multiprocessing.Pipe(duplex=False)
+
+    def main() -> None:
+        try:
+            there.send(repr(work()))
+        except Exception as error:
+            there.send(f"{type(error).__name__}: {error}")
+
+    process = multiprocessing.get_context("fork").Process(target=main)
+    process.start()
+    try:
+        assert results.poll(WAIT_S), "it hangs"
+        return str(results.recv())
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_forked_process_has_no_engine_and_leaves_its_parents_alone(model_dir: Path) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0)
+    with Engine(config(model_dir, executor="process", attn_dp=2, ep=2)) as engine:
+        expected = engine.generate([[1, 2]], params)[0].token_ids
+        belongs = f"this Engine belongs to process {os.getpid()}, from which this process was forked; make another one here"
+        for name in ("generate", "comm_report", "wait", "reset_cache", "state", "drain"):
+            assert in_a_fork(lambda name=name: getattr(engine, name)) == f"EngineError: {name}: {belongs}"
+        assert in_a_fork(lambda: engine.close()) == "None"
+        assert engine.generate([[1, 2]], params)[0].token_ids == expected
+        assert engine.state == "serving" and engine.stats().failures == 0
 
 
 @pytest.mark.parametrize("ids", [(257,), (-1,), (2**70,)])

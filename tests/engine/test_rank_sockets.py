@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -124,3 +127,49 @@ def test_others_can_poll_for_messages(ends: tuple[RankSockets, list[RankSocket]]
         assert select.select([sockets], [], [], 10)[0] == [sockets]
         assert sockets.receive(0) == expected
     assert select.select([sockets], [], [], 0)[0] == []
+
+
+def hold_copies(ranks: list[RankSocket], ready: int) -> None:
+    """A forked process: holds copies of the other end's sockets until it is killed."""
+    for rank in ranks:
+        rank.close()
+    os.write(ready, b"x")
+    signal.pause()
+
+
+def test_a_rank_ends_though_a_forked_process_holds_its_connection(ends: tuple[RankSockets, list[RankSocket]]) -> None:
+    sockets, ranks = ends
+    ready, to = os.pipe()
+    holder = multiprocessing.get_context("fork").Process(target=hold_copies, args=(ranks, to))
+    holder.start()
+    try:
+        assert os.read(ready, 1) == b"x"
+        ranks[0].send(b"last")
+        ranks[0].close()
+        assert next_of(sockets) == b"last" and sockets.receive(0.01) is None
+        assert select.select([sockets], [], [], 0)[0] == []
+        sockets.send(5, b"still here")
+        assert ranks[1].receive() == b"still here"
+        ranks[1].close()
+        assert sockets.receive(0.01) is None and select.select([sockets], [], [], 0)[0] == []
+    finally:
+        holder.kill()
+        holder.join()
+        os.close(ready)
+        os.close(to)
+
+
+def test_a_number_that_is_no_connection_keeps_no_message_back(ends: tuple[RankSockets, list[RankSocket]]) -> None:
+    """epoll reports a closed number for as long as a copy of its descriptor is open somewhere."""
+    sockets, (first, _) = ends
+    ready, to = os.pipe()
+    sockets._poll.register(ready, select.EPOLLIN)
+    copy = os.dup(ready)
+    os.close(ready)
+    os.write(to, b"x")
+    assert sockets.receive(0.01) is None
+    for _ in range(3):
+        first.send(b"one")
+        assert next_of(sockets) == b"one"
+    os.close(copy)
+    os.close(to)

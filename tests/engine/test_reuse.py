@@ -52,6 +52,18 @@ def test_a_state_is_kept_at_the_last_border_and_before_the_prompt_is_done() -> N
     assert driver.outputs[2] == expected_output([*PROMPT[:16], 40, 41], 3)
 
 
+def test_a_state_is_kept_a_page_before_the_end_of_a_prompt_of_whole_pages() -> None:
+    """Of the same prompt the last token has to run."""
+    driver = make(num_pages=64, max_batch_tokens=32, specs=[WHOLE, STATE])
+    driver.add(1, PROMPT[:16], 20)
+    assert [p.rows for p in driver.step().parts] == [12]
+    assert driver.scheduler.cached_tokens(PROMPT[:16]) == 12
+    second = driver.add(2, PROMPT[:16], 3)
+    assert [p.rows for p in driver.step().parts] == [4, 4] and second.cached == 12
+    driver.finish_all()
+    assert driver.outputs[2] == expected_output(PROMPT[:16], 3)
+
+
 def test_a_preempted_request_goes_on_from_what_is_cached_but_reports_what_was_at_first() -> None:
     """Its own prompt is in the cache by then; the client learns of the tokens that others had computed for it."""
     driver = make(num_pages=12, max_batch_tokens=64, max_running=2)

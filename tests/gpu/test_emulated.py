@@ -123,22 +123,30 @@ def test_what_cannot_be_is_refused() -> None:
     run_emulated(FOUR, refuse, TUNINGS["one shot"])
 
 
+INSIDE_HOSTS: dict[Mesh, set[tuple[int, ...]]] = {
+    Mesh(4, 1, 4, 1, hosts=2): {(0, 2), (1, 3)},  # every other rank
+    Mesh(3, 2, 2, 3, hosts=2): {(0, 1, 2), (3, 4, 5)},  # attn_tp crosses: none of its groups is of peer
+    Mesh(4, 2, 4, 2, hosts=2): {(0, 1), (2, 3), (4, 5), (6, 7), (0, 4), (1, 5), (2, 6), (3, 7)}
+    | {(0, 1, 4, 5), (2, 3, 6, 7)},
+}
+"""The groups inside hosts. Ranks go to hosts round-robin in blocks of max(attn_tp, moe_tp),
+or are neighbours where such a block does not fit a host."""
+
+
 def inside_hosts(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
-    rank = transport.rank
-    groups = [group for group in mesh.groups_on_host(rank) if len(group) > 1]
-    for group in groups:
-        assert {mesh.host_of(r) for r in group} == {mesh.host_of(rank)}
+    rank, hosts = transport.rank, INSIDE_HOSTS[mesh]
+    assert {group for r in range(mesh.world) for group in mesh.groups_on_host(r) if len(group) > 1} == hosts
+    for group in (group for group in mesh.groups_on_host(rank) if len(group) > 1):
+        assert rank in group
         mine, everyone = torch.full((1, 8), float(rank)), torch.tensor(group, dtype=torch.float32)
         assert torch.equal(transport.all_gatherv(mine, group, (1,) * len(group))[:, 0], everyone)
         assert torch.equal(transport.all_reduce(mine, group), everyone.sum().expand(1, 8))
-    assert groups and mesh.peers("host", rank) in groups
     with pytest.raises(CommError, match="is no group of the layout inside this host"):
-        transport.all_reduce(torch.ones(2, 8), mesh.peers("world", rank))
+        transport.all_reduce(torch.ones(2, 8), tuple(range(mesh.world)))
 
 
-@pytest.mark.parametrize("mesh", [Mesh(4, 1, 4, 1, hosts=2), Mesh(3, 2, 2, 3, hosts=2)], ids=str)
+@pytest.mark.parametrize("mesh", INSIDE_HOSTS, ids=str)
 def test_each_host_has_memory_of_its_own(mesh: Mesh) -> None:
-    """Hosts that have every other rank; and groups of which one alone crosses hosts, so that none is of peer."""
     run_emulated(mesh, inside_hosts, TUNINGS["one shot"], max_bytes=1 << 16)
 
 

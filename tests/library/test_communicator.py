@@ -273,6 +273,8 @@ def calls_that_differ() -> None:
         other = x.to((torch.float32, torch.int32)[comm.rank])
         refused(lambda: comm.all_gatherv(other, [4, 4]), "dtype", error=weft.CommError)
         refused(lambda: comm.all_gatherv(torch.ones(SMALL // 4), [SMALL // 4] * 2), f"max_bytes={2 * SMALL}")
+        mixed = torch.ones(SMALL // 4), [SMALL // 4] * 2
+        refused(lambda: comm.all_reduce_all_gatherv(*mixed), f"the result has {2 * SMALL} bytes")
         send = [0, SMALL // 8] if comm.rank == 0 else [0, SMALL // 8 + 1]
         if comm.rank:  # whose result is too large
             x = torch.ones(sum(send))

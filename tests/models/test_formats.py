@@ -206,6 +206,26 @@ def test_a_format_is_added_by_one_registration(monkeypatch: pytest.MonkeyPatch, 
     assert travelled == {"half + 4 bytes": 2} and len(found[0][0]) == 3 and len(found[1][0]) == 3
 
 
+def test_rows_that_a_block_takes_in_two_formats_are_gathered_as_they_are() -> None:
+    """They travel in one format at most."""
+
+    def plain(*kinds: Format) -> bool:
+        mesh = Mesh(2, 1, 2, 1)
+        trace = TraceStream(mesh, WIDTH, torch.float32, torch.device("cpu"))
+        trace.add(Hidden(torch.empty(0, WIDTH), mesh.placement(Rows.GROUP), mesh, "embed"))
+        hidden = trace.read(Norm(), Rows.WORLD)
+        assert hidden.in_format is not None
+        for kind in kinds:
+            hidden.in_format(kind)
+        [read] = trace.chain().reads
+        assert read.wire == (Wire(kinds[0], 0) if kinds else None)
+        return read.plain
+
+    one, other = Float8(8), Float8(16)
+    assert plain() and not plain(one) and not plain(one, one)
+    assert plain(one, other) and plain(one, other, one) and plain(one, one, other)
+
+
 def test_a_single_row_in_float8(monkeypatch: pytest.MonkeyPatch, travelled: Counter[str]) -> None:
     found = read(Float8(8), plain=False, counts=(0, 1))
     assert travelled == {"fp8/8 + 4 bytes": 2}

@@ -24,6 +24,7 @@ HIDDEN, KNOWN = "tests/models/test_hidden.py", "tests/test_known_failures.py"
 TRANSFORMERS = "tests/models/test_as_transformers.py"
 LOGITS = "tests/models/test_logits.py::test_every_layout_gives_transformers_logits"
 ONE = "attn_dp=1 attn_tp=1 ep=1 moe_tp=1"
+MESSAGES, REUSE = "tests/engine/test_agent_messages.py", "tests/engine/test_reuse.py"
 FIELDS, CHUNKS = "tests/server/test_fields.py", "tests/server/test_tools.py::test_calls_in_later_chunks_are_numbered_on"
 
 ONCE_MISSED = [
@@ -152,6 +153,111 @@ ONCE_MISSED = [
         "else (weight * normed).to(x.dtype)",
         "else (weight * normed.to(x.dtype)).to(x.dtype)",
         (f"{HIDDEN}::test_a_norm_about_one_is_rounded_once",),
+    ),
+    Fault(
+        "gathered tokens have no place for the ends of pages",
+        "attention/captured_prompts.py",
+        "capacity = limit * ranks + PAGE * min(sequences, len(rows) // 2)",
+        "capacity = limit * ranks",
+        ("tests/gpu/triton_checks/test_backend.py::test_prompts_in_graphs_gather_all_tokens_that_the_plan_allows",),
+    ),
+    Fault(
+        "a rank's message of an earlier start is taken for this one's",
+        "engine/hosts/agents.py",
+        "return message.encoded if message.number == self._number else None",
+        "return message.encoded",
+        (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
+    ),
+    Fault(
+        "a rank that ended before this start has ended in it",
+        "engine/hosts/agents.py",
+        "if isinstance(message, Ended) and message.number == self._number:",
+        "if isinstance(message, Ended):",
+        (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
+    ),
+    Fault(
+        "ranks that have stopped are those of any start",
+        "engine/hosts/agents.py",
+        "            agent.stopped = message.number\n",
+        "            agent.stopped = self._number\n",
+        (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
+    ),
+    Fault(
+        "ends of ranks are kept for the next start",
+        "engine/hosts/agents.py",
+        "self._number, self._ended = number, []",
+        "self._number = number",
+        (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
+    ),
+    Fault(
+        "a host that waits is forgotten where the first is lost",
+        "engine/hosts/agents.py",
+        "            self._take_in(candidate.identity, candidate.join)\n",
+        "            pass\n",
+        (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
+    ),
+    Fault(
+        "a host that leaves keeps its successor out",
+        "engine/hosts/agents.py",
+        "        if isinstance(message, Left):\n            self._lose(agent, message.text)\n            return None\n",
+        "",
+        (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
+    ),
+    Fault(
+        "a host that was lost once is lost for good",
+        "engine/hosts/agents.py",
+        "                self._bury()\n        self._lost = None\n",
+        "                self._bury()\n",
+        (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
+    ),
+    Fault(
+        "a rank that ended by itself was killed",
+        "engine/hosts/agents.py",
+        "if e.killed or not killed), None)",
+        "if e.text), None)",
+        (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
+    ),
+    Fault(
+        "ranks get messages of an earlier start",
+        "engine/hosts/agent.py",
+        "self._ranks.running and message.number == self._number:",
+        "self._ranks.running:",
+        (f"{MESSAGES}::test_an_agent_hands_on_messages_of_its_start_alone",),
+    ),
+    Fault(
+        "the middle of weights is not sampled",
+        "engine/hosts/digests.py",
+        "sorted({0, max(0, size // 2 - BLOCK // 2), max(0, size - BLOCK)})",
+        "sorted({0, max(0, size - BLOCK)})",
+        ("tests/engine/test_agents.py::test_digests_see_a_header_and_sampled_weights",),
+    ),
+    Fault(
+        "rows that two formats are asked for travel in one alone",
+        "stream.py",
+        "plain=read.plain or another)",
+        "plain=read.plain)",
+        ("tests/models/test_formats.py::test_rows_that_a_block_takes_in_two_formats_are_gathered_as_they_are",),
+    ),
+    Fault(
+        "a state is kept at the end of a prompt of whole pages",
+        "kv/manager.py",
+        "return (tokens - 1) // self.page_size * self.page_size",
+        "return tokens // self.page_size * self.page_size",
+        (f"{REUSE}::test_a_state_is_kept_a_page_before_the_end_of_a_prompt_of_whole_pages",),
+    ),
+    Fault(
+        "a mixed exchange's result may have any size",
+        "library/communicator.py",
+        "        self._takes.check_result(op, x, sum(sizes))\n        return self.transport.all_reduce_all_gatherv",
+        "        return self.transport.all_reduce_all_gatherv",
+        ("tests/library/test_communicator.py::test_calls_that_differ_between_ranks",),
+    ),
+    Fault(
+        "a rank's connection stays in epoll",
+        "engine/rank_sockets.py",
+        "            self._poll.unregister(connection.socket)",
+        "            pass",
+        ("tests/engine/test_rank_sockets.py::test_a_rank_ends_though_a_forked_process_holds_its_connection",),
     ),
 ]
 """What no test saw once."""

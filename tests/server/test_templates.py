@@ -72,8 +72,13 @@ def test_it_makes_the_prompt_of_a_chat(trusting: Served) -> None:
     ],
     ids=["syntax", "refusal", "escape", "long", "memory", "endless"],
 )
-def test_what_a_template_may_not_do(trusting: Served, template: str, error: str) -> None:
+def test_what_a_template_may_not_do(
+    trusting: Served, monkeypatch: pytest.MonkeyPatch, template: str, error: str
+) -> None:
+    if error != "longer than 2 s":  # a busy machine may take longer for any other
+        monkeypatch.setattr("weft.server.templates.RENDER_S", 240.0)
     with trusting.http() as http:
         response = http.post("/tokenize", json={"messages": MESSAGES, "chat_template": template})
     assert response.status_code == 400 and error in response.json()["error"]["message"], response.text
+    monkeypatch.setattr("weft.server.templates.RENDER_S", 240.0)
     assert tokens(trusting, chat_template="{{ messages[0].content }}") == "hi", "the next one is served"

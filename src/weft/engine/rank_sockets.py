@@ -122,9 +122,10 @@ class RankSockets:
             [(descriptor, events)] = ready
             if descriptor == self._server.fileno():
                 self._accept()
-                continue
-            connection = self._by_descriptor[descriptor]
-            if events & select.EPOLLOUT:
+            elif (connection := self._by_descriptor.get(descriptor)) is None:  # closed here, open in another process
+                if time.monotonic() >= until:
+                    return None
+            elif events & select.EPOLLOUT:
                 if self._sent(connection):
                     self._poll.modify(descriptor, select.EPOLLIN)
             elif (message := self._received(connection)) is not None:
@@ -148,6 +149,7 @@ class RankSockets:
         if not (packet := _packet(connection.socket)):
             self._by_rank.pop(-1 if connection.rank is None else connection.rank, None)
             del self._by_descriptor[connection.socket.fileno()]
+            self._poll.unregister(connection.socket)  # close does not, where a forked process holds the socket, too
             connection.socket.close()
             return None
         connection.received.append(packet[1:])

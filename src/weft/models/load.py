@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +19,9 @@ from weft.models.model_config import LanguageModel, ModelConfig, ModelError, fir
 from weft.models.registry import plugin_line
 from weft.models.source import Source
 from weft.place.spec import LayoutError, Mesh, PlacementError
+
+if TYPE_CHECKING:
+    from weft.models.gguf_file import GgufFile  # an extra brings its package
 
 Progress = Callable[[int, int], None]
 NORMS = (RMSNorm, HeadNorm, WholeNorms)

@@ -7,9 +7,11 @@ It imports little, so that it is there soon, and talks in JSON: whatever a templ
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 MEMORY = 2**28
@@ -21,8 +23,12 @@ MAX_ERROR = 500
 
 
 def serve(connection: Connection) -> None:
-    """Says `ready`, then renders until the other end is closed: arguments of `render_jinja_template` to {"text"} or
-    {"error"}. Ends where memory does not suffice, as compiled templates are kept: they may be what fills it."""
+    """Says `ready`, then renders until the server ends or closes its end: arguments of `render_jinja_template` to
+    {"text"} or {"error"}. Ends where memory does not suffice, as compiled templates are kept: they may be what fills
+    it."""
+    server = parent_process()
+    assert server is not None and server.pid is not None
+    servers_end = os.pidfd_open(server.pid)  # a process that the server has forked holds a copy of its connection
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which lets its requests end
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -30,7 +36,7 @@ def serve(connection: Connection) -> None:
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection.send_bytes(b"ready")
-    while True:
+    while servers_end not in wait([connection, servers_end]):
         try:
             request = json.loads(connection.recv_bytes())
         except EOFError:

@@ -164,6 +164,26 @@ def test_sharded_tokens_of_prompts_in_graphs(
 
 
 @pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("allowed, gathers", [(27, True), (26, False)])
+def test_prompts_in_graphs_gather_all_tokens_that_the_plan_allows(
+    allowed: int, gathers: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """27 on the rank that holds the most; each sequence takes whole pages of the places of gathered tokens."""
+    found, attend = list[bool](), CapturedPrompts.attend
+
+    def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
+        found.append(prompts._tokens is not None and bool(prompts._tokens.places))
+        return attend(prompts, *layer)
+
+    monkeypatch.setattr(CapturedPrompts, "attend", watched)
+    monkeypatch.setattr(ContextGroup, "prefill", lambda _, what, rows: "gather" if what.seen <= allowed else "merge")
+    spans, interleave = [(2, 15)] * 3, Interleave(2, 2, 4)
+    case = roomy(make_case(spans, seed=6, page=interleave.span, spec=PagedKV(1, 8), heads=2), 6, 3)
+    run_interleaved(PagedTriton, on(device, case), spans, interleave, live=True)
+    assert {*found} == {gathers}
+
+
+@pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("gathered, cheap, saves", [(False, 99, 1), (True, 1, 0), (False, 1, 1 << 40), (True, 0, 0)])
 def test_sharded_latent_projections_in_graphs(
     gathered: bool, cheap: int, saves: int, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -15,8 +15,12 @@ from typing import Any
 
 from weft.engine.config import EngineError
 
-CODE_S = 1.0
-"""How long the fork server may take to report a rank's exit code, once the rank has ended."""
+CODE_S = 4.0
+"""Seconds that the fork server may take to report a rank's exit code, once the rank has ended.
+
+One that is gone is noticed at once. A rank without a code counts as killed, which on a busy machine would be wrong.
+Shorter than the silence after which an agent is given up.
+"""
 
 
 class RankProcess:
@@ -59,7 +63,7 @@ class ForkServer:
         with open(self._log, "wb") as log:
             # A session of its own, so that Ctrl-C reaches the controller alone and it can stop the ranks in order.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "weft.engine.controller.fork_server", str(directory)],
+                [sys.executable, "-m", "weft.engine.controller.fork_server", str(directory), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -100,7 +104,7 @@ class ForkServer:
                 self._read(left)
             except EngineError:
                 break
-        return self._codes.get(pid, unknown)
+        return self._codes.pop(pid, unknown)  # another rank may have this number later
 
     def close(self) -> None:
         """Ends it, its ranks and its directory. May be called twice."""

@@ -1,9 +1,10 @@
-"""A process that has imported what ranks need and forks them: `python -m weft.engine.controller.fork_server DIRECTORY`.
+"""The process that forks ranks, with all imported: `python -m weft.engine.controller.fork_server DIRECTORY PID`.
 
 Importing torch takes seconds of a core. With this process one import serves every rank, the first time and each time
 that ranks are started anew, and its memory is shared. It must stay single-threaded and touch no device: a fork copies
-neither. It lives as long as its standard input is open, which ends with the controller however that ends; then it kills
-its ranks and removes DIRECTORY. Its protocol is one JSON object a line:
+neither. It lives as long as its standard input is open and PID, the controller, runs: a process that the controller has
+forked holds a copy of the other end of standard input. Then it kills its ranks and removes DIRECTORY. Its protocol is
+one JSON object a line:
 
   in    {"directory": PATH, "rank": N}        fork a rank; its files are there
   out   {"ready": true}                       once, when all is imported
@@ -27,8 +28,8 @@ from weft.engine.threads import name_thread
 from weft.engine.worker import rank
 
 
-def main(root: Path) -> None:
-    """Forks ranks until standard input ends."""
+def main(root: Path, controller: int) -> None:
+    """Forks ranks until standard input or the controller ends."""
     name_thread("weft-forks")
     children: dict[int, int] = {}  # pidfd → pid
     pending = b""
@@ -36,8 +37,12 @@ def main(root: Path) -> None:
     poller = select.poll()
     poller.register(0, select.POLLIN | select.POLLHUP)
     try:
+        controllers_end = os.pidfd_open(controller)
+        poller.register(controllers_end, select.POLLIN)
         while True:
             for fd, _ in poller.poll():
+                if fd == controllers_end:
+                    return
                 if fd:
                     poller.unregister(fd)
                     pid = children.pop(fd)
@@ -50,12 +55,12 @@ def main(root: Path) -> None:
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
                     wanted = json.loads(line)
-                    pid = _fork(Path(wanted["directory"]), wanted["rank"], list(children))
+                    pid = _fork(Path(wanted["directory"]), wanted["rank"], [controllers_end, *children])
                     child = os.pidfd_open(pid)
                     children[child] = pid
                     poller.register(child, select.POLLIN)
                     _say({"rank": wanted["rank"], "pid": pid})
-    except BrokenPipeError:  # the controller is gone
+    except (BrokenPipeError, ProcessLookupError):  # the controller is gone
         pass
     finally:
         for pid in children.values():
@@ -81,6 +86,8 @@ def _fork(directory: Path, number: int, descriptors: list[int]) -> int:
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        os.close(null)
+        os.close(log)
         code = rank.main(directory, number, parent)
     except BaseException:
         traceback.print_exc()
@@ -92,4 +99,4 @@ def _fork(directory: Path, number: int, descriptors: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

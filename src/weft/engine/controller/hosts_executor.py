@@ -22,6 +22,8 @@ from weft.engine.worker.open_transports import cost_model, table_file
 from weft.place.cost import GPU_COSTS
 
 log = logging.getLogger(__name__)
+MARGIN_S = 1.0
+"""Seconds by which a busy machine may notice a host's silence late."""
 
 
 class HostsExecutor(ProcessExecutor):
@@ -106,8 +108,10 @@ class HostsExecutor(ProcessExecutor):
         return self._local.ended(killed=killed) or self._agents.gone(killed=killed)
 
     def _cause(self, first: Failure) -> Exception:
-        # Ranks hear at once that a connection is gone, and the agents' silence says later that it was a host.
-        deadline = time.monotonic() + SILENT_S + POLL_S
+        # Ranks hear at once that a connection is gone, and the agents' silence says later that it was a host. What such
+        # a host sent before is read first: it counts as heard when it is read.
+        self._drain()
+        deadline = time.monotonic() + SILENT_S + MARGIN_S
         while first.lost_peer and not self._dead(killed=True) and time.monotonic() < deadline:
             if isinstance(message := self._receive(), Failure) and not message.lost_peer:
                 first = message

@@ -146,6 +146,9 @@ class Agents:
                 self.socket.send_multipart([identity, encode(Refused(why))])
             return None
         agent.heard = time.monotonic()
+        if isinstance(message, Left):
+            self._lose(agent, message.text)
+            return None
         if (candidate := self._candidates.pop(agent.join.node, None)) is not None:
             self._refuse(candidate, f"{agent.name} is there already; give each host another --node-rank")
         if isinstance(message, FromRanks):
@@ -154,8 +157,6 @@ class Agents:
             self._ended.append(message)
         elif isinstance(message, Stopped):
             agent.stopped = message.number
-        elif isinstance(message, Left):
-            self._lose(agent, message.text)
         else:
             assert isinstance(message, Alive | Ended)
         return None

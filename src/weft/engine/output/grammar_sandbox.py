@@ -1,9 +1,10 @@
-"""A process in which grammars are compiled before this one does: `python -m weft.engine.output.grammar_sandbox`.
+"""A process in which grammars are compiled before this one does: `python -m weft.engine.output.grammar_sandbox PID`.
 
 llguidance may take minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
 Its own limits prevent none of these. So a grammar is tried in a fork of a process that knows the tokenizer, with limits
 that the kernel enforces. That process must stay single-threaded, as forks are made of it; it lives as long as its
-standard input is open. Its protocol is one JSON value a line:
+standard input is open and PID, which started it, runs: a process that PID has forked holds a copy of the other end of
+standard input. Its protocol is one JSON value a line:
 
   in    {"tokenizer": TEXT, "vocabulary": N, "ends": [TOKEN, …]}    once; as `llguidance.LLTokenizer` takes it
         GRAMMAR                                                     as `llguidance.LLMatcher` takes it
@@ -16,12 +17,14 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import llguidance
@@ -79,7 +82,7 @@ class GrammarSandbox:
     def _start(self) -> subprocess.Popen[bytes]:
         # A session of its own: Ctrl-C is for the controller.
         process = subprocess.Popen(
-            [sys.executable, "-m", "weft.engine.output.grammar_sandbox"],
+            [sys.executable, "-m", "weft.engine.output.grammar_sandbox", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -97,14 +100,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def main() -> None:
-    """Tries grammars until standard input ends."""
-    tokenizer = json.loads(sys.stdin.readline())
+def main(parent: int) -> None:
+    """Tries grammars until standard input or the process that started this one ends."""
+    lines = _lines(parent)
+    if (described := next(lines, None)) is None:
+        return
+    tokenizer = json.loads(described)
     tokens = llguidance.LLTokenizer(
         tokenizer["tokenizer"], n_vocab=tokenizer["vocabulary"], eos_token=tokenizer["ends"] or None
     )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in sys.stdin:
+    for line in lines:
         pid = os.fork()
         if pid == 0:
             _try_and_exit(tokens, line)
@@ -113,7 +119,21 @@ def main() -> None:
             _say({"error": ENDED.get(signal.Signals(-code), "it cannot be compiled")})
 
 
-def _try_and_exit(tokens: llguidance.LLTokenizer, line: str) -> None:
+def _lines(parent: int) -> Iterator[bytes]:
+    """Lines of standard input, until it or the process `parent` ends."""
+    poller, line = select.poll(), bytearray()
+    poller.register(0, select.POLLIN)
+    with suppress(ProcessLookupError):  # it has ended already
+        poller.register(os.pidfd_open(parent), select.POLLIN)
+        while all(fd == 0 for fd, _ in poller.poll()) and (data := os.read(0, 1 << 16)):
+            *ends, data = data.split(b"\n")
+            for end in ends:
+                yield bytes(line + end)
+                line.clear()
+            line += data
+
+
+def _try_and_exit(tokens: llguidance.LLTokenizer, line: bytes) -> None:
     size = _pages()[0]
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # which ends the process
@@ -153,4 +173,4 @@ def _say(what: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

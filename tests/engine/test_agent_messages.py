@@ -1,0 +1,216 @@
+"""What node 0 and agents make of each message, whenever it comes: members that say what a test has them say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from engine.conftest import WAIT_S
+from engine.test_agents import cluster, hear
+from weft.engine.config import EngineConfig
+from weft.engine.hosts import agents, digests, secured
+from weft.engine.hosts.agent import HostAgent
+from weft.engine.hosts.agents import Agents
+from weft.engine.hosts.host_messages import (
+    Ended,
+    FromAgent,
+    FromRanks,
+    Join,
+    Left,
+    Start,
+    Stopped,
+    StopRanks,
+    ToAgent,
+    ToRanks,
+    Welcome,
+    decode_to_agent,
+    encode,
+)
+
+__all__ = ["cluster"]
+
+
+class Member:
+    """An agent that has no ranks. host: as it calls itself."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: EngineConfig, host: str, node: int = 1):
+        assert config.cluster_key is not None
+        self.socket = secured.connecting(context, secured.read_key(config.cluster_key))
+        self.socket.linger = 0
+        self.socket.connect(f"tcp://127.0.0.1:{config.master_port}")
+        self.say(Join(node, host, digests.facts(config), digests.options(config), 0.0))
+
+    def say(self, *messages: FromAgent) -> None:
+        for message in messages:
+            self.socket.send(encode(message))
+
+    def hears(self) -> ToAgent:
+        assert self.socket.poll(int(WAIT_S * 1000)), "nothing came"
+        return decode_to_agent(self.socket.recv())
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@contextmanager
+def node_0(config: EngineConfig) -> Iterator[Agents]:
+    node0 = Agents(config)
+    try:
+        yield node0
+    finally:
+        node0.close()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members say nothing by themselves."""
+    monkeypatch.setattr(agents, "SILENT_S", WAIT_S)
+
+
+def test_messages_of_an_earlier_start_are_not_taken_for_this_ones(cluster: EngineConfig, context: Any) -> None:
+    with node_0(cluster) as node0:
+        member = Member(context, cluster, "first")
+        hear(node0, lambda: not node0.missing)
+        node0.start({}, None, 2)
+        assert [member.hears(), member.hears()] == [Welcome(), Start(2, {}, None)]
+        member.say(FromRanks(1, b"old"), Ended(1, "rank 2 ended", True), FromRanks(2, b"new"))
+        received: list[bytes] = []
+        while not received:
+            assert node0.socket.poll(int(WAIT_S * 1000))
+            received += filter(None, [node0.receive()])
+        assert received == [b"new"] and node0.gone() is None
+        member.say(Ended(2, "rank 3 ended", False))
+        hear(node0, lambda: node0.gone() is not None)
+        assert node0.gone() == "rank 3 ended" and node0.gone(killed=True) is None
+        member.say(Ended(2, "rank 2 was killed", True))
+        hear(node0, lambda: node0.gone(killed=True) is not None)
+        assert node0.gone(killed=True) == "rank 2 was killed"
+        node0.start({}, None, 3)
+        assert node0.gone() is None, "of ranks that were started anew"
+        left = [Stopped(3), Stopped(2)]
+
+        def waiting() -> None:
+            if node0._agents[1].stopped == (0, 2)[len(left) % 2]:
+                member.say(left.pop())
+
+        node0.stop(waiting)
+        assert not left, "ranks of this start are waited for"
+        assert not node0.missing, "and no longer"
+        assert [member.hears(), member.hears()] == [Start(3, {}, None), StopRanks(3)]
+
+
+@pytest.mark.parametrize("how", ["left", "silent"])
+def test_a_host_that_waits_takes_the_place_of_one_that_is_lost(
+    cluster: EngineConfig, context: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with node_0(cluster) as node0:
+        first = Member(context, cluster, "first")
+        hear(node0, lambda: not node0.missing)
+        second = Member(context, cluster, "second")
+        hear(node0, lambda: bool(node0._candidates))
+        if how == "left":
+            first.say(Left("was stopped"))
+            hear(node0, lambda: node0._lost is not None)
+            assert node0.gone() == "node 1 (first) was stopped"
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(agents, "SILENT_S", -1.0)
+                text = node0.gone()
+            assert text == "node 1 (first) has not been heard for -1 s"
+        assert node0.missing == [] and second.hears() == Welcome()
+        node0.wait_for_all(WAIT_S, lambda: None)
+        assert node0.gone() is None
+        second.say(Ended(0, "rank 3 ended", False))
+        hear(node0, lambda: node0.gone() is not None)
+        assert node0.gone() == "rank 3 ended"
+
+
+def test_node_0_waits_for_all_hosts_and_meanwhile_gives_up_one_that_is_silent(
+    cluster: EngineConfig, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, missing = replace(cluster, nnodes=4), list[list[int]]()
+    with node_0(config) as node0:
+        Member(context, config, "first")
+        hear(node0, lambda: node0.missing == [2, 3])
+
+        def waiting() -> None:
+            missing.append(node0.missing)
+            monkeypatch.setattr(agents, "SILENT_S", -1.0 if node0.missing == [2, 3] else WAIT_S)
+            if not members and node0.missing == [1, 2, 3]:
+                members.extend(Member(context, config, "another", node) for node in (3, 2, 1))
+
+        members: list[Member] = []
+        node0.wait_for_all(WAIT_S, waiting)
+        assert missing[0] == [2, 3] and [1, 2, 3] in missing and not node0.missing and node0.gone() is None
+        assert [member.hears() for member in members] == [Welcome()] * 3
+
+
+def test_node_0_stops_without_a_host_that_is_silent(
+    cluster: EngineConfig, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with node_0(cluster) as node0:
+        member = Member(context, cluster, "first")
+        hear(node0, lambda: not node0.missing)
+        node0.start({}, None, 1)
+        waits: list[None] = []
+
+        def waiting() -> None:
+            waits.append(None)
+            monkeypatch.setattr(agents, "SILENT_S", -1.0)
+
+        node0.stop(waiting)
+        assert waits and node0.missing == [1]
+        member.say(Left("was stopped"))  # when it is nobody's
+        hear(node0, lambda: not node0.socket.poll(0))
+        assert node0.gone() == "node 1 (first) has not been heard for -1 s"
+
+
+def test_an_agent_hands_on_messages_of_its_start_alone(cluster: EngineConfig) -> None:
+    sent: list[tuple[int | None, bytes]] = []
+    agent: Any = HostAgent(replace(cluster, node_rank=1), lambda line: None)
+    agent._ranks = SimpleNamespace(
+        running=True, send=lambda *message: sent.append(message), send_all=lambda encoded: sent.append((None, encoded))
+    )
+    agent._number = 2
+    try:
+        for number, rank in ((1, None), (2, None), (3, None), (1, 3), (2, 3)):
+            assert agent._follow(encode(ToRanks(number, rank, b"%d" % number)))
+        agent._ranks.running = False
+        assert agent._follow(encode(ToRanks(2, None, b"2")))
+    finally:
+        agent._socket.disable_monitor()
+        agent._context.destroy(linger=0)
+    assert sent == [(None, b"2"), (3, b"2")]
+
+
+def test_node_0_numbers_what_it_sends_to_ranks(cluster: EngineConfig, context: Any) -> None:
+    with node_0(cluster) as node0:
+        member = Member(context, cluster, "first")
+        hear(node0, lambda: not node0.missing)
+        node0.start({}, "a table", 7)
+        node0.send(1, 3, b"to one")
+        node0.send(1, None, b"to all")
+        node0.send(2, None, b"to nobody")
+        heard = [member.hears() for _ in range(4)]
+    assert heard == [Welcome(), Start(7, {}, "a table"), ToRanks(7, 3, b"to one"), ToRanks(7, None, b"to all")]
+
+
+def test_a_message_that_is_none_is_no_sign_of_life(cluster: EngineConfig, context: Any) -> None:
+    with node_0(cluster) as node0:
+        member = Member(context, cluster, "first")
+        hear(node0, lambda: not node0.missing)
+        heard = node0._agents[1].heard
+        member.socket.send(msgspec.msgpack.encode({"type": "Hello"}))
+        assert node0.socket.poll(int(WAIT_S * 1000)) and node0.receive() is None
+        assert node0._agents[1].heard == heard and node0.gone() is None

@@ -111,7 +111,8 @@ class Service:
         echoed = [text for text in map(self.prompts.text, prompts) for _ in range(body.n)] if body.echo else []
         wanted = render.Wanted(body.logprobs, body.prompt_logprobs, body.return_token_ids)
         each = [prompt for prompt in prompts for _ in range(body.n)]
-        return prompts, params, render.Completion(self.engine.text_processor, each, wanted, echoed)
+        hidden = self.engine.text_processor.special_ids if body.skip_special_tokens else ()
+        return prompts, params, render.Completion(self.engine.text_processor, each, wanted, echoed, hidden)
 
     def _chat(self, body: ChatRequest) -> Job:
         self._check(body)

@@ -226,9 +226,9 @@ def prepare(
     if not prompt:
         raise ValueError("prompt is empty; give at least one token")
     max_output = context - len(prompt)
-    least_output = 1 if params.max_tokens is None else params.max_tokens
-    if least_output > max_output:  # before each token is looked at: there may be millions
-        raise ContextExceeded(context, len(prompt), least_output)
+    output = 1 if params.max_tokens is None else params.max_tokens
+    if output > max_output:  # before each token is looked at: there may be millions
+        raise ContextExceeded(context, len(prompt), output)
     vocabulary = text_processor.vocabulary
     if min(prompt) < 0 or max(prompt) >= vocabulary:
         raise ValueError(f"prompt: its tokens must be between 0 and {vocabulary - 1}")

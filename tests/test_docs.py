@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from test_layout import ORDER
+from weft.cli.cmd_serve import Command
+from weft.cli.command import parse
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weft"
@@ -102,3 +109,38 @@ def test_every_benchmark_is_in_the_list_of_them() -> None:
     scripts = {path for path in folder.glob("*.*") if path.suffix != ".md"}
     scripts |= {path for path in folder.glob("*/*.py") if "__main__" in path.read_text()}
     assert {f"`{path.relative_to(folder)}`" for path in scripts} == set(re.findall(r"^\| (`[^`]+`)", listed, re.M))
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
+
+
+def test_options_that_deployments_give_exist(tmp_path: Path) -> None:
+    """In containers, in a file, and in commands; a command line that cannot be parsed ends in SystemExit."""
+    [manifests] = blocks("deploy.md", "yaml")
+    deployment, service = yaml.safe_load_all(manifests)
+    pod = deployment["spec"]["template"]
+    [container] = pod["spec"]["containers"]
+    ports = {container["ports"][0]["containerPort"], *(port["port"] for port in service["spec"]["ports"])}
+    assert ports == {8000, container["readinessProbe"]["httpGet"]["port"]}
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+    [_, *options] = container["args"]
+    commands = re.findall(r"^(?:weft serve|docker run .* weft /\S+)(.*)$", "".join(blocks("deploy.md", "sh")), re.M)
+    assert len(commands) == 2
+    for arguments in (options, *map(shlex.split, commands)):
+        assert parse(Command, "serve", arguments)
+    [text] = blocks("serving.md", "yaml")
+    text = text.replace("/models/Qwen3-30B-A3B", str(ROOT / "examples/tiny_model"))
+    (file := tmp_path / "serve.yaml").write_text(text)
+    assert parse(Command, "serve", ["--config", str(file)]).http.served_model_name == ("qwen3", "default")
+
+
+def test_the_unit_of_systemd_is_valid(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    [unit] = blocks("deploy.md", "ini")
+    assert "/opt/weft/bin/weft" in unit
+    (file := tmp_path / "weft.service").write_text(unit.replace("/opt/weft/bin/weft", sys.executable))
+    done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0 and str(file) not in done.stderr, done.stderr

@@ -8,9 +8,9 @@ helps; greedy outputs of full length. Rounds alternate: A B, B A. Engines are pl
 - --together: all start first, each with its share of the memory, and the load alternates point by point.
 
 All engines have the same limits of sequences and tokens a step, or with --defaults each its own. The table has times
-between tokens (ITL) and to the first token (TTFT), tokens a second, seconds to start, tokens that a cache holds, and
-what the first engine has of the best of the others. It is in --out, with JSON that names the host, and with the
-engines' logs. All are written after each point, so that what --limit-s ends early is not lost.
+per output token (TPOT), between tokens (ITL) and to the first token (TTFT), tokens a second, seconds to start, tokens
+that a cache holds, and what the first engine has of the best of the others. It is in --out, with JSON that names the
+host, and with the engines' logs. All are written after each point, so that what --limit-s ends early is not lost.
 
     python benchmarks/rivals/compare.py --engines weft vllm --num-layers 24 --python vllm=/opt/vllm/bin/python
     python benchmarks/rivals/compare.py --dry-run

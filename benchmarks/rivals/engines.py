@@ -78,9 +78,9 @@ def _weft_cache(get: Callable[[str], str]) -> float:
 
 
 def _vllm_cache(get: Callable[[str], str]) -> float:
-    [labels] = re.findall(r"^vllm:cache_config_info\{(.*)\}", get("/metrics"), re.MULTILINE)
-    fields = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-    return float(fields["num_gpu_blocks"]) * float(fields["block_size"])
+    engines = re.findall(r"^vllm:cache_config_info\{(.*)\}", get("/metrics"), re.MULTILINE)  # one a data-parallel rank
+    fields = [dict(re.findall(r'(\w+)="([^"]*)"', labels)) for labels in engines]
+    return sum(float(each["num_gpu_blocks"]) * float(each["block_size"]) for each in fields)
 
 
 def _sglang_cache(get: Callable[[str], str]) -> float:

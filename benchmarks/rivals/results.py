@@ -30,6 +30,7 @@ class Figure:
 
 
 FIGURES = (
+    Figure("TPOT ms", "median_tpot_ms", True),
     Figure("ITL ms", "median_itl_ms", True),
     Figure("p99", "p99_itl_ms", True),
     Figure("TTFT ms", "median_ttft_ms", True),

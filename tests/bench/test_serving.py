@@ -188,7 +188,8 @@ def test_the_table_and_the_file(stub: Stub, tmp_path: Path) -> None:
         code, out, _ = bench(stub, "--output-file", str(file), "--goodput", "ttft:600000", "e2el:0.0001")
         assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    for word in ("TTFT", "TPOT", "ITL", "E2EL", "median", "p99", "output tokens a second"):
+    assert re.findall(r"\((\w+)\)", out) == ["TPOT", "TTFT", "ITL", "E2EL"]
+    for word in ("median", "p99", "output tokens a second"):
         assert word in out
     first, second = map(json.loads, file.read_text().splitlines())
     assert first.keys() == second.keys() and first["request_goodput"] == 0.0 and first["request_rate"] == "inf"
@@ -295,6 +296,44 @@ def test_texts_have_as_many_tokens() -> None:
     asks = Workload(20, 40, 1).asks(len(tokenizer), tokenizer)
     lengths = [len(tokenizer.encode(a.prompt, add_special_tokens=False)) for a in asks]
     assert statistics.median(lengths) == 40 and max(abs(n - 40) for n in lengths) <= 4
+
+
+# Deltas as vLLM, SGLang, OpenAI, Mistral and litellm send them, the seconds that count, and the text.
+CALL = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+MORE = {"index": 0, "function": {"arguments": "{}"}}
+DELTAS: dict[str, tuple[list[dict[str, Any] | None], list[int], str]] = {
+    "reasoning": ([{"role": "assistant", "content": ""}, {"reasoning": "a"}, {"reasoning": "b"}, {}], [1, 2], "ab"),
+    "reasoning_content": ([{"content": None, "reasoning_content": "a"}, {"content": "b"}, {}], [0, 1], "ab"),
+    "both names": ([{"reasoning": "a", "reasoning_content": "a"}, {"content": "b", "reasoning": None}], [0, 1], "ab"),
+    "calls alone": ([{"role": "assistant"}, {"tool_calls": [CALL]}, {"tool_calls": [MORE]}], [1, 2], ""),
+    "refusal": ([{"role": "assistant", "refusal": None}, {"refusal": "no"}, None], [1], ""),
+    "audio": ([{"audio": {"data": "AA=="}}, {"function_call": {"arguments": "{"}}, {"audio": None}], [0, 1], ""),
+    "parts": ([{"content": [{"type": "thinking", "thinking": []}]}, {"content": "a"}], [0, 1], "a"),
+    "unknown": ([{"thinking_blocks": [{"a": 1}]}, {"thinking_blocks": []}, {"thinking_blocks": [{}]}], [0, 2], ""),
+}
+
+
+@pytest.mark.parametrize("name", DELTAS)
+def test_what_a_delta_carries_counts_as_its_time(stub: Stub, name: str) -> None:
+    """From the first piece of any kind, and a success without text. An unknown kind is named once."""
+    deltas, times, text = DELTAS[name]
+    events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    read = StreamedCompletion()
+    for second, event in enumerate(events):
+        read.take(f"data: {json.dumps(event)}".encode(), second)
+    assert read.times == times and read.text == text
+
+    async def chat(body: dict[str, Any]) -> Events:
+        for event in events:
+            yield event
+        yield "[DONE]"
+
+    stub.answer = chat
+    code, out, err = bench(stub, "--json")
+    assert code == 0 and json.loads(out)["completed"] == 4 and json.loads(out)["total_output_tokens"] == 4 * len(times)
+    assert [line for line in err.splitlines() if "unknown" in line] == (
+        ["weft: unknown pieces in the streams count as output: thinking_blocks"] if name == "unknown" else []
+    )
 
 
 def test_lines_that_are_no_events() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from rich.progress import Progress, TaskID
 from e2e.here import weft_here
 from weft.assets import embedded_model_dir
 from weft.cli import cmd_demo, cmd_serve
-from weft.cli.command import EngineArguments, UserError
+from weft.cli.command import EngineArguments, UserError, parse
 from weft.cli.other_engines import ADVICE
 from weft.cli.start import start_engine
 from weft.engine.config import EngineConfig
@@ -42,6 +43,9 @@ COMMANDS = [
 ]
 
 
+CLIENT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+
+
 def weft(*arguments: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "weft.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment(temporary))
@@ -53,6 +57,10 @@ def environment(temporary: Path | None) -> dict[str, str]:
     80 columns: what is looked for is not broken into lines where it is read.
     """
     return dict(os.environ) | {"COLUMNS": "80"} | ({"TMPDIR": str(temporary)} if temporary else {})
+
+
+def test_the_client_of_readme_is_that_of_the_page_on_serving() -> None:
+    assert f"```python\n{CLIENT}```" in (ROOT / "docs" / "serving.md").read_text()
 
 
 def test_readme_holds_the_two_commands() -> None:
@@ -93,6 +101,9 @@ def test_readme_serves(command: str, tmp_path: Path) -> None:
             if served := re.search(r"serving \S+ on (http://\S+) ", line):
                 with urllib.request.urlopen(f"{served[1]}/health") as output:
                     assert json.load(output) == {"status": "ok"}
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    exec(CLIENT.replace("http://127.0.0.1:8000", served[1]), {})
+                assert "The answer is 7 (seven)" in printed.getvalue()
                 break
         else:
             pytest.fail(f"not healthy: {said}")
@@ -119,7 +130,7 @@ def commands() -> list[str]:
 
 
 def test_the_model_in_readme_is_the_one_that_the_command_loads() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    [_, code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert code in (ROOT / "examples/tiny_model/model.py").read_text()
     assert sum(1 for line in code.splitlines() if line) <= 30
 
@@ -173,6 +184,10 @@ BAD = [
     (["serve", "--api-key=se\ncret"], "api_key cannot be sent in an HTTP header"),
     (["serve", "--cors-origins", "app.example"], "'app.example' in cors_origins is no origin"),
     (["serve", "--served-model-name="], "served_model_name is empty"),
+    (["serve", "--root-path", "llm"], "root_path is 'llm'; it must begin with /"),
+    (["serve", "--ssl-keyfile", "key.pem"], "ssl_keyfile needs ssl_certfile"),
+    (["serve", "--uds", "/nowhere/weft.sock"], "/nowhere/weft.sock cannot be listened on"),
+    (["serve", "--config", "/nowhere"], "--config /nowhere cannot be read: No such file"),
     (["serve", "--preset", "gpt-oss-20b"], "is a shape without weights; add --load-format dummy"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature is -1"),
     (["serve", "Qwen/Qwen3-30B-A3B"], "run `hf download Qwen/Qwen3-30B-A3B`"),
@@ -192,6 +207,51 @@ def test_bad_input_ends_in_one_line(arguments: list[str], text: str) -> None:
     code, _, err = weft_here(*arguments)
     assert code == 2, err
     assert text in err and err.count("\n") == 1 and err.startswith("weft: ")
+
+
+def test_options_of_a_file(tmp_path: Path) -> None:
+    """The command line wins, the first argument too. Words that YAML takes for others stay what they are."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(
+        f"model: {embedded_model_dir()}\nport: 7001  # a comment\nattn_tp: 2\noverlap: false\nfloat8: off\n"
+        "served-model-name: [a, b]\nrequest-timeout-s: 1e3\nexperts: gather\nuds:\n"
+        'kv-events-config: {publisher: zmq, hwm: 5}\napi-key: "007"\n'
+    )
+    found = parse(cmd_serve.Command, "serve", ["--port", "7002", "--config", str(file), "--served-model-name", "c"])
+    assert (found.model, found.port, found.uds, found.kv_events_config) == (
+        embedded_model_dir(),
+        7002,
+        None,
+        '{"publisher": "zmq", "hwm": 5}',
+    )
+    assert (found.engine.layout.attn_tp, found.engine.requests.overlap) == (2, False)
+    assert (found.engine.model.float8, found.engine.layout.moe_exchange) == ("off", "gather")
+    assert (found.http.served_model_name, found.http.request_timeout_s, found.http.api_key) == (("c",), 1000.0, "007")
+    other = parse(cmd_serve.Command, "serve", [str(ROOT / "examples/tiny_model"), f"--config={file}", "--overlap"])
+    assert (other.model, other.port, other.engine.requests.overlap) == (ROOT / "examples/tiny_model", 7001, True)
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("port: 1\nprot: 2\n", "line 2: there is no option 'prot'; see weft serve --help"),
+        ("tensor-parallel-size: 2\n", "line 1: there is no option 'tensor-parallel-size'; in Weft it is --attn-tp"),
+        ("config: other.yaml\n", "line 1: there is no option 'config'"),
+        ("overlap: 3\n", "line 1: overlap is 3; it must be true or false"),
+        ("- port\n", "must hold options by their names"),
+        ("port: [1\n", "is not YAML: while parsing"),
+        ("attn-dp: 0\n", "attn_dp is 0"),
+        ("\x00\n", "is not YAML"),
+    ],
+)
+def test_a_file_of_options_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    code, _, err = weft_here("serve", "--config", str(file))
+    assert code == 2 and said in err and err.count("\n") == 1 and err.startswith("weft: "), err
+    file.write_text("port: x\n")
+    code, _, err = weft_here("serve", "--config", str(file))
+    assert code == 2 and "--port" in err and f"weft: this is an option of --config {file}\n" in err
 
 
 def test_old_names_of_options_still_work() -> None:

@@ -15,7 +15,7 @@ from engine.test_engine import config
 from weft.engine.config import EngineConfig
 from weft.engine.controller.rank_executors import ProcessExecutor, ThreadExecutor
 from weft.engine.engine import Engine
-from weft.engine.startup import check_plans, read_model
+from weft.engine.startup import check_plans, load_tokenizer, read_model
 from weft.models.model_config import ModelError
 from weft.place.spec import LayoutError
 
@@ -98,6 +98,21 @@ def test_a_tokenizer_or_a_chat_template_that_cannot_be_read(changed: Callable[..
     refused(ModelError, "the chat template of .*model, line 2, cannot be read", model_dir=broken)
     (broken / "tokenizer.json").write_text('{"model": 3}')
     refused(ModelError, "no usable tokenizer", model_dir=broken)
+
+
+def test_a_chat_template_of_a_file(model_dir: Path, tmp_path: Path) -> None:
+    """It takes the place of the model's own; one that cannot be read is refused by its name."""
+    file = tmp_path / "chat.jinja"
+    refused(ModelError, "--chat-template .*chat.jinja .*: .*No such file", model_dir=model_dir, chat_template=file)
+    file.write_bytes(b"\xff")
+    refused(ModelError, "--chat-template .*chat.jinja cannot be read", model_dir=model_dir, chat_template=file)
+    file.write_text("hello\n{% for m in messages %}{{ m.content }")
+    refused(ModelError, "template of .*chat.jinja, line 2, cannot be read", model_dir=model_dir, chat_template=file)
+    file.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    given = config(model_dir, chat_template=file)
+    tokenizer = load_tokenizer(given)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
+    assert EngineConfig.from_dict(json.loads(json.dumps(given.to_dict()))) == given, "ranks are started with it"
 
 
 def test_no_tokenizer(changed: Callable[..., Path]) -> None:

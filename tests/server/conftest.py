@@ -115,8 +115,8 @@ def shared_templates(engine: Any) -> Templates:
     return templates_of(json.dumps(engine.tokenizer.special_tokens_map))
 
 
-def serve(engine: Any, **options: Any) -> Iterator[Served]:
-    listener = bind("127.0.0.1", 0)
+def serve(engine: Any, listener: socket.socket | None = None, **options: Any) -> Iterator[Served]:
+    listener = listener or bind("127.0.0.1", 0)
     chosen = Options(**options)
     engine_client = EngineClient(engine, Metrics(engine))
     server = Server(create_app(engine_client, "small", chosen, shared_templates(engine)), engine_client, chosen)

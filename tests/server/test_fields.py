@@ -93,6 +93,9 @@ def test_prompts_are_cut_to_their_end(served: Served) -> None:
     assert ask(served, **GREEDY, truncate_prompt_tokens=2)["choices"][0]["text"] == whole["choices"][0]["text"]
     long = ask(served, **GREEDY | {"prompt": "a" * 300, "max_tokens": 1}, truncate_prompt_tokens=-1)
     assert long["usage"]["prompt_tokens"] == 255
+    for limit in ("max_tokens", "max_completion_tokens"):
+        body = {"messages": [{"role": "user", "content": "a" * 300}], limit: 9, "truncate_prompt_tokens": -1}
+        assert ask(served, H, **body, ignore_eos=True)["usage"]["total_tokens"] == 256, "beside the output"
 
 
 def test_long_prompts_are_cut_to_their_end_and_no_more_of_them_is_encoded(

@@ -139,7 +139,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (H, HELLO | {"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "template knows no tools"),
     (H, HELLO | {"tool_choice": "required"}, 400, "tool_choice needs tools"),
     (H, HELLO | {"functions": [{"name": "f"}]}, 400, "functions is not supported"),
-    (H, HELLO | {"reasoning_effort": "high"}, 400, "reasoning_effort is not supported"),
+    (H, HELLO | {"reasoning_effort": "huge"}, 400, "reasoning_effort: Input should be 'none'"),
     (
         H,
         HELLO | {"response_format": {"type": "json_schema"}},

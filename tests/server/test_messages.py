@@ -193,7 +193,11 @@ def test_text_and_counts(served: Served) -> None:
         assert whole["content"] == [{"type": "text", "text": text}] and whole["stop_reason"] == "max_tokens"
         usage = whole["usage"]
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == said["usage"]["prompt_tokens"]
-        counted = http.post(f"{M}/count_tokens", json={"model": "small", "messages": HELLO, "system": "be kind"}).json()
+        edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+        same = http.post(M, json=ASKED | {"context_management": edits, "output_config": {"effort": "medium"}}).json()
+        assert same["content"] == whole["content"]
+        body = {"model": "small", "messages": HELLO, "system": "be kind", "context_management": edits}
+        counted = http.post(f"{M}/count_tokens", json=body).json()
         assert counted == {"input_tokens": len("system: be kind\nuser: hi\nassistant:")}
     found = events(served)
     assert "".join(e["delta"]["text"] for e in found if e["type"] == "content_block_delta") == text
@@ -209,7 +213,7 @@ def test_text_and_counts(served: Served) -> None:
         ({"tools": [{"type": "web_search_20250305"}]}, 400, "invalid_request_error", "tools.0"),
         ({"tools": FLAT}, 400, "invalid_request_error", "knows no tools"),
         ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
-        ({"output_config": {"effort": "max"}}, 400, "invalid_request_error", "output_config.effort is not supported"),
+        ({"output_config": {"effort": "huge"}}, 400, "invalid_request_error", "output_config.effort: Input should be"),
         ({"model": "other"}, 404, "not_found_error", "not served here"),
         ({"max_tokens": 10**6}, 400, "invalid_request_error", "maximum context length is 256 tokens"),
     ],

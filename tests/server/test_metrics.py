@@ -16,7 +16,7 @@ from server.conftest import Served
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "weft.json"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def families(served: Served) -> dict[str, Metric]:
     served.client().completions.create(model="small", prompt="metrics", max_tokens=4, extra_body={"ignore_eos": True})
     with served.http() as http:
@@ -52,6 +52,13 @@ def values(family: Metric, suffix: str = "", **labels: str) -> dict[tuple[str, .
         ("request_decode_time_seconds", "request_decode_seconds"),
         ("request_prompt_tokens", "request_prompt_tokens"),
         ("request_generation_tokens", "request_generated_tokens"),
+        ("request_max_num_generation_tokens", "request_max_generated_tokens"),
+        ("request_inference_time_seconds", "request_inference_seconds"),
+        ("request_time_per_output_token_seconds", "request_time_per_output_token_seconds"),
+        ("request_prefill_kv_computed_tokens", "request_computed_tokens"),
+        ("request_params_n", "request_choices"),
+        ("request_params_max_tokens", "request_max_tokens"),
+        ("iteration_tokens_total", "step_rows"),
     ],
 )
 def test_both_names_have_the_same_values(families: dict[str, Metric], theirs: str, ours: str) -> None:
@@ -64,17 +71,34 @@ def test_both_names_have_the_same_values(families: dict[str, Metric], theirs: st
 def test_parts_of_a_request(served: Served, families: dict[str, Metric]) -> None:
     """Of one request: its tokens, and times that add up to at most the whole."""
     names = ("request_prompt_tokens", "request_generated_tokens", "request_prefill_seconds", "request_decode_seconds")
-    names += ("request_seconds", "request_queue_seconds")
+    names += ("request_seconds", "request_queue_seconds", "request_inference_seconds", "request_computed_tokens")
+    names += ("request_max_generated_tokens", "request_max_tokens", "request_choices")
+    names += ("request_time_per_output_token_seconds",)
     before = [values(families[f"weft_{name}"], "_sum")[()] for name in names]
     count = values(families["weft_request_prompt_tokens"], "_count")[()]
-    served.client().completions.create(model="small", prompt="metrics", max_tokens=4, extra_body={"ignore_eos": True})
+    body = {"prompt": "metrics", "max_tokens": 4, "n": 2, "ignore_eos": True}
     with served.http() as http:
+        cached = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         after = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     grown = [values(after[f"weft_{name}"], "_sum")[()] - was for name, was in zip(names, before, strict=True)]
-    prompt, generated, prefill, decode, whole, queued = grown
+    prompt, generated, prefill, decode, whole, queued, inference, computed, longest, limit, choices, between = grown
     assert values(after["weft_request_prompt_tokens"], "_count")[()] == count + 1
-    assert (prompt, generated) == (len("metrics"), 4)
+    assert (prompt, generated, longest, limit, choices) == (2 * len("metrics"), 8, 4, 4, 2)
+    assert 0 <= computed <= prompt - 2 * cached and between == pytest.approx(decode / 3)
+    assert inference == pytest.approx(prefill + decode)
     assert prefill > 0 and decode > 0 and queued + prefill + decode <= whole + 1e-6
+
+
+def test_steps_and_the_process(families: dict[str, Metric]) -> None:
+    """Rows of steps in buckets that grow, and what Prometheus' clients say of their process."""
+    steps = families["weft_step_rows"]
+    counts = [value for _, value in sorted((float(le), n) for (le,), n in values(steps, "_bucket").items())]
+    assert counts == sorted(counts) and counts[-1] == values(steps, "_count")[()]
+    assert values(families["weft_steps"], "_total")[()] == counts[-1] <= values(steps, "_sum")[()]
+    for name in ("process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"):
+        assert values(families[name])[()] > 0
+    assert values(families["process_cpu_seconds"], "_total")[()] > 0
+    assert values(families["vllm:engine_sleep_state"], model_name="small", sleep_state="awake") == {(): 1.0}
 
 
 def test_what_vllm_counts_otherwise(served: Served, families: dict[str, Metric]) -> None:

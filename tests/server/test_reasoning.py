@@ -15,13 +15,16 @@ from transformers import AutoTokenizer
 from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from server.test_tools import CALL, TOOLS
 from weft.engine.output.grammar import Grammars, grammar
+from weft.server.anthropic_messages import MessagesRequest
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
+from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.options import Options, ReasoningParser
 from weft.server.parsed_output import ParsedOutput
 from weft.server.reasoning import Start, ThoughtParser, after_thought, start_of
+from weft.server.responses import ResponsesRequest
 from weft.server.tool_formats import TOOL_FORMATS
 from weft.server.tools import OutputDelta, parser
 
@@ -31,6 +34,40 @@ SPLIT = "Hm, a<b.\n\nSo </thin"
 OPENS = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}\n{% endfor %}<think>\n"
 MAY_THINK = OPENS.removesuffix("<think>\n") + "{# <think></think> #}"
 HELLO: Any = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "effort, template, gpt_oss",
+    [
+        (None, ",,", ""),
+        ("none", "none,False,False", None),
+        ("minimal", "minimal,,", "low"),
+        ("medium", "medium,,", "medium"),
+        ("max", "max,,", "high"),
+    ],
+)
+def test_reasoning_effort_is_the_templates(
+    quiet: QuietEngine, effort: str | None, template: str, gpt_oss: str | None
+) -> None:
+    """By the name that each endpoint has for it; None: GPT-OSS cannot leave its thought out."""
+    message = {"messages": HELLO, "max_tokens": 1, "output_config": {"effort": effort}}
+    bodies = [
+        ChatRequest.model_validate({"messages": HELLO, "reasoning_effort": effort}),
+        ResponsesRequest.model_validate({"input": "hi", "reasoning": {"effort": effort, "summary": "auto"}}).chat(),
+        MessagesRequest.model_validate(message).chat(),
+    ]
+    shown = "{{ reasoning_effort }},{{ enable_thinking }},{{ thinking }}"
+    for chat in bodies:
+        quiet.tokenizer.chat_template = shown
+        assert chat.prompt(quiet.tokenizer, None) == template
+        chosen = chat.model_copy(update={"chat_template_kwargs": {"thinking": 1}})
+        assert chosen.prompt(quiet.tokenizer, None).endswith(",1")
+        quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}{{ reasoning_effort }}"
+        if gpt_oss is not None:
+            assert chat.prompt(quiet.tokenizer, None) == gpt_oss
+        else:
+            with pytest.raises(ApiError, match="this model always thinks; use low, medium or high"):
+                chat.prompt(quiet.tokenizer, None)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, completion: 
 
 def test_what_is_asked_comes_back(served: Served) -> None:
     asked: Any = {"metadata": {"run": "7"}, "text": {"verbosity": "medium", "format": {"type": "text"}}}
+    asked |= {"truncation": "auto", "reasoning": {"effort": "low", "summary": None}}
     with served.http() as http:
         response = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 1} | asked).json()
         assert {name: response[name] for name in asked} == asked
@@ -131,10 +132,28 @@ def test_what_is_asked_comes_back(served: Served) -> None:
         assert http.post("/v1/responses", json=body).status_code == 200
 
 
+def test_what_newer_clients_ask_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thoughts in a form to send back, an input that is cut where it is too long, and values for the template."""
+    client = served.client()
+    include: Any = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+    cut = client.responses.create(input="a" * 300, truncation="auto", include=include, **FIXED)
+    assert (cut.usage.input_tokens, cut.usage.output_tokens, cut.truncation) == (248, 8, "auto")
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", "{{ mood }}")
+    more = {"chat_template_kwargs": {"mood": "glad"}}
+    assert client.responses.create(input="a", extra_body=more, **FIXED).usage.input_tokens == len("glad")
+
+
 @pytest.mark.parametrize(
     "body, text",
     [
         ({}, "input"),
+        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include.0: Input should be"),
+        ({"input": "a", "truncation": "middle"}, "truncation: Input should be 'auto' or 'disabled'"),
+        ({"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort: Input should be"),
+        ({"input": "a", "reasoning": {"mode": "deep"}}, "reasoning.mode is not supported"),
+        ({"input": "a", "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs cannot set tools"),
+        ({"input": "a", "tools": FLAT, "tool_choice": {"type": "allowed_tools", "tools": 5}}, "or Field required"),
+        ({"input": "a", "tools": FLAT, "tool_choice": {"type": "allowed_tools", "tools": [5]}}, "or Field required"),
         ({"input": "a", "previous_response_id": "resp_1"}, "no response with id 'resp_1' is stored"),
         ({"input": "a", "background": True}, "background is not supported"),
         ({"input": [{"type": "image"}]}, "input of type 'image' is not supported"),
@@ -153,14 +172,14 @@ def test_what_is_asked_comes_back(served: Served) -> None:
         ({"input": [{"type": "reasoning", "content": "thought"}]}, "input.0.content: Input should be a valid list"),
         ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input.0.encrypted_content is not supported"),
         ({"input": "a", "metadata": {"a": 1}}, "metadata.a: Input should be a valid string"),
-        ({"input": "a", "tools": FLAT, "tool_choice": {"type": "custom", "name": "time"}}, "tool_choice"),
+        ({"input": "a", "tools": FLAT, "tool_choice": {"type": "custom", "name": "time"}}, "'allowed_tools'"),
         ({"input": []}, "input: List"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools.0"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice needs tools"),
         ({"input": "a", "max_output_tokens": -1}, "max_output_tokens is -1"),
         ({"input": "a", "model": "other"}, "not served here"),
     ],
-    ids=range(25),
+    ids=range(32),
 )
 def test_bad_input(served: Served, body: Any, text: str) -> None:
     with served.http() as http:

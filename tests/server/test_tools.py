@@ -400,6 +400,22 @@ def test_every_form_can_be_made_to_call(
     assert list(json.loads(call.function.arguments)) == ["city"]
 
 
+def test_some_of_the_tools(tooled: Served) -> None:
+    """The model sees those alone, and must call one of them where the mode says so; in both of OpenAI's shapes."""
+    time: Any = {"type": "function", "function": {"name": "time"}}
+    asked: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [time]}}
+    forced = chat(tooled, tool_choice=asked, parallel_tool_calls=False)
+    assert [call.function.name for call in forced.choices[0].message.tool_calls] == ["time"]
+    assert forced.usage.prompt_tokens == len("time;user:hi\n")
+    asked["allowed_tools"]["mode"] = "auto"
+    assert chat(tooled, tool_choice=asked, max_tokens=1).usage.prompt_tokens == len("time;user:hi\n")
+    flat: Any = {"model": "small", "input": "hi", "tools": [{"type": "function"} | t["function"] for t in TOOLS]}
+    flat["tool_choice"] = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "time"}]}
+    response = tooled.client().responses.create(**flat, max_output_tokens=200, temperature=9, parallel_tool_calls=False)
+    assert [item.name for item in response.output] == ["time"]
+    assert response.usage.input_tokens == len("time;user:hi\n") and response.tool_choice.type == "allowed_tools"
+
+
 @pytest.fixture
 def tooled(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
@@ -530,6 +546,15 @@ def test_bad_calls_are_refused(tooled: Served) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [call]}]}, "arguments of a call of weather are not JSON"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x', which is not among the tools"),
         ({"tool_choice": "required", "response_format": {"type": "xml"}}, "'xml' is not supported"),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "x"}}]},
+                }
+            },
+            "'x', which is not among the tools",
+        ),
     ]:
         with tooled.http() as http:
             hello = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}

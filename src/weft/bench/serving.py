@@ -29,7 +29,8 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 FIRST_TOKEN = 16
 """Token ids below are mostly special ones."""
 JSON = {"Content-Type": "application/json"}
-LATENCIES = ("ttft", "tpot", "itl", "e2el")
+LATENCIES = ("tpot", "ttft", "itl", "e2el")
+"""As they are reported. TPOT is first, as most ITL are 0 where a server or a network sends tokens in clumps."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,14 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one request. error: what was wrong, or nothing. times: of the pieces, in seconds since it was sent."""
+    """Of one request. error: what was wrong, or nothing. times: of the pieces, in seconds since it was sent. unknown:
+    kinds of pieces, as StreamedCompletion names them."""
 
     error: str
     times: tuple[float, ...]
     input_tokens: int
     output_tokens: int
+    unknown: frozenset[str] = frozenset()
 
     @property
     def latencies(self) -> dict[str, list[float]]:
@@ -193,6 +196,7 @@ class Server:
             tuple(t - began for t in completion.times),
             job.input_tokens if completion.prompt_tokens is None else completion.prompt_tokens,
             len(completion.times) if completion.completion_tokens is None else completion.completion_tokens,
+            frozenset(completion.unknown),
         )
 
 

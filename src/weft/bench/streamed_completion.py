@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+TEXTS = ("content", "reasoning_content", "reasoning", "text")
+"""Keys of a delta with text. Servers that know both names of a thought send it under both."""
+PIECES = {*TEXTS, "tool_calls", "function_call", "refusal", "audio"}
+"""Keys of a delta that bring output."""
+
 
 class LoadError(Exception):
     """A completion that failed or was cut short; the message says how."""
@@ -15,13 +20,15 @@ class LoadError(Exception):
 class StreamedCompletion:
     """What has come so far of one completion or chat.
 
-    times: of each piece, on the clock of who reads: an event that brings tokens, though their text may still be empty.
-    reason: the finish_reason. prompt_tokens, completion_tokens: the usage, where the server sends it. done: the stream
-    has ended as it must, with [DONE].
+    times: of each piece, on the clock of who reads: an event that brings tokens, though their text may still be empty;
+    of a chat, an event with a delta that brings anything but its role. unknown: keys of deltas that are not in PIECES;
+    they count too. reason: the finish_reason. prompt_tokens, completion_tokens: the usage, where the server sends it.
+    done: the stream has ended as it must, with [DONE].
     """
 
     text: str = ""
     times: list[float] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
     reason: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -52,8 +59,10 @@ class StreamedCompletion:
             self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
         for choice in event.get("choices") or ():
             if "delta" in choice:  # a chat begins with an event that names the role and brings no token
-                text = choice["delta"].get("content") or choice["delta"].get("reasoning_content") or ""
-                piece = bool(text)
+                delta = {name: part for name, part in (choice["delta"] or {}).items() if part and name != "role"}
+                self.unknown |= delta.keys() - PIECES
+                texts = (delta.get(name) for name in TEXTS)
+                text, piece = "".join(dict.fromkeys(t for t in texts if isinstance(t, str))), bool(delta)
             else:
                 text = choice.get("text") or ""
                 piece = bool(text) or not choice.get("finish_reason")

@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from weft.cli.progress import progress_bar
 from weft.place.show import columns
 
 NAMES = {
-    "ttft": "time to first token",
     "tpot": "time per output token",
+    "ttft": "time to first token",
     "itl": "inter-token latency",
     "e2el": "end to end",
 }
@@ -169,6 +170,9 @@ class Command:
                 outcomes, seconds = await send_from(
                     processes, server, jobs, self.max_concurrency, lambda at, outcome: bar.advance(task)
                 )
+        if unknown := frozenset[str]().union(*(outcome.unknown for outcome in outcomes)):
+            names = ", ".join(sorted(unknown))
+            print(f"weft: unknown pieces in the streams count as output: {names}", file=sys.stderr)
         rate = "inf" if math.isinf(self.request_rate) else self.request_rate
         head: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         head |= {name: value for name, value in vars(self).items() if name not in UNREPORTED}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, With
 from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
-from weft.server.options import Options
+from weft.server.options import LogLevel, Options
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,15 @@ class Command:
     """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
+    uds: Path | None = None
+    """A Unix domain socket to listen on, in place of host and port."""
+    config: Path | None = None
+    """A YAML file of options by their names, such as `attn-tp: 2`, and `model` for MODEL_DIR; the command line wins."""
     http: Annotated[Options, UNNAMED] = field(default_factory=Options)
     log_format: Literal["text", "json"] = "text"
     """Of the log on stderr."""
-    served_model_name: str | None = None
-    """The model's name for clients; left out, its directory's name."""
+    log_level: LogLevel = "info"
+    """Least level of the log's lines; each request is a line of level info."""
     kv_events_config: str | None = None
     """Publishes what the prefix caches store and remove, for routers; JSON as vLLM takes it, such as
     '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'. Whoever
@@ -63,22 +68,19 @@ class Command:
             kv_events = None if self.kv_events_config is None else KvEventsConfig.parse(self.kv_events_config)
         except ValueError as error:
             raise UserError(str(error)) from error
-        if self.served_model_name == "":
-            raise UserError("served_model_name is empty; give one, or leave it out")
         config = engine_config(self.model, self.engine, ray=self.ray)
         if config.node_rank:
             stop_on_sigterm()
             return run_agent(config)
         try:
-            listener = run.bind(self.host, self.port)
+            listener = run.bind(self.host, self.port) if self.uds is None else run.bind_unix(self.uds)
         except OSError as error:
             raise UserError(str(error)) from error
         stop_on_sigterm()  # also while the ranks still load
-        name = self.served_model_name or config.model.resolve().name
+        name = next(iter(options.served_model_name), config.model.resolve().name)
         with listener, agents(config, self.ray), start_engine(config, kv_events) as engine:
-            host, port = listener.getsockname()[:2]
             what = f"{config.mesh}, attention by {engine.config.attention_backend}"
-            print(f"serving {name} on http://{host}:{port} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)
+            print(f"serving {name} on {self._url(listener)} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)
             limits = engine.config
             sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
             print(f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache", file=sys.stderr, flush=True)
@@ -88,7 +90,7 @@ class Command:
                 print(f"KV events: {engine.kv_events}", file=sys.stderr, flush=True)
             if engine.text_processor.says:
                 print(f"generation_config.json: {engine.text_processor.says}", file=sys.stderr, flush=True)
-            log.configure(self.log_format)
+            log.configure(self.log_format, self.log_level)
             engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
             server = run.Server(app.create_app(engine_client, name, options), engine_client, options)
 
@@ -102,6 +104,13 @@ class Command:
             if engine.error is not None:
                 raise EngineError(engine.error)
         return 0
+
+    def _url(self, listener: socket.socket) -> str:
+        """Where clients find the server."""
+        if self.uds is not None:
+            return f"unix:{self.uds}"
+        host, port = listener.getsockname()[:2]
+        return f"{'http' if self.http.ssl_certfile is None else 'https'}://{host}:{port}"
 
     def _key(self) -> str | None:
         """What clients must send. A secret that is mounted as a file often ends in a newline, which none can send."""

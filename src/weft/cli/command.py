@@ -19,6 +19,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from weft.assets import embedded_model_dir, preset_dir
 from weft.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
+from weft.cli.config_file import file_arguments
 from weft.cli.other_engines import hint, renamed
 from weft.cli.ray_hosts import node_0
 from weft.cli.several_hosts import with_launcher
@@ -119,16 +120,23 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     arguments, old_names = renamed(arguments)
     for line in old_names:
         print(f"weft: {line}", file=sys.stderr)
-    starts_engine = get_type_hints(command).get("engine") is EngineArguments
+    hints = get_type_hints(command)
+    starts_engine = hints.get("engine") is EngineArguments
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)
-    parsed: Any = tyro.cli(
-        command,
-        prog=f"weft {name}",
-        args=arguments,
-        description=inspect.getdoc(command),
-        registry=_with_plugins(arguments),
-    )
+    file = _value_of("--config", arguments) if "config" in hints else []
+    try:
+        written = file_arguments(Path(file[0]), command) if file else []
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    shown: dict[str, Any] = {"prog": f"weft {name}", "description": inspect.getdoc(command)}
+    shown["registry"] = _with_plugins([*written, *arguments])
+    if written:
+        try:
+            shown["default"] = tyro.cli(command, args=written, **shown)
+        except SystemExit as error:
+            raise UserError(f"this is an option of --config {file[0]}") from error
+    parsed: Any = tyro.cli(command, args=arguments, **shown)
     if starts_engine:
         parsed.engine.check(parsed.model)
     return parsed
@@ -138,9 +146,7 @@ def _with_plugins(arguments: Sequence[str]) -> ConstructorRegistry:
     """What tyro must know of transports and attention backends: their names, those of plugins in the arguments too.
     Raises UserError.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--plugins", nargs="*", default=[])
-    plugins = parser.parse_known_args(arguments)[0].plugins
+    plugins = _value_of("--plugins", arguments)
     try:
         known, attention = tuple(transports(plugins)), tuple(backends(plugins))
     except PluginError as error:
@@ -161,6 +167,13 @@ def _with_plugins(arguments: Sequence[str]) -> ConstructorRegistry:
         return ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
 
     return found
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> list[str]:
+    """The values of one option, before all are parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, nargs="*", default=[], dest="values")
+    return list(parser.parse_known_args(arguments)[0].values)
 
 
 def _arguments_of(options: EngineOptions) -> list[str]:

@@ -22,6 +22,7 @@ NAMES = {
     "--float8, of weights that the checkpoint has in FP8": "quantization",
     "--no-cuda-graphs": "enforce-eager disable-cuda-graph",
     "--cors-origins": "allowed-origins",
+    "--log-level": "uvicorn-log-level",
     "the first argument, the model's directory": "model model-path",
     "a part of the model's directory; leave it out": "tokenizer tokenizer-path",
     "found by the model's chat template; leave it out": "tool-call-parser enable-auto-tool-choice",

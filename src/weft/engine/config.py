@@ -40,6 +40,10 @@ class QueueFull(EngineError):
         self.retry_after_s = retry_after_s
 
 
+PATHS = ("model", "cluster_key", "chat_template")
+"""Options that are paths."""
+
+
 @dataclass(frozen=True)
 class ModelDirectory:
     """The one option without a name: dataclasses order fields from the last base on, so that it is the first."""
@@ -149,11 +153,11 @@ class EngineConfig(
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a rank's process."""
-        key = None if self.cluster_key is None else str(self.cluster_key)
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"model": str(self.model), "cluster_key": key}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """The inverse of `to_dict`."""
-        key = values["cluster_key"] and Path(values["cluster_key"])
-        return cls(**values | {"model": Path(values["model"]), "plugins": tuple(values["plugins"]), "cluster_key": key})
+        paths = {name: Path(values[name]) for name in PATHS if values[name] is not None}
+        return cls(**values | {"plugins": tuple(values["plugins"])} | paths)

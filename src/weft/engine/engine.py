@@ -40,6 +40,8 @@ IDLE_CHECK_S = 1.0
 """How often an idle engine checks that its ranks are alive."""
 NEWCOMERS_PER_STEP = 64
 """Requests taken in between two steps: a burst of new ones does not delay those that run."""
+MAX_STEP_BITS = 20
+"""Powers of two by which the rows of steps are counted."""
 
 
 class Engine:
@@ -83,7 +85,8 @@ class Engine:
         self._requests = RequestQueue(config.max_waiting + config.batch_sequences * config.attn_dp)
         self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
         self._outputs = OutputProcessor(self._requests)
-        self._steps = 0
+        self._steps = self._step_rows = 0
+        self._step_sizes = [0] * MAX_STEP_BITS
         self._closing, self._ended = threading.Event(), threading.Event()
         self._draining = self._stopping = False
         self._phase = "serving"
@@ -187,6 +190,8 @@ class Engine:
             preemptions=sum(s.preemptions for s in self._schedulers),
             stalls=sum(s.stalls for s in self._schedulers),
             steps=self._steps,
+            step_rows=self._step_rows,
+            step_sizes=tuple(self._step_sizes),
             rejected=self._requests.refused,
             timeouts=self._outputs.timeouts,
             queue_seconds=self._outputs.queue_seconds,
@@ -366,7 +371,9 @@ class Engine:
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         step = Step(self._steps + 1, tuple(s.rows for s in scheduled))
         if sent := any(rows.decode_rows or rows.chunks for rows in step.groups):
-            self._steps += 1
+            rows = sum(step.counts)
+            self._steps, self._step_rows = self._steps + 1, self._step_rows + rows
+            self._step_sizes[min((rows - 1).bit_length(), MAX_STEP_BITS - 1)] += 1
             self._executor.send(step)
             self._in_flight.append(scheduled)
         self._outputs.notify()

@@ -56,6 +56,8 @@ class ModelOptions(EngineOptions):
     """Only the model's first so many layers; left out, all."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of weights and activations; auto: float32 on CPUs, bfloat16 on GPUs."""
+    chat_template: Path | None = None
+    """A file with the Jinja template of chats; left out, the one that the model was published with."""
     float8: Literal["auto", "on", "off"] = "auto"
     """on: weights that a checkpoint has in FP8 stay so, and products with them are computed in it; off: they are
     dequantised when they are loaded; auto: on for GPUs."""

@@ -42,11 +42,17 @@ def read_model(config: EngineConfig) -> ModelConfig:
 def load_tokenizer(config: EngineConfig) -> Any:
     """The tokenizer, with a chat template that can be read, if it has one. Raises ModelError."""
     tokenizer = read_tokenizer(config.tokenizer)
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = config.chat_template.read_text()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise ModelError(f"--chat-template {config.chat_template} cannot be read: {why}") from error
     if tokenizer.chat_template:
         try:
             tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
         except jinja2.TemplateSyntaxError as error:
-            where = f"{config.tokenizer}, line {error.lineno}"
+            where = f"{config.chat_template or config.tokenizer}, line {error.lineno}"
             raise ModelError(f"the chat template of {where}, cannot be read: {first_line(error)}") from error
         except Exception:  # a template may refuse this message, and take others
             return tokenizer

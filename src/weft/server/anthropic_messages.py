@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from weft.engine.request import Output
 from weft.server.bodies import JsonRoute, work_on
-from weft.server.chats import ChatRequest, TextPart, chat_of, only_text, text_of
+from weft.server.chats import ChatRequest, Effort, TextPart, chat_of, only_text, text_of, thinking
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
 from weft.server.errors import AnthropicBody, ApiError, anthropic_body, client_names, described
@@ -160,15 +160,16 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"effort": ("high",)}
+    """effort: as a chat's reasoning_effort."""
 
+    effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class CountRequest(Body):
     """POST /v1/messages/count_tokens: a conversation."""
 
-    harmless = frozenset({"cache_control", "service_tier"})
+    harmless = frozenset({"cache_control", "context_management", "service_tier"})
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"speed": ("standard",)}
 
     model: str | None = None
@@ -195,11 +196,12 @@ class CountRequest(Body):
         if self.thinking is not None:
             thinks = self.thinking.type != "disabled"
             body["include_reasoning"] = thinks and self.thinking.display != "omitted"
-            # What chat templates call it: Qwen's and GLM's, and DeepSeek's.
-            body["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "output", "schema": self.output_config.format.schema_}
-            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+            body["chat_template_kwargs"] = thinking(thinks)
+        if (output := self.output_config) is not None:
+            body["reasoning_effort"] = output.effort
+            if output.format is not None:
+                schema = {"name": "output", "schema": output.format.schema_}
+                body["response_format"] = {"type": "json_schema", "json_schema": schema}
         body |= self._sampling()
         tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
         schemas = {f"{tool}.parameters": f"{name}.input_schema" for tool, name in tools.items()}
@@ -223,7 +225,7 @@ class MessagesRequest(CountRequest):
     @property
     def slow(self) -> bool:
         called = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
-        return called or self.output_config is not None
+        return called or (self.output_config is not None and self.output_config.format is not None)
 
     def _sampling(self) -> dict[str, Any]:
         names = ("max_tokens", "temperature", "top_p", "top_k")

@@ -38,10 +38,13 @@ MAX_PLANNED = 2**20
 def create_app(
     engine_client: EngineClient, model_name: str, options: Options, templates: Templates | None = None
 ) -> FastAPI:
-    """Return the OpenAI-compatible application. What asks for its schema needs the key too; pages about it would load
-    code from elsewhere, and are left out. ModelError for a chat template that takes too long.
+    """Return the OpenAI-compatible application. ModelError for a chat template that takes too long.
 
-    templates: of this tokenizer, where another application has some.
+    The path of its schema needs the key too. Pages about it would load code from elsewhere, and are left out.
+
+    Args:
+        model_name: the model's name, where the options have no other.
+        templates: those of this tokenizer, where another application has some.
     """
     engine = engine_client.engine
     app = FastAPI(
@@ -52,6 +55,7 @@ def create_app(
         redirect_slashes=False,  # they would lead to whatever the Host header says
         responses=errors.described(errors.ErrorBody),
     )
+    app.root_path = options.root_path  # uvicorn's own would refuse paths that come with it
     app.add_middleware(Guard, options=options, metrics=engine_client.metrics)
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         app.add_middleware(
@@ -65,14 +69,18 @@ def create_app(
     errors.install(app)
     templates = templates or Templates(engine.tokenizer.special_tokens_map)
     _probe(engine.tokenizer, templates)
-    service = Service(engine_client, model_name, templates, options)
+    service = Service(engine_client, options.served_model_name or (model_name,), templates, options)
     app.include_router(service.router())
     app.include_router(Responses(service, options.max_stored_bytes).router())
     app.include_router(Messages(service).router())
     app.include_router(extras.router(service))
     app.include_router(router_routes.router(service))
-    app.include_router(_status_routes(engine_client, model_name))
+    app.include_router(_status_routes(service))
     app.include_router(_step_routes(engine, options))
+    if options.otlp_traces_endpoint is not None:
+        from weft.server.tracing import trace
+
+        trace(app, options.otlp_traces_endpoint)
     return app
 
 
@@ -86,12 +94,12 @@ def _probe(tokenizer: Any, templates: Templates) -> None:
         raise ModelError(f"the model's {error.message}; mend it in the model's directory") from error
 
 
-def _status_routes(engine_client: EngineClient, model_name: str) -> APIRouter:
+def _status_routes(service: Service) -> APIRouter:
     """Health, the model, metrics: what may be asked while a step hangs."""
-    made, engine = APIRouter(), engine_client.engine
+    made, engine_client, engine = APIRouter(), service.engine_client, service.engine
     created = int(time.time())
-    card = {"id": model_name, "object": "model", "created": created, "owned_by": "weft"}
-    card |= {"max_model_len": engine.max_model_len}
+    card = {"object": "model", "created": created, "owned_by": "weft", "max_model_len": engine.max_model_len}
+    cards = {name: {"id": name} | card for name in service.model_names}
 
     @made.head("/health", include_in_schema=False)
     @made.get("/health")
@@ -103,18 +111,17 @@ def _status_routes(engine_client: EngineClient, model_name: str) -> APIRouter:
 
     @made.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": list(cards.values())}
 
     @made.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name != model_name:
-            raise errors.unknown_model(name, model_name)
-        return card
+        service.check_model(name)
+        return cards[name]
 
     # Not on a thread: those may all wait for the engine (`_step_routes`).
     @made.get("/metrics")
     async def prometheus() -> Response:
-        return Response(engine_client.metrics.text(model_name), media_type=CONTENT_TYPE_LATEST)
+        return Response(engine_client.metrics.text(service.model_name), media_type=CONTENT_TYPE_LATEST)
 
     return made
 

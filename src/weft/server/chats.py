@@ -153,6 +153,26 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """mode: whether the output must call one of these, or may."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolChoice(Body):
+    """tool_choice: some of the tools. The model does not see the others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ChosenTools = Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+GPT_OSS_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+"""The nearest of GPT-OSS's three levels."""
+
+
 class ChatRequest(CommonRequest):
     """POST /v1/chat/completions."""
 
@@ -167,13 +187,14 @@ class ChatRequest(CommonRequest):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: Text | None = Field(None, min_length=1)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
     _names: Names = PrivateAttr(default_factory=dict)
@@ -183,7 +204,21 @@ class ChatRequest(CommonRequest):
         """The functions that the output may call."""
         if self.tool_choice == "none":
             return []
-        return [t.function.model_dump(exclude_none=True) for t in self.tools]
+        tools, allowed = self.tools, self.allowed
+        if allowed is not None:
+            tools = [tool for tool in tools if tool.function.name in allowed]
+        return [t.function.model_dump(exclude_none=True) for t in tools]
+
+    @property
+    def allowed(self) -> set[str] | None:
+        """Names of the only tools that tool_choice allows; None: all are allowed."""
+        if not isinstance(self.tool_choice, AllowedToolChoice):
+            return None
+        return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def slow(self) -> bool:
@@ -200,6 +235,8 @@ class ChatRequest(CommonRequest):
     @property
     def must_call(self) -> bool:
         """Whether the output must be calls."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def refuse_unsupported(self, place: str = "") -> None:
@@ -218,6 +255,8 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, message, param="chat_template_kwargs")
         if self.must_call and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        if unknown := (self.allowed or set()) - {tool.function.name for tool in self.tools}:
+            raise _not_a_tool(min(unknown))
 
     @property
     def strict(self) -> bool:
@@ -246,8 +285,8 @@ class ChatRequest(CommonRequest):
             name = self.tool_choice.function.name
             functions = [f for f in functions if f["name"] == name]
             if not functions:
-                raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
-        several = self.parallel_tool_calls and self.tool_choice in ("required", "auto", None)
+                raise _not_a_tool(name)
+        several = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
         try:
             return form.grammar(
                 functions,
@@ -276,17 +315,34 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
         own = self.chat_template is None
         shape = templates.shape(template)
-        if self.offered and (tool_format_of(template) is None or not shape.tools):
+        form = tool_format_of(template)
+        if self.offered and (form is None or not shape.tools):
             raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
         if own:
             self._refuse_dropped(shape, partial(templates.drops, template))
-        arguments = self.chat_template_kwargs | {
-            "tools": [{"type": "function", "function": f} for f in self.offered] or None,
-            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
-            "continue_final_message": self.continue_final_message,
-        }
+        arguments = (
+            self._effort(form)
+            | self.chat_template_kwargs
+            | {
+                "tools": [{"type": "function", "function": f} for f in self.offered] or None,
+                "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+                "continue_final_message": self.continue_final_message,
+            }
+        )
         plain = [message.plain(f"messages.{at}") for at, message in enumerate(self.messages)]
         return templates.render(template, shape.built(plain), own, **arguments)
+
+    def _effort(self, form: ToolFormat | None) -> dict[str, Any]:
+        """What chat templates read of reasoning_effort. ApiError 400 for a level that the model lacks."""
+        if self.reasoning_effort is None:
+            return {}
+        if form is not None and form.channels:
+            if self.reasoning_effort == "none":
+                message = "reasoning_effort is 'none', but this model always thinks; use low, medium or high"
+                raise ApiError(400, message, param="reasoning_effort")
+            return {"reasoning_effort": GPT_OSS_EFFORTS[self.reasoning_effort]}
+        thinks = {} if self.reasoning_effort != "none" else thinking(False)
+        return {"reasoning_effort": self.reasoning_effort} | thinks
 
     def _refuse_dropped(self, shape: MessageShape, drops: Callable[[str], bool]) -> None:
         for at, message in enumerate(self.messages):
@@ -300,6 +356,15 @@ class ChatRequest(CommonRequest):
             if dropped:
                 message_ = f"{field}: this model's chat template leaves {what} out of the prompt; send none"
                 raise ApiError(400, message_, param=field)
+
+
+def thinking(on: bool) -> dict[str, bool]:
+    """What chat templates call it: Qwen's and GLM's, and DeepSeek's."""
+    return {"enable_thinking": on, "thinking": on}
+
+
+def _not_a_tool(name: str) -> ApiError:
+    return ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
 
 
 def chat_of(body: dict[str, Any], names: Names) -> ChatRequest:

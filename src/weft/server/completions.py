@@ -56,12 +56,17 @@ class ChatJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """Serves both endpoints for one engine and the one model name that it serves. templates: as in `Prompts`."""
+    """Serves both endpoints for one engine. model_names: those of its model. templates: as in `Prompts`."""
 
     engine_client: EngineClient
-    model_name: str
+    model_names: tuple[str, ...]
     templates: Templates
     options: Options
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in responses."""
+        return self.model_names[0]
 
     @property
     def engine(self) -> Engine:
@@ -169,13 +174,12 @@ class Service:
         return made if form or start else None
 
     def _chat_params(self, body: ChatRequest, parts: OutputFormat) -> SamplingParams:
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
             body,
             form=form,
             start=parts.start,
-            max_tokens=limit,
+            max_tokens=body.output_limit,
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
@@ -188,7 +192,7 @@ class Service:
 
     def check_model(self, asked: str | None) -> None:
         """ApiError 404 for a model that is not the one here."""
-        if asked is not None and asked != self.model_name:
+        if asked is not None and asked not in self.model_names:
             raise unknown_model(asked, self.model_name)
 
     def sharing(self, body: SharedRequest, request: Request) -> Sharing:

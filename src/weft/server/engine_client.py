@@ -139,6 +139,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         increments = Increments(len(prompts))
         record = Record(self.metrics, request, prompts)
+        self.metrics.asked(len(params), params[0].max_tokens)
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":

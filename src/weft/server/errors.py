@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from weft.engine.config import EngineError
 from weft.engine.request import ContextExceeded
@@ -42,6 +43,11 @@ class AnthropicBody(BaseModel):
 
     type: Literal["error"]
     error: AnthropicDetail
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request without the server's root_path, as routes have it."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def described(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -143,22 +149,23 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response(request.url.path)
+        return error.response(route_path(request.scope))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return field_errors(error.errors(), error.body).response(request.url.path)
+        return field_errors(error.errors(), error.body).response(route_path(request.scope))
 
     @app.exception_handler(EngineError)
     async def engine_failed(request: Request, error: EngineError) -> JSONResponse:
-        return ApiError(503, str(error)).response(request.url.path)
+        return ApiError(503, str(error)).response(route_path(request.scope))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is no path {request.url.path} here; GET /openapi.json names those that there are"
-        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response(request.url.path)
+        refusal = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+        return refusal.response(route_path(request.scope))
 
 
 def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, route_path
 from weft.server.metrics import Metrics
 from weft.server.options import Options
 from weft.server.record import as_api_error, refused
@@ -42,7 +42,7 @@ class Guard:
 
         left = self._options.max_body_bytes
         unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        begun = False
+        begun, path = False, route_path(scope)
 
         async def reply(message: Message) -> None:
             nonlocal begun
@@ -52,12 +52,12 @@ class Guard:
                 response_headers["X-Request-Id"] = request_id
                 if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
                     response_headers["Connection"] = "close"
-                if message["status"] >= 400 and "record" not in state and scope["path"] not in OPEN_PATHS:
+                if message["status"] >= 400 and "record" not in state and path not in OPEN_PATHS:
                     refused(self._metrics, request_id, scope["path"], message["status"])
             await send(message)
 
-        if refusal := self._refusal(scope["path"], headers):
-            return await refusal.response(scope["path"])(scope, receive, reply)
+        if refusal := self._refusal(path, headers):
+            return await refusal.response(path)(scope, receive, reply)
 
         async def limited() -> Message:
             nonlocal left, unread
@@ -74,7 +74,7 @@ class Guard:
         except Exception as error:
             refusal = as_api_error(error, state)
             if not begun:
-                await refusal.response(scope["path"])(scope, receive, reply)
+                await refusal.response(path)(scope, receive, reply)
         finally:
             if (record := state.get("record")) is not None:
                 record.end()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from weft.server.options import LogLevel
+
 LogFormat = Literal["text", "json"]
 BURST, WINDOW_S = 5, 10.0
 """So many warnings of one kind are written in a window of time."""
@@ -55,8 +57,8 @@ class Formatter(logging.Formatter):
         return json.dumps(head | fields | trace, default=str)
 
 
-def configure(log_format: LogFormat) -> None:
-    """Sets up the loggers of this process."""
+def configure(log_format: LogFormat, level: LogLevel = "info") -> None:
+    """Sets up the loggers of this process. level: the least of the server's own lines."""
     handler = {"class": "logging.StreamHandler", "formatter": "line", "filters": ["sparse"]}
     config = {
         "version": 1,
@@ -64,7 +66,7 @@ def configure(log_format: LogFormat) -> None:
         "formatters": {"line": {"()": Formatter, "log_format": log_format}},
         "filters": {"sparse": {"()": Sparse}},
         "handlers": {"stderr": handler},
-        "loggers": {"weft": {"level": "INFO", "handlers": ["stderr"], "propagate": False}},
+        "loggers": {"weft": {"level": level.upper(), "handlers": ["stderr"], "propagate": False}},
         "root": {"level": "WARNING", "handlers": ["stderr"]},
     }
     logging.config.dictConfig(config)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from weft.engine.engine import Engine
@@ -30,10 +31,21 @@ class Metrics(Collector):
         )
         self._decode = self._histogram("weft_request_decode_seconds", "From the first token to the last")
         self._prompts = self._histogram("weft_request_prompt_tokens", "Prompt tokens of a request", TOKENS)
+        self._inference = self._histogram(
+            "weft_request_inference_seconds", "From the place in the batch to the last token"
+        )
+        self._per_token = self._histogram(
+            "weft_request_time_per_output_token_seconds", "Mean between tokens of a request's longest choice"
+        )
+        self._computed = self._histogram("weft_request_computed_tokens", "Prompt tokens that were not cached", TOKENS)
+        self._longest = self._histogram("weft_request_max_generated_tokens", "Tokens of its longest choice", TOKENS)
+        self._limit = self._histogram("weft_request_max_tokens", "The limit that requests set on their choices", TOKENS)
+        self._choices = self._histogram("weft_request_choices", "Choices of a request", TOKENS[:9])
         self._generated = self._histogram("weft_request_generated_tokens", "Tokens sampled for a request", TOKENS)
         self._requests = Counter(
             "weft_requests", "Requests that have ended, by outcome", labelnames=["outcome"], registry=self.registry
         )
+        ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
@@ -49,12 +61,29 @@ class Metrics(Collector):
         self._whole.observe(seconds)
         self._queue.observe(queued)
 
-    def tokens(self, prompt: int, generated: int, prefill: float, decode: float) -> None:
-        """A request that has ended had so many tokens, and its parts took so many seconds."""
+    def tokens(self, prompt: int, cached: int, generated: Sequence[int], prefill: float, decode: float) -> None:
+        """A request has ended.
+
+        Args:
+            prompt, cached: tokens of its prompts, and those of them that were found in the cache.
+            generated: tokens of each choice.
+            prefill, decode: seconds to the first token, and from there to the last.
+        """
         self._prompts.observe(prompt)
-        self._generated.observe(generated)
+        self._computed.observe(prompt - cached)
+        self._generated.observe(sum(generated))
+        self._longest.observe(max(generated))
         self._prefill.observe(prefill)
         self._decode.observe(decode)
+        self._inference.observe(prefill + decode)
+        if max(generated) > 1:
+            self._per_token.observe(decode / (max(generated) - 1))
+
+    def asked(self, choices: int, max_tokens: int | None) -> None:
+        """A request asks for so many choices, each of at most max_tokens; None: as many as fit."""
+        self._choices.observe(choices)
+        if max_tokens is not None:
+            self._limit.observe(max_tokens)
 
     def refused(self, outcome: str) -> None:
         """A request has ended before it reached the engine: its times mean nothing."""
@@ -94,6 +123,9 @@ class Metrics(Collector):
             ("weft_restarts", "Failures of ranks, after which they were started anew", s.failures),
         ):
             yield CounterMetricFamily(name, text, value=total)
+        sizes = [(str(2**i), float(n)) for i, n in enumerate(itertools.accumulate(s.step_sizes))]
+        sizes[-1] = ("+Inf", sizes[-1][1])
+        yield HistogramMetricFamily("weft_step_rows", "Rows of a step", buckets=sizes, sum_value=s.step_rows)
         if (events := self._engine.kv_events) is not None:
             yield CounterMetricFamily("weft_kv_event_batches", "Batches of KV events", value=events.published)
             yield CounterMetricFamily(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 ReasoningParser = Literal["auto", "think", "off"]
 """Thoughts between <think> tags are split off where the chat template or the tokenizer knows them, always, or never."""
 
@@ -22,6 +25,14 @@ class Options:
 
     api_key: str | None = None
     """Clients must send it as a Bearer token; left out, what WEFT_API_KEY holds, as others can read command lines."""
+    served_model_name: tuple[str, ...] = ()
+    """The model's names for clients; responses have the first; left out, its directory's name."""
+    ssl_keyfile: Path | None = None
+    """The private key of ssl_certfile, in PEM; left out, it is in that file too."""
+    ssl_certfile: Path | None = None
+    """A certificate and its chain, in PEM: serve HTTPS only. They are read once, at the start."""
+    root_path: str = ""
+    """Path prefix under which a proxy shows this server, such as /llm; requests may come with it or without."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may call the server from a browser, such as https://app.example; * for all."""
     max_body_mb: int = 8
@@ -49,6 +60,8 @@ class Options:
     reasoning_parser: ReasoningParser = "auto"
     """Gives what a model writes between <think> and </think> as reasoning_content: auto, where its chat template or
     tokenizer knows these; think, for any model; off, for none: it stays in the text."""
+    otlp_traces_endpoint: str | None = None
+    """Sends an OpenTelemetry span of each request to this URL, such as http://127.0.0.1:4318/v1/traces (extra otel)."""
     any_whitespace: bool = False
     """JSON of structured outputs and tools may hold whitespace wherever JSON allows it; some models then write blanks
     until max_tokens. Left out, one space may follow a comma or a colon."""
@@ -74,6 +87,35 @@ class Options:
             raise ValueError("api_key is empty; give one, or leave it out to let everybody in")
         if self.api_key is not None and not HEADER_TEXT.fullmatch(self.api_key):
             raise ValueError("api_key cannot be sent in an HTTP header; use printable ASCII, with no space at its ends")
+        if "" in self.served_model_name:
+            raise ValueError("served_model_name is empty; give one, or leave it out")
+        if self.root_path and not re.fullmatch(r"(/[^/?#]+)+", self.root_path):
+            raise ValueError(f"root_path is {self.root_path!r}; it must begin with / and not end with it, as /llm does")
+        self._check_certificate()
+        self._check_tracing()
         for origin in self.cors_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
                 raise ValueError(f"{origin!r} in cors_origins is no origin such as https://app.example, nor *")
+
+    def _check_certificate(self) -> None:
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise ValueError("ssl_keyfile needs ssl_certfile, the certificate of this key")
+            return
+        try:  # an encrypted key is refused: nobody is there to be asked for its password
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+        except OSError as error:
+            files = " and ".join(str(file) for file in (self.ssl_certfile, self.ssl_keyfile) if file is not None)
+            why = f"{error.strerror or error}; they must be PEM files that belong together, the key without a password"
+            raise ValueError(f"ssl_certfile and ssl_keyfile ({files}) cannot be used: {why}") from error
+
+    def _check_tracing(self) -> None:
+        if (endpoint := self.otlp_traces_endpoint) is None:
+            return
+        if not re.fullmatch(r"https?://[^/]+/.*", endpoint):
+            example = "http://127.0.0.1:4318/v1/traces"
+            raise ValueError(f"otlp_traces_endpoint is {endpoint!r}; it must be a URL such as {example}")
+        try:
+            importlib.import_module("opentelemetry.instrumentation.fastapi")
+        except ModuleNotFoundError as error:
+            raise ValueError("otlp_traces_endpoint needs OpenTelemetry: pip install 'weft[otel]'") from error

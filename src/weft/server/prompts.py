@@ -90,11 +90,13 @@ class Prompts:
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _kept(self, body: CommonRequest) -> int | None:
-        """How many of a prompt's last tokens are kept; None: all. -1 keeps what fits beside one token of output."""
+        """How many of a prompt's last tokens are kept; None: all. -1 keeps what fits beside the output."""
         longest, wanted = self._engine.max_model_len - 1, body.truncate_prompt_tokens
         if wanted is None or wanted > longest:
             return None  # what is longer than the context is refused as ever
-        return longest if wanted == -1 else max(wanted, 1)
+        if wanted == -1:
+            wanted = longest + 1 - max(body.output_limit or 1, 1)
+        return max(wanted, 1)
 
     def _tokens(self, prompt: str | list[int], kept: int | None, special: bool) -> list[int]:
         """A prompt's tokens, of which so many are kept. Of a text only an end is encoded that holds more tokens than

@@ -206,6 +206,11 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
         "data_parallel_rank": (0,),  # of the one that `weft.server.router_routes` reports
     }
 
+    @property
+    def output_limit(self) -> int | None:
+        """Most tokens of a choice; None: what fits into the context."""
+        return None
+
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
@@ -231,6 +236,10 @@ class CompletionRequest(CommonRequest):
     echo: bool = False
     best_of: int | None = None
     add_special_tokens: bool = True
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens
 
     @property
     def tokenised(self) -> bool:

@@ -68,17 +68,19 @@ class Record:
         outputs = [o for o in self._outputs if o is not None]
         queued = max((o.queue_s for o in outputs), default=0.0)
         generated = sum(o.completion_tokens for o in outputs)
+        cached = sum(o.cached_tokens for o in outputs)
         self._metrics.request(self.outcome, seconds, queued)
         if self._first is not None:
             first, last = self._first - self._began, max(self._last) - self._began
-            self._metrics.tokens(self._prompt_tokens, generated, max(0.0, first - queued), last - first)
+            each = [o.completion_tokens for o in outputs]
+            self._metrics.tokens(self._prompt_tokens, cached, each, max(0.0, first - queued), last - first)
         fields: dict[str, Any] = {
             "id": self.id,
             "path": self._path,
             "outcome": self.outcome,
             "choices": len(self._outputs),
             "prompt_tokens": self._prompt_tokens,
-            "cached_tokens": sum(o.cached_tokens for o in outputs),
+            "cached_tokens": cached,
             "completion_tokens": generated,
             "queue_s": round(queued, 4),
             "first_token_s": None if self._first is None else round(self._first - self._began, 4),

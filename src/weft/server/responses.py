@@ -15,7 +15,7 @@ from pydantic import Field
 
 from weft.engine.request import Output
 from weft.server.bodies import JsonRoute, work_on
-from weft.server.chats import ChatRequest, chat_of
+from weft.server.chats import ChatRequest, Effort, chat_of
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
 from weft.server.errors import ApiError, Names, client_names
@@ -60,16 +60,33 @@ class TextConfig(Body):
     format: TextFormat | None = None
 
 
+class ReasoningConfig(Body):
+    """effort: as a chat's. The whole thought is returned, so there is no summary of it."""
+
+    harmless = frozenset({"summary", "generate_summary"})
+
+    effort: Effort | None = None
+
+
+Include = Literal[
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+"""More of items that no model here writes, and thoughts in a form that clients cannot read: here they can."""
+
+
 class ResponsesRequest(SharedRequest):
     """The served fields. store: whether others may go on from the response by its id. previous_response_id: the
     items of that response go before `input`; its `instructions` do not."""
 
     harmless = HARMLESS - {"metadata", "store"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "truncation": ("disabled",),
-        "include": ([],),
         "background": (False,),
-        "reasoning": ({},),
         "top_logprobs": (0,),
         "max_tool_calls": (),
         "data_parallel_rank": (0,),
@@ -89,6 +106,10 @@ class ResponsesRequest(SharedRequest):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
+    reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+    include: list[Include] = Field(default_factory=list)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     metadata: dict[str, Text] = Field(default_factory=dict)
     store: bool | None = None
     previous_response_id: Text | None = None
@@ -126,13 +147,13 @@ class ResponsesRequest(SharedRequest):
             "repetition_penalty": self.repetition_penalty,
             "user": self.user,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort,
+            "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.tools:
-            body["tools"] = [{"type": t.get("type"), "function": {**t, "type": None}} for t in self.tools]
-            body["tool_choice"] = self.tool_choice
-            if isinstance(self.tool_choice, dict):
-                named = {**self.tool_choice, "type": None}
-                body["tool_choice"] = {"type": self.tool_choice.get("type"), "function": named}
+            body["tools"] = [_nested(tool, "function") for tool in self.tools]
+            body["tool_choice"] = self._tool_choice()
         elif self.tool_choice not in ("none", "auto"):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         if self.text.format is not None:
@@ -141,6 +162,21 @@ class ResponsesRequest(SharedRequest):
             body["response_format"] = {"type": kind} | ({"json_schema": form} if kind == "json_schema" else form)
         tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
         return chat_of(body, FIELDS | tools | messages.names)
+
+
+    def _tool_choice(self) -> Any:
+        """As chats have it: what stands beside the type is an object of its own there."""
+        choice = self.tool_choice
+        if isinstance(choice, str) or choice.get("type") != "allowed_tools":
+            return choice if isinstance(choice, str) else _nested(choice, "function")
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_nested(tool, "function") if isinstance(tool, dict) else tool for tool in tools]
+        return _nested(choice | {"tools": tools}, "allowed_tools")
+
+
+def _nested(item: dict[str, Any], name: str) -> dict[str, Any]:
+    return {"type": item.get("type"), name: {**item, "type": None}}
 
 
 class Responses:
@@ -240,7 +276,8 @@ class _ResponseBuilder(ParsedOutput):
             "tool_choice": asked.tool_choice,
             "tools": asked.tools,
             "top_p": asked.top_p,
-            "truncation": "disabled",
+            "truncation": asked.truncation,
+            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
             "metadata": asked.metadata,
             "usage": None
             if status

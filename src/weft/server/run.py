@@ -7,6 +7,8 @@ import gc
 import socket
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
@@ -50,6 +52,35 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class UnixListener(socket.socket):
+    """A listening Unix domain socket. Its file is removed when it is closed."""
+
+    def __init__(self, path: Path):
+        super().__init__(socket.AF_UNIX)
+        self._path = path
+        self.bind(str(path))
+        self.listen(QUEUED_BY_KERNEL)
+
+    def close(self) -> None:
+        if self.fileno() >= 0:
+            self._path.unlink(missing_ok=True)
+        super().close()
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A listening Unix domain socket; the file of a server that is gone is replaced. Raises OSError in one line."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            if path.is_socket():
+                path.unlink()
+    try:
+        return UnixListener(path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be listened on ({error.strerror or error}); choose another --uds") from error
+
+
 def prepare_interpreter() -> None:
     """Sets up this process's garbage collector and threads for serving; call it once everything is loaded.
 
@@ -76,6 +107,8 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            ssl_keyfile=options.ssl_keyfile,
+            ssl_certfile=options.ssl_certfile,
         )
         super().__init__(config)
         self._intake, self._drain_s = engine_client, options.drain_s

@@ -29,6 +29,13 @@ NAMES = {
     "vllm:request_decode_time_seconds": "weft_request_decode_seconds",
     "vllm:request_prompt_tokens": "weft_request_prompt_tokens",
     "vllm:request_generation_tokens": "weft_request_generated_tokens",
+    "vllm:request_max_num_generation_tokens": "weft_request_max_generated_tokens",
+    "vllm:request_inference_time_seconds": "weft_request_inference_seconds",
+    "vllm:request_time_per_output_token_seconds": "weft_request_time_per_output_token_seconds",
+    "vllm:request_prefill_kv_computed_tokens": "weft_request_computed_tokens",
+    "vllm:request_params_n": "weft_request_choices",
+    "vllm:request_params_max_tokens": "weft_request_max_tokens",
+    "vllm:iteration_tokens_total": "weft_step_rows",
 }
 """vLLM's name of a family: ours. All have the label `model_name`."""
 REASONS = {"stop": "stop", "length": "length", "error": "error"}
@@ -49,6 +56,10 @@ class WithVllmNames(Collector):
         for name, own in NAMES.items():
             yield self._renamed(name, families[own])
         yield self._cache_config()
+        awake = GaugeMetricFamily("vllm:engine_sleep_state", "It never sleeps", labels=[*self._labels, "sleep_state"])
+        for state in ("awake", "weights_offloaded", "discard_all"):
+            awake.add_metric([*self._labels.values(), state], float(state == "awake"))
+        yield awake
 
     def _renamed(self, name: str, own: Metric) -> Metric:
         made = Metric(name, own.documentation, own.type)

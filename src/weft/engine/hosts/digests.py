@@ -21,7 +21,10 @@ BLOCK = 64 << 10
 """Bytes that are read at the begin, the middle and the end of each file of weights: its header, and samples."""
 OF_A_HOST = ("model", "cpu_bind", "node_rank", "interface", "cluster_key", "master_addr", "join_timeout_s")
 """Options that each host may have its own of."""
-OF_NODE_0 = ("max_waiting", "max_choices", "max_restarts", "restart_window_s", "restart_backoff_s", "overlap", "seed")
+OF_NODE_0 = (
+    *("max_waiting", "max_choices", "max_restarts", "restart_window_s", "restart_backoff_s", "overlap", "seed"),
+    "chat_template",
+)
 """Options of the controller, which other hosts never need."""
 ADVICE = {
     "weft": "install the same on every host",

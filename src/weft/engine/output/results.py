@@ -23,6 +23,8 @@ class EngineStats:
             far.
         stalls: how often a sequence skipped a step because its sampling depends on a pending token.
         steps: steps that were sent.
+        step_rows: rows of all steps.
+        step_sizes: steps with at most 2ⁱ rows and more than half of that, by i.
         rejected: requests that were refused because too many waited.
         timeouts: requests that ended by their deadline.
         queue_seconds: time that all requests waited for their first place in a batch.
@@ -39,6 +41,8 @@ class EngineStats:
     preemptions: int
     stalls: int
     steps: int
+    step_rows: int
+    step_sizes: tuple[int, ...]
     rejected: int
     timeouts: int
     queue_seconds: float

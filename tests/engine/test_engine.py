@@ -161,10 +161,10 @@ def test_stop_strings_logprobs_and_minimum(model_dir: Path) -> None:
 def test_bad_requests_are_refused_with_one_line(model_dir: Path) -> None:
     with Engine(config(model_dir)) as engine:
         for prompt, params, text in [
-            ([], GREEDY, "the prompt is empty"),
+            ([], GREEDY, "prompt is empty"),
             ([1, 257], GREEDY, "between 0 and 256"),
-            ([1] * 256, GREEDY, "has 256 tokens"),
-            ([1] * 250, GREEDY, "250 tokens and max_tokens=12 exceed the context of 256"),
+            ([1] * 256, GREEDY, "256 in the prompt"),
+            ([1] * 250, GREEDY, "256 tokens. However, you requested 262 tokens .250 in the prompt"),
         ]:
             with pytest.raises(ValueError, match=text):
                 engine.submit(prompt, params, lambda output: None)

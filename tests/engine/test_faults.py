@@ -174,7 +174,7 @@ process = sandbox._start(); started = [process.pid], ""
 """,
     "chat templates": """
 from weft.server.templates import Templates
-templates = Templates(); started = [templates._process.pid], ""
+templates = Templates({}); started = [templates._process.pid], ""
 """,
 }
 """Starts processes, and names them and their folder."""
@@ -230,9 +230,9 @@ def test_a_forked_process_has_no_engine_and_leaves_its_parents_alone(model_dir: 
     params = SamplingParams(max_tokens=2, temperature=0)
     with Engine(config(model_dir, executor="process", attn_dp=2, ep=2)) as engine:
         expected = engine.generate([[1, 2]], params)[0].token_ids
-        belongs = f"this Engine belongs to process {os.getpid()}, from which this process was forked; make another one here"
+        belongs = f"this Engine belongs to process {os.getpid()}, from which this process was forked"
         for name in ("generate", "comm_report", "wait", "reset_cache", "state", "drain"):
-            assert in_a_fork(lambda name=name: getattr(engine, name)) == f"EngineError: {name}: {belongs}"
+            assert in_a_fork(lambda name=name: getattr(engine, name)) .startswith(f"EngineError: {name}: {belongs}")
         assert in_a_fork(lambda: engine.close()) == "None"
         assert engine.generate([[1, 2]], params)[0].token_ids == expected
         assert engine.state == "serving" and engine.stats().failures == 0

@@ -176,7 +176,7 @@ def test_what_a_grammar_takes_is_measured() -> None:
 
 
 def test_a_prompt_that_is_too_long_is_not_looked_at() -> None:
-    with pytest.raises(ValueError, match="the prompt has 1000000000000 tokens; at most 399 fit"):
+    with pytest.raises(ValueError, match="1000000000000 in the prompt"):
         prepare(range(10**12), SamplingParams(), print, 0, 400, TEXT_PROCESSOR)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +29,7 @@ from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import Options
 from weft.server.run import Server, bind
+from weft.server.templates import Templates
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -102,11 +105,21 @@ class Served:
         return socket.create_connection(self.address, timeout=WAIT_S)
 
 
+@cache
+def templates_of(special: str) -> Templates:
+    return Templates(json.loads(special))
+
+
+def shared_templates(engine: Any) -> Templates:
+    """One process for all servers of a tokenizer."""
+    return templates_of(json.dumps(engine.tokenizer.special_tokens_map))
+
+
 def serve(engine: Any, listener: socket.socket | None = None, **options: Any) -> Iterator[Served]:
     listener = listener or bind("127.0.0.1", 0)
     chosen = Options(**options)
     engine_client = EngineClient(engine, Metrics(engine))
-    server = Server(create_app(engine_client, "small", chosen), engine_client, chosen)
+    server = Server(create_app(engine_client, "small", chosen, shared_templates(engine)), engine_client, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

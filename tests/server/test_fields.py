@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from server.conftest import Served
+from server.conftest import Served, shared_templates
 from server.test_tools import TEMPLATE, TOOLS
 from weft.assets import embedded_model_dir
 from weft.server.prompts import Prompts
@@ -130,7 +130,7 @@ def test_the_last_tokens_of_a_text_are_those_of_its_end() -> None:
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_dir())
     config = SimpleNamespace(max_choices=1)
     engine: Any = SimpleNamespace(tokenizer=tokenizer, max_model_len=200, config=config)
-    prompts, draw = Prompts(engine, None), random.Random(0)
+    prompts, draw = Prompts(engine, shared_templates(engine), False), random.Random(0)
     words = ["Tom", "has", "3", "apples,", "", "how", "many\n", "Tomasz", "now?", "über", "10000", "17 more;"]
     for _ in range(5):
         text = " ".join(draw.choices(words, k=3000))

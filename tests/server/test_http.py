@@ -114,11 +114,11 @@ BAD: list[tuple[str, Any, int, str]] = [
     (C, {"prompt": []}, 400, "prompt is empty"),
     (C, {"prompt": [1, 99999]}, 400, "between 0 and 256"),
     (C, {"prompt": [-1]}, 400, "between 0 and 256"),
-    (C, {"prompt": "a" * 300}, 400, "300 tokens"),
-    (C, {"prompt": "a" * 250, "max_tokens": 100}, 400, "250 tokens and max_tokens=100 exceed the context of 256"),
+    (C, {"prompt": "a" * 300}, 400, "300 in the prompt"),
+    (C, {"prompt": "a" * 250, "max_tokens": 100}, 400, "350 tokens (250 in the prompt, 100 in the completion)"),
     (C, {"prompt": "a", "max_tokens": -1}, 400, "max_tokens is -1"),
     (C, {"prompt": "a", "prompt_logprobs": 21}, 400, "prompt_logprobs is 21"),
-    (C, {"prompt": "a" * 257, "max_tokens": 0}, 400, "257 tokens"),
+    (C, {"prompt": "a" * 257, "max_tokens": 0}, 400, "257 in the prompt"),
     (C, {"prompt": "a", "max_tokens": "many"}, 400, "max_tokens"),
     (C, {"prompt": "a", "temperature": -1}, 400, "temperature is -1"),
     (C, {"prompt": "a", "top_p": 0}, 400, "top_p is 0"),
@@ -132,7 +132,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (C, {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "needs stream"),
     (C, {"prompt": "a", "model": "other"}, 404, "'other' is not served here; this is 'small'"),
     (C, {"prompt": "a", "model": "other", "stream": True}, 404, "not served"),
-    (C, {"prompt": "a" * 300, "stream": True}, 400, "300 tokens"),
+    (C, {"prompt": "a" * 300, "stream": True}, 400, "300 in the prompt"),
     (H, {"messages": []}, 400, "messages: List should have at least 1 item"),
     (H, '{"messages": [{"role": "user", "content": "\\udc00"}]}', 400, "messages.0.content: half of a surrogate pair"),
     (H, HELLO | {"tools": [{"type": "function"}]}, 400, "tools.0.function"),
@@ -140,14 +140,19 @@ BAD: list[tuple[str, Any, int, str]] = [
     (H, HELLO | {"tool_choice": "required"}, 400, "tool_choice needs tools"),
     (H, HELLO | {"functions": [{"name": "f"}]}, 400, "functions is not supported"),
     (H, HELLO | {"reasoning_effort": "huge"}, 400, "reasoning_effort: Input should be 'none'"),
-    (H, HELLO | {"response_format": {"type": "json_schema"}}, 400, "response_format needs a schema"),
-    (H, HELLO | {"response_format": {"type": "xml"}}, 400, "response_format 'xml' is not supported"),
+    (
+        H,
+        HELLO | {"response_format": {"type": "json_schema"}},
+        400,
+        "the type json_schema needs a schema",
+    ),
+    (H, HELLO | {"response_format": {"type": "xml"}}, 400, "response_format.type: 'xml' is not supported"),
     (H, HELLO | {"guided_regex": "(", "n": 2}, 400, "the grammar cannot be used"),
     (H, HELLO | {"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_regex and guided_choice ask for two"),
     (H, HELLO | {"structured_outputs": {"structural_tag": "x"}}, 400, "structural_tag is not supported"),
     (H, HELLO | {"guided_choice": []}, 400, "guided_choice has no choice"),
     (H, HELLO | {"logit_bias": {"5": 101}}, 400, "logit_bias is"),
-    (H, HELLO | {"logit_bias": {"257": 1}}, 400, "the tokens of logit_bias must be between 0 and 256"),
+    (H, HELLO | {"logit_bias": {"257": 1}}, 400, "logit_bias: its tokens must be between 0 and 256"),
     (H, HELLO | {"logit_bias": {"x": 1}}, 400, "logit_bias"),
     (C, {"prompt": "a", "min_p": 1.5}, 400, "min_p is 1.5"),
     (C, {"prompt": "a", "presence_penalty": 3}, 400, "presence_penalty is 3"),
@@ -244,14 +249,15 @@ def test_fields_inside_are_refused_by_their_place(served: Served, inside: dict[s
 
 def test_what_clients_send_back_of_responses_is_taken(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Further fields of a message reach the chat template, which uses those that it knows."""
-    template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}{% endfor %}"
+    template = "{% for m in messages %}{{ m.role }}:{{ m.reasoning_content }}{{ m.content }}"
+    template += "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", template)
     part = TEXT | {"annotations": [], "cache_control": {"type": "ephemeral"}}
     said = {"role": "assistant", "content": [part], "refusal": None, "annotations": [], "reasoning_content": "hm, "}
     with served.http() as http:
         response = http.post(H, json={"messages": [said, CALLED | {"audio": None}], "max_tokens": 1})
     assert response.status_code == 200, response.text
-    assert response.json()["usage"]["prompt_tokens"] == len("assistant:hm, hi" + "assistant:")
+    assert response.json()["usage"]["prompt_tokens"] == len("assistant:hm, hi" + "assistant:{}")
 
 
 def test_errors_name_the_parameter_and_the_kind(served: Served) -> None:

@@ -19,7 +19,7 @@ C, H = "/v1/completions", "/v1/chat/completions"
 @pytest.mark.parametrize(
     "path, body, text",
     [
-        (C, {"prompt": "a" * 1281}, "1281 characters cannot fit into the context of 256 tokens"),
+        (C, {"prompt": "a" * 1281}, "maximum context length is 256 tokens. However, 1281 characters cannot fit"),
         (C, {"prompt": ["a", "a" * 2560]}, "2561 characters cannot fit"),
         (C, {"prompt": [[5]] * 200, "n": 2}, "the request has 400 choices"),
         (C, {"prompt": ["a"] * 300}, "the request has 300 choices"),

@@ -50,6 +50,34 @@ def test_every_token_is_found_where_it_is_said_to_be(chat_model_dir: Path, seed:
     assert text[offsets[-3] :] == "end"
 
 
+@pytest.mark.parametrize("pieces", [1, 3], ids=["whole", "streamed"])
+def test_offsets_count_returned_text_alone(chat_model_dir: Path, pieces: int) -> None:
+    """Not special tokens, which the text does not hold, nor what a stop string cut off; an echoed prompt has all."""
+    tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|x|>"]})
+    text_processor = TextProcessor(tokenizer, chat_model_dir, len(tokenizer), (0,))
+    special, [letter] = tokenizer.convert_tokens_to_ids("<|x|>"), tokenizer.encode("a", add_special_tokens=False)
+    assert special in text_processor.special_ids and letter not in text_processor.special_ids
+    for hidden, echoed, wanted in [
+        (text_processor.special_ids, (), [0, 0, 1, 1, 2, 2]),
+        ((), (), [0, 5, 6, 11, 12, 12]),
+        (text_processor.special_ids, ("<|x|>a",), [0, 5, 6, 6, 7, 7, 8, 8]),
+    ]:
+        text = "<|x|>a<|x|>a" if not hidden else "aa"
+        style = Completion(text_processor, [[special, letter]], Wanted(0), echoed, hidden)
+        scores = [TokenLogprob(token, -1.0) for token in (special, letter, special, letter, letter, special)]
+        scored = (TokenLogprob(letter, -1.0),)
+        offsets = []
+        for at in range(pieces):
+            last = at == pieces - 1
+            some = tuple(scores[at * 6 // pieces : (at + 1) * 6 // pieces])
+            piece = text if last else ""
+            ids = tuple(p.token_id for p in some)
+            output = Output(piece, ids, some, "stop" if last else None, None, 1, 0, 1, prompt_logprobs=scored)
+            offsets += [o for chunk in style.chunks(0, output, at == 0) for o in chunk["logprobs"]["text_offset"]]
+        assert offsets == wanted
+
+
 def is_text(some: bytes) -> bool:
     try:
         some.decode()

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from server.conftest import QuietEngine, Served, output, serve
+from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from server.test_tools import CALL, TOOLS
 from weft.engine.output.grammar import Grammars, grammar
 from weft.server.anthropic_messages import MessagesRequest
@@ -21,7 +21,7 @@ from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
-from weft.server.options import ReasoningParser
+from weft.server.options import Options, ReasoningParser
 from weft.server.parsed_output import ParsedOutput
 from weft.server.reasoning import Start, ThoughtParser, after_thought, start_of
 from weft.server.responses import ResponsesRequest
@@ -109,7 +109,8 @@ def test_where_an_output_begins() -> None:
 
 
 def service(quiet: QuietEngine, how: ReasoningParser = "auto") -> Service:
-    return Service(EngineClient(quiet, Metrics(quiet)), "small", reasoning_parser=how)  # type: ignore[arg-type]
+    client, options = EngineClient(quiet, Metrics(quiet)), Options(reasoning_parser=how)  # type: ignore[arg-type]
+    return Service(client, "small", shared_templates(quiet), options)
 
 
 def parts(of: Service, completion: str, **more: Any) -> OutputDelta:
@@ -167,7 +168,7 @@ def test_reasoning_of_a_chat(quiet: QuietEngine, stream: bool) -> None:
             assert "".join(getattr(part, name, None) or "" for part in said) == "Hm"
     for name in ("reasoning_content", "reasoning"):
         asked = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": "Yes.", name: "Hm"}]})
-        assert asked.prompt(quiet.tokenizer, None) == "assistant:HmYes.\n<think>"
+        assert asked.prompt(quiet.tokenizer, shared_templates(quiet)) == "assistant:HmYes.\n<think>"
 
 
 SCHEMA: Any = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
@@ -221,7 +222,7 @@ def test_an_output_that_follows_a_grammar_thinks_before(served: Served, monkeypa
 
 
 def test_bad_input(quiet: QuietEngine) -> None:
-    quiet.tokenizer.chat_template = "<|start|>assistant<|channel|>"
+    quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}" + MAY_THINK
     for served in serve(quiet):
         with served.http() as http:
             completion = http.post("/v1/chat/completions", json={"messages": HELLO, "separate_reasoning": False})

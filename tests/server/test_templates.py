@@ -38,9 +38,9 @@ def test_refused_by_name_unless_it_is_asked_for(served: Served, path: str) -> No
     "template, more",
     [
         ("{% for m in messages %}\n  {{ m.role }}={{ m | tojson }}\n{% endfor %}{{ eos_token }}", {}),
-        ("{{ mood }}{{ messages[0].content }}", {"chat_template_kwargs": {"mood": "glad "}}),
+        ("{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}", {"chat_template_kwargs": {"mood": "glad "}}),
         ("{% for m in messages %}{{ m.content }}|{% endfor %}", {"continue_final_message": True}),
-        ("{% if add_generation_prompt %}go{% endif %}", {"add_generation_prompt": False}),
+        ("{{ messages }}{% if add_generation_prompt %}go{% endif %}", {"add_generation_prompt": False}),
         (TEMPLATE, {"tools": TOOLS}),
     ],
     ids=range(5),
@@ -68,7 +68,7 @@ def test_it_makes_the_prompt_of_a_chat(trusting: Served) -> None:
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ 'a' * 20000000 }}", "more than 16777216 characters"),
         ("{{ ('a' * 10 ** 10) | length }}", "more memory than it may"),
-        ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "longer than 2 s"),
+        ("{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "longer than 10 s"),
     ],
     ids=["syntax", "refusal", "escape", "long", "memory", "endless"],
 )

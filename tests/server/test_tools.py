@@ -13,13 +13,14 @@ import pytest
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from server.conftest import QuietEngine, Served, output, serve
+from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from weft.engine.output.grammar import Grammars
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
+from weft.server.options import Options
 from weft.server.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
 from weft.server.tools import OutputDelta, parser
 
@@ -45,6 +46,8 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{{ '\\n' }}"
     "{% endfor %}"
 )
+UNMARKED = TEMPLATE.replace("<tool_call>", "[").replace("</tool_call>", "]")
+"""It asks for no form of calls."""
 
 
 HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, LLAMA = TOOL_FORMATS
@@ -257,7 +260,7 @@ def test_a_template_says_which_form() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_is_no_text(quiet: QuietEngine, stream: bool) -> None:
     """Of a model that writes to several readers, also where it is offered no tools."""
-    quiet.tokenizer.chat_template = "<|start|>assistant<|channel|>"
+    quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}" + TEMPLATE
 
     def say() -> None:
         for piece in (THOUGHT[:20], THOUGHT[20:], FINAL):
@@ -274,7 +277,7 @@ def test_a_thought_is_no_text(quiet: QuietEngine, stream: bool) -> None:
 
 def test_calls_in_later_chunks_are_numbered_on(quiet: QuietEngine) -> None:
     """Clients put a call's pieces together by its number, so each call needs one of its own."""
-    quiet.tokenizer.chat_template = "<tool_call>"
+    quiet.tokenizer.chat_template = "{# <tool_call> #}" + TEMPLATE
     named = [CALL, CALL.replace("weather", "time"), CALL]
 
     def say() -> None:
@@ -292,8 +295,8 @@ def test_calls_in_later_chunks_are_numbered_on(quiet: QuietEngine) -> None:
 
 
 def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> None:
-    service = Service(EngineClient(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
-    quiet.tokenizer.chat_template = "<tool_call>"
+    service = Service(EngineClient(quiet, Metrics(quiet)), "small", shared_templates(quiet), Options())  # type: ignore[arg-type]
+    quiet.tokenizer.chat_template = "{# <tool_call> #}" + TEMPLATE
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
     plain = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
     assert not service.chat_job(body).params.keep_special
@@ -388,7 +391,7 @@ def test_every_form_can_be_made_to_call(
     served: Served, monkeypatch: pytest.MonkeyPatch, form: ToolFormat, choice: str
 ) -> None:
     marked = "".join("{# " + mark + " #}" for mark in form.marks)
-    monkeypatch.setattr(served.engine.tokenizer, "chat_template", marked + "{{ messages[0].content }}")
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", marked + UNMARKED)
     named: Any = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
     message = chat(served, tool_choice=named, parallel_tool_calls=False, temperature=1).choices[0].message
     assert not message.content
@@ -432,6 +435,56 @@ def test_calls_that_must_be(tooled: Served) -> None:
     assert call.function.name in ("weather", "time") and list(json.loads(call.function.arguments)) == ["city"]
     named = chat(tooled, tool_choice={"type": "function", "function": {"name": "time"}}).choices[0]
     assert [c.function.name for c in named.message.tool_calls] == ["time"]
+
+
+PLACE: Any = {"type": "object", "properties": {"place": {"enum": ["x"]}}, "required": ["place"]}
+NAMED: Any = {"type": "function", "function": {"name": "time"}}
+
+
+def test_a_forced_call_has_precedence_over_another_grammar(tooled: Served) -> None:
+    """In all three APIs, as instructor asks for both."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
+    for choice in ("required", NAMED):
+        message = chat(tooled, tool_choice=choice, response_format=form, parallel_tool_calls=False).choices[0].message
+        assert not message.content and list(json.loads(message.tool_calls[0].function.arguments)) == ["city"]
+    flat: Any = {"type": "function", "name": "time", "parameters": TOOLS[1]["function"]["parameters"]}
+    text: Any = {"format": {"type": "json_schema", "name": "place", "schema": PLACE}}
+    asked: Any = {"model": "small", "input": "hi", "tools": [flat], "tool_choice": "required", "text": text}
+    asked["parallel_tool_calls"] = False
+    [item] = tooled.client().responses.create(**asked, temperature=9, max_output_tokens=200).output
+    assert item.type == "function_call" and list(json.loads(item.arguments)) == ["city"]
+    body: Any = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200, "stream": False}
+    body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    body |= {"tools": [{"name": "time", "input_schema": flat["parameters"]}], "temperature": 9}
+    body |= {"output_config": {"format": {"type": "json_schema", "schema": PLACE}}}
+    with tooled.http() as http:
+        [block] = http.post("/v1/messages", json=body).json()["content"]
+    assert block["type"] == "tool_use" and list(block["input"]) == ["city"]
+
+
+@pytest.mark.parametrize("form", [HERMES, DEEPSEEK, XML], ids=["hermes", "deepseek", "xml"])
+def test_calls_that_may_be_made_are_an_alternative_to_another_grammar(quiet: QuietEngine, form: ToolFormat) -> None:
+    """Agents with tools and a type of their output ask for both, and call first."""
+    service = Service(EngineClient(quiet, Metrics(quiet)), "small", shared_templates(quiet), Options())  # type: ignore[arg-type]
+    quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks) + UNMARKED
+    asked: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    asked["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"schema": PLACE | {"additionalProperties": False}},
+    }
+    compiled = service.chat_job(ChatRequest.model_validate(asked)).params.grammar
+
+    def taken(text: str) -> int:
+        state, tokens = quiet.text_processor.grammars.start(compiled), quiet.tokenizer.encode(text)
+        for at, token in enumerate(tokens):
+            if not state.mask(b"")[token // 8] >> token % 8 & 1:
+                return at
+            state.accept(token)
+        return len(text) if state.mask(b"")[0] & 1 else -1
+
+    for text in ('{"place":"x"}', SPELLED[form].replace("Bern", "Be")):
+        assert taken(text) == len(text)
+    assert taken("Hello") == 0 and taken('{"place":"y"}') == len('{"place":"')
 
 
 def test_streamed_calls_are_the_same(tooled: Served) -> None:
@@ -492,6 +545,7 @@ def test_bad_calls_are_refused(tooled: Served) -> None:
     for body, text in [
         ({"messages": [{"role": "assistant", "tool_calls": [call]}]}, "arguments of a call of weather are not JSON"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "'x', which is not among the tools"),
+        ({"tool_choice": "required", "response_format": {"type": "xml"}}, "'xml' is not supported"),
         (
             {
                 "tool_choice": {
@@ -501,7 +555,6 @@ def test_bad_calls_are_refused(tooled: Served) -> None:
             },
             "'x', which is not among the tools",
         ),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "ask for two grammars"),
     ]:
         with tooled.http() as http:
             hello = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}

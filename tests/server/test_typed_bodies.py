@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from server.conftest import QuietEngine, Served
+from server.conftest import QuietEngine, Served, shared_templates
 from server.test_tools import TEMPLATE
 from weft.server.anthropic_messages import InputMessage, MessagesRequest
 from weft.server.chats import ChatRequest, Function, Message
@@ -22,6 +22,7 @@ from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.items import ITEMS
 from weft.server.metrics import Metrics
+from weft.server.options import Options
 from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.responses import ResponsesRequest
 from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
@@ -154,7 +155,7 @@ def written(body: Any) -> bytes:
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=range(len(TOOL_FORMATS)))
 def test_no_schema_of_a_function_is_the_servers_fault(quiet: QuietEngine, form: ToolFormat) -> None:
     """In every form, whether it must be called or is strict."""
-    service = Service(EngineClient(quiet, Metrics(quiet)), "small")  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), "small", shared_templates(quiet), Options())  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks)
     for schema in SCHEMAS:
         for more in ({"tool_choice": "required"}, {}):

@@ -16,6 +16,22 @@ from weft.kv.manager import CacheAllocation
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 
 
+class ContextExceeded(ValueError):
+    """A prompt that does not fit into the context with its output, in the words that OpenAI's clients look for.
+
+    Attributes:
+        field: what is too long, the prompt or the output.
+    """
+
+    def __init__(self, context: int, prompt: int, output: int):
+        self.field: Literal["prompt", "max_tokens"] = "prompt" if prompt >= context else "max_tokens"
+        advice = f"ask for at most {context - prompt} with max_tokens" if prompt < context else "shorten the prompt"
+        super().__init__(
+            f"This model's maximum context length is {context} tokens. However, you requested {prompt + output} tokens "
+            f"({prompt} in the prompt, {output} in the completion). Please {advice}."
+        )
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How a request's tokens are sampled and when they end. Raises ValueError in one line for a value out of range.

@@ -16,7 +16,8 @@ from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest, Effort, TextPart, chat_of, only_text, text_of, thinking
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
-from weft.server.errors import AnthropicBody, ApiError, anthropic_body, described
+from weft.server.errors import AnthropicBody, ApiError, anthropic_body, client_names, described
+from weft.server.items import ChatMessages
 from weft.server.parsed_output import ParsedOutput, respond
 from weft.server.protocol import Body, Text, Texts, not_too_many
 from weft.server.tool_formats import Call
@@ -24,6 +25,17 @@ from weft.server.tools import Parser
 from weft.server.wire import json_response
 
 Kind = Literal["text", "thinking", "tool_use"]
+
+
+FIELDS = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "user": "metadata.user_id",
+    "tool_choice.function": "tool_choice",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+}
+"""The names that a chat's fields have here."""
 
 
 class Block(Body):
@@ -76,15 +88,17 @@ class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: Text | list[AnyBlock]
 
-    def messages(self) -> list[dict[str, Any]]:
-        """As chats have it: results of tools are messages of their own."""
+    def add_to(self, made: ChatMessages, place: str) -> None:
+        """Appends it as chats have it: results of tools are messages of their own. place: its place in the request."""
         if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
-        made: list[dict[str, Any]] = []
+            return made.add({"role": self.role, "content": self.content}, place)
+        before = len(made.made)
         message: dict[str, Any] = {"role": self.role, "content": []}
-        for block in self.content:
+        for at, block in enumerate(self.content):
             if isinstance(block, ToolResult):
-                made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)})
+                result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
+                made.add(result, f"{place}.content.{at}")
+                made.names[f"messages.{len(made.made) - 1}.role"] = f"{place}.content.{at}"
             elif isinstance(block, ToolUse):
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 message.setdefault("tool_calls", []).append({"id": block.id, "function": function})
@@ -92,7 +106,9 @@ class InputMessage(Body):
                 message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
             else:
                 message["content"].append({"type": "text", "text": block.text})
-        return [*made, message] if message["content"] or not made else made
+        if message.keys() > {"role", "content"} or message["content"] or len(made.made) == before:
+            made.add(message, place)
+            made.names[f"messages.{len(made.made) - 1}.tool_calls"] = f"{place}.content"
 
 
 class InputTool(Body):
@@ -167,11 +183,13 @@ class CountRequest(Body):
     def chat(self) -> ChatRequest:
         """The same as a chat. ApiError 400."""
         self.refuse_unsupported()
-        messages = [{"role": "system", "content": text_of(self.system)}] if self.system else []
-        for message in self.messages:
-            messages += message.messages()
-        body: dict[str, Any] = {"messages": messages, "tools": [tool.plain() for tool in self.tools]}
-        if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        made = ChatMessages()
+        if self.system:
+            made.add({"role": "system", "content": text_of(self.system)}, "system", whole=True)
+        for at, message in enumerate(self.messages):
+            message.add_to(made, f"messages.{at}")
+        body: dict[str, Any] = {"messages": made.made, "tools": [tool.plain() for tool in self.tools]}
+        if made.made[-1]["role"] == "assistant" and "tool_calls" not in made.made[-1]:
             body["continue_final_message"] = True
         if (choice := self.tool_choice) is not None:
             body |= {"tool_choice": choice.plain(), "parallel_tool_calls": not choice.disable_parallel_tool_use}
@@ -185,7 +203,9 @@ class CountRequest(Body):
                 schema = {"name": "output", "schema": output.format.schema_}
                 body["response_format"] = {"type": "json_schema", "json_schema": schema}
         body |= self._sampling()
-        return chat_of(body)
+        tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
+        schemas = {f"{tool}.parameters": f"{name}.input_schema" for tool, name in tools.items()}
+        return chat_of(body, FIELDS | tools | schemas | made.names)
 
     def _sampling(self) -> dict[str, Any]:
         return {}
@@ -235,19 +255,23 @@ class Messages:
 
     def _count(self, body: CountRequest) -> int:
         self._service.check_model(body.model)
-        return len(self._service.prompts.of_chat(body.chat()))
+        chat = body.chat()
+        with client_names(chat.names):
+            return len(self._service.prompts.of_chat(chat))
 
     def _chat(self, body: MessagesRequest) -> tuple[ChatRequest, ChatJob]:
         self._service.check_model(body.model)
         chat = body.chat()
-        return chat, self._service.chat_job(chat)
+        with client_names(chat.names):
+            return chat, self._service.chat_job(chat)
 
     async def _respond(self, body: MessagesRequest, request: Request) -> Response:
         service = self._service
         chat, (prompt, params, parsers) = await work_on(request, self._chat, body)
         stream = service.engine_client.generate(request, [prompt], [params], service.sharing(chat, request))
         made = _MessageBuilder(body, service.model_name, prompt, parsers() if parsers else None)
-        return await respond(request, stream, made, body.stream)
+        with client_names(chat.names):
+            return await respond(request, stream, made, body.stream)
 
 
 class _MessageBuilder(ParsedOutput):

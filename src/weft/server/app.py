@@ -17,6 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from weft import __version__
 from weft.engine.engine import Engine
 from weft.engine.profiling import MIN_STEPS, NotWatched, record
+from weft.models.model_config import ModelError
 from weft.server import errors, extras, router_routes
 from weft.server.anthropic_messages import Messages
 from weft.server.bodies import SLOW_AT_ONCE
@@ -34,10 +35,16 @@ MAX_PLANNED = 2**20
 """Tokens of the largest plan to ask for: far above any step, and numbers that the cost model can hold."""
 
 
-def create_app(engine_client: EngineClient, model_name: str, options: Options) -> FastAPI:
-    """The OpenAI-compatible application. model_name: of its model, where the options have no other.
+def create_app(
+    engine_client: EngineClient, model_name: str, options: Options, templates: Templates | None = None
+) -> FastAPI:
+    """Return the OpenAI-compatible application. ModelError for a chat template that takes too long.
 
     The path of its schema needs the key too. Pages about it would load code from elsewhere, and are left out.
+
+    Args:
+        model_name: the model's name, where the options have no other.
+        templates: those of this tokenizer, where another application has some.
     """
     engine = engine_client.engine
     app = FastAPI(
@@ -60,9 +67,9 @@ def create_app(engine_client: EngineClient, model_name: str, options: Options) -
         )
     app.state.slow = anyio.CapacityLimiter(SLOW_AT_ONCE)
     errors.install(app)
-    templates = Templates() if options.trust_request_chat_template else None
-    names = options.served_model_name or (model_name,)
-    service = Service(engine_client, names, templates, options.reasoning_parser, options.any_whitespace)
+    templates = templates or Templates(engine.tokenizer.special_tokens_map)
+    _probe(engine.tokenizer, templates)
+    service = Service(engine_client, options.served_model_name or (model_name,), templates, options)
     app.include_router(service.router())
     app.include_router(Responses(service, options.max_stored_bytes).router())
     app.include_router(Messages(service).router())
@@ -75,6 +82,16 @@ def create_app(engine_client: EngineClient, model_name: str, options: Options) -
 
         trace(app, options.otlp_traces_endpoint)
     return app
+
+
+def _probe(tokenizer: Any, templates: Templates) -> None:
+    """Finds the shapes of the model's chat templates now, so that no request waits for that."""
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"": tokenizer.chat_template}
+    try:
+        for template in filter(None, named.values()):
+            templates.shape(template)
+    except ApiError as error:
+        raise ModelError(f"the model's {error.message}; mend it in the model's directory") from error
 
 
 def _status_routes(service: Service) -> APIRouter:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from jinja2 import TemplateError
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError
 
 from weft.engine.output.grammar import Grammars
-from weft.server.errors import ApiError, field_errors
+from weft.server.errors import ApiError, Names, client_names, field_errors
+from weft.server.message_shape import COMMON_ROLES, MessageShape
 from weft.server.protocol import Body, CommonRequest, Text, not_too_many
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
@@ -18,7 +19,7 @@ from weft.server.tool_formats import ToolFormat, tool_format_of
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 OUR_ARGUMENTS |= {"continue_final_message"}
 """Of a chat template: what `chat_template_kwargs` may not set."""
-
+USUAL_ROLES = frozenset({*COMMON_ROLES, "developer"})
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Types of parts that are text, in chats and responses."""
@@ -87,26 +88,29 @@ class Message(Body):
         """Length of its text."""
         return len(self.role) + len(self.text) + sum(len(c.function.arguments) for c in self.tool_calls)
 
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it: arguments are objects. ApiError 400 where they are not."""
+    def plain(self, place: str = "messages") -> dict[str, Any]:
+        """Return it as `MessageShape.built` takes it. ApiError 400 for arguments that are no JSON.
+
+        Args:
+            place: its place in the request.
+        """
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
-            message["tool_calls"] = [self._call(call) for call in self.tool_calls]
+            message["tool_calls"] = [_call(c, f"{place}.tool_calls.{at}") for at, c in enumerate(self.tool_calls)]
         for name in ("name", "tool_call_id"):
             if getattr(self, name) is not None:
                 message[name] = getattr(self, name)
-        further = self.model_extra or {}
-        if "reasoning" in further:  # vLLM's newer name; templates have the older one
-            further = {"reasoning_content": further["reasoning"]} | further
-        return message | further
+        return message | (self.model_extra or {})
 
-    def _call(self, call: ToolCall) -> dict[str, Any]:
-        try:
-            arguments = msgspec.json.decode(call.function.arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            message = f"the arguments of a call of {call.function.name} are not JSON: {error}"
-            raise ApiError(400, message, param="messages") from error
-        return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+def _call(call: ToolCall, place: str) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        param = f"{place}.function.arguments"
+        message = f"{param}: the arguments of a call of {call.function.name} are not JSON: {error}"
+        raise ApiError(400, message, param=param) from error
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +197,7 @@ class ChatRequest(CommonRequest):
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
+    _names: Names = PrivateAttr(default_factory=dict)
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -217,7 +222,15 @@ class ChatRequest(CommonRequest):
 
     @property
     def slow(self) -> bool:
-        return self.must_call or self.strict or self.chat_template is not None or super().slow
+        unusual = any(message.role not in USUAL_ROLES for message in self.messages)  # probes may be needed
+        return unusual or self.must_call or self.strict or self.chat_template is not None or super().slow
+
+    @property
+    def names(self) -> Names:
+        """The client's names of fields that are checked under others."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        own = {"prompt": "messages", "max_tokens": limit} | ({"logprobs": "top_logprobs"} if self.logprobs else {})
+        return {**own, **self._names}
 
     @property
     def must_call(self) -> bool:
@@ -250,11 +263,22 @@ class ChatRequest(CommonRequest):
         """Whether calls in the output follow the functions' schemas: all of them, where one is strict."""
         return any(function.get("strict") for function in self.offered)
 
-    def calls_grammar(self, form: ToolFormat | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
-        """Of outputs that must be calls, or may have strict ones in them, in this form; None where they are free.
-        grammars: what compiles it. any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`. ApiError
-        400."""
-        if form is None or not (self.must_call or self.strict):
+    def calls_grammar(
+        self, form: ToolFormat | None, grammars: Grammars, *, bare: bool = False, any_whitespace: bool = False
+    ) -> str | None:
+        """Return the grammar of outputs that must be calls, or may have strict ones in them; None where they are free.
+        ApiError 400.
+
+        Args:
+            form: of calls; None where there are none.
+            grammars: what compiles it.
+            bare: outputs that have calls are nothing else, also where they need not have any. Calls without a mark at
+                their beginning are then left out, as nothing distinguishes them.
+            any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`.
+        """
+        if form is None or not self.offered or not (self.must_call or self.strict or bare):
+            return None
+        if bare and not (self.must_call or form.begin):
             return None
         functions = self.offered
         if isinstance(self.tool_choice, NamedTool):
@@ -265,7 +289,11 @@ class ChatRequest(CommonRequest):
         several = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
         try:
             return form.grammar(
-                functions, several, grammars.named, among_text=not self.must_call, any_whitespace=any_whitespace
+                functions,
+                several,
+                grammars.named,
+                among_text=not (self.must_call or bare),
+                any_whitespace=any_whitespace,
             )
         except ValueError as error:
             at = next((at for at, tool in enumerate(self.tools) if tool.function.strict), 0)
@@ -273,35 +301,36 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, message, param=f"tools.{at}.function.strict") from error
 
     def template(self, tokenizer: Any) -> str:
-        """Its own chat template, or the model's; empty where there is none."""
-        return self.chat_template or str(tokenizer.chat_template or "")
+        """Return its own chat template, or the model's; empty where there is none."""
+        if self.chat_template or not tokenizer.chat_template:
+            return self.chat_template or ""
+        return str(tokenizer.get_chat_template(None, self.offered or None))  # there may be one for tools
 
-    def prompt(self, tokenizer: Any, templates: Templates | None) -> str:
-        """The text that the model goes on from. ApiError 400 for messages that the chat template refuses, and for a
-        template of its own. templates: what renders those, where they are taken."""
+    def prompt(self, tokenizer: Any, templates: Templates) -> str:
+        """Return the text that the model goes on from.
+
+        ApiError 400 for messages that the chat template refuses or would leave out, and for a template that fails.
+        """
         if not (template := self.template(tokenizer)):
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-        if self.chat_template is not None and templates is None:
-            message = "chat_template is not taken here; start weft serve with --trust-request-chat-template"
-            raise ApiError(400, message, param="chat_template")
+        own = self.chat_template is None
+        shape = templates.shape(template)
         form = tool_format_of(template)
-        if self.offered and form is None:
+        if self.offered and (form is None or not shape.tools):
             raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
-        messages = [m.plain() for m in self.messages]
-        arguments = self._effort(form) | self.chat_template_kwargs | {
-            "tools": [{"type": "function", "function": f} for f in self.offered] or None,
-            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
-            "continue_final_message": self.continue_final_message,
-        }
-        if self.chat_template is not None and templates is not None:
-            return templates.render(
-                template, {**tokenizer.special_tokens_map, **arguments, "conversations": [messages]}
-            )
-        try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
-        except (ValueError, TypeError, TemplateError) as error:
-            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
-
+        if own:
+            self._refuse_dropped(shape, partial(templates.drops, template))
+        arguments = (
+            self._effort(form)
+            | self.chat_template_kwargs
+            | {
+                "tools": [{"type": "function", "function": f} for f in self.offered] or None,
+                "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+                "continue_final_message": self.continue_final_message,
+            }
+        )
+        plain = [message.plain(f"messages.{at}") for at, message in enumerate(self.messages)]
+        return templates.render(template, shape.built(plain), own, **arguments)
 
     def _effort(self, form: ToolFormat | None) -> dict[str, Any]:
         """What chat templates read of reasoning_effort. ApiError 400 for a level that the model lacks."""
@@ -315,6 +344,19 @@ class ChatRequest(CommonRequest):
         thinks = {} if self.reasoning_effort != "none" else thinking(False)
         return {"reasoning_effort": self.reasoning_effort} | thinks
 
+    def _refuse_dropped(self, shape: MessageShape, drops: Callable[[str], bool]) -> None:
+        for at, message in enumerate(self.messages):
+            role = shape.role(message.role)
+            field, what = f"messages.{at}.role", f"messages of role {message.role!r}"
+            dropped = role in shape.dropped if role in COMMON_ROLES else drops(role)
+            if role == "tool":
+                dropped = dropped and not shape.calls
+            if message.tool_calls and not (dropped or (role == "assistant" and shape.calls)):
+                field, what, dropped = f"messages.{at}.tool_calls", f"calls in {what}", True
+            if dropped:
+                message_ = f"{field}: this model's chat template leaves {what} out of the prompt; send none"
+                raise ApiError(400, message_, param=field)
+
 
 def thinking(on: bool) -> dict[str, bool]:
     """What chat templates call it: Qwen's and GLM's, and DeepSeek's."""
@@ -325,11 +367,13 @@ def _not_a_tool(name: str) -> ApiError:
     return ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
 
 
-def chat_of(body: dict[str, Any]) -> ChatRequest:
-    """The chat that a body of another endpoint stands for. ApiError 400."""
-    try:
-        chat = ChatRequest.model_validate(body)
-    except ValidationError as error:
-        raise field_errors(error.errors(include_url=False), body) from error
-    chat.refuse_unsupported()
+def chat_of(body: dict[str, Any], names: Names) -> ChatRequest:
+    """Return the chat that a body of another endpoint stands for. ApiError 400. names: of that endpoint's fields."""
+    with client_names(names):
+        try:
+            chat = ChatRequest.model_validate(body)
+        except ValidationError as error:
+            raise field_errors(error.errors(include_url=False), body) from error
+        chat.refuse_unsupported()
+    chat._names = names
     return chat

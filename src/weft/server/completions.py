@@ -15,18 +15,19 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
 from weft.engine.engine import Engine
+from weft.engine.output.grammar import either, json_grammar
 from weft.engine.request import Output, SamplingParams, Sharing
 from weft.server import render
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
 from weft.server.engine_client import Choice, EngineClient, usage
-from weft.server.errors import ApiError, unknown_model
-from weft.server.options import ReasoningParser
+from weft.server.errors import ApiError, client_names, unknown_model
+from weft.server.options import Options
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
 from weft.server.reasoning import BEGIN, END, Start, ThoughtParser, WithoutThought, after_thought, start_of
 from weft.server.record import as_api_error
-from weft.server.structure import grammar_of
+from weft.server.structure import Asked, grammar_of
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
 from weft.server.tools import Parser, parser
@@ -55,14 +56,12 @@ class ChatJob(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """Serves both endpoints for one engine. model_names: of its model. templates: as in `Prompts`; reasoning_parser,
-    any_whitespace: as in `Options`."""
+    """Serves both endpoints for one engine. model_names: those of its model. templates: as in `Prompts`."""
 
     engine_client: EngineClient
     model_names: tuple[str, ...]
-    templates: Templates | None = None
-    reasoning_parser: ReasoningParser = "auto"
-    any_whitespace: bool = False
+    templates: Templates
+    options: Options
 
     @property
     def model_name(self) -> str:
@@ -77,7 +76,7 @@ class Service:
     @cached_property
     def prompts(self) -> Prompts:
         """What makes tokens of requests."""
-        return Prompts(self.engine, self.templates)
+        return Prompts(self.engine, self.templates, self.options.trust_request_chat_template)
 
     def router(self) -> APIRouter:
         """The two routes."""
@@ -100,8 +99,9 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Messages in, a message out."""
-        prompts, params, style = await work_on(request, self._chat, body)
-        return await self._respond(body, request, prompts, params, style)
+        with client_names(body.names):
+            prompts, params, style = await work_on(request, self._chat, body)
+            return await self._respond(body, request, prompts, params, style)
 
     def _completion(self, body: CompletionRequest) -> Job:
         self._check(body)
@@ -116,7 +116,8 @@ class Service:
         echoed = [text for text in map(self.prompts.text, prompts) for _ in range(body.n)] if body.echo else []
         wanted = render.Wanted(body.logprobs, body.prompt_logprobs, body.return_token_ids)
         each = [prompt for prompt in prompts for _ in range(body.n)]
-        return prompts, params, render.Completion(self.engine.text_processor, each, wanted, echoed)
+        hidden = self.engine.text_processor.special_ids if body.skip_special_tokens else ()
+        return prompts, params, render.Completion(self.engine.text_processor, each, wanted, echoed, hidden)
 
     def _chat(self, body: ChatRequest) -> Job:
         self._check(body)
@@ -151,8 +152,8 @@ class Service:
 
     def _thinks(self, template: str) -> bool:
         """Whether the model's thoughts are parsed, apart from text."""
-        if self.reasoning_parser != "auto":
-            return self.reasoning_parser == "think"
+        if self.options.reasoning_parser != "auto":
+            return self.options.reasoning_parser == "think"
         return BEGIN in template or END in template or END in self._added
 
     @cached_property
@@ -176,7 +177,7 @@ class Service:
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
         params = self._params(
             body,
-            calls=body.calls_grammar(form, self.engine.text_processor.grammars, any_whitespace=self.any_whitespace),
+            form=form,
             start=parts.start,
             max_tokens=body.output_limit,
             logprobs=logprobs,
@@ -208,23 +209,43 @@ class Service:
         body.refuse_unsupported()
 
     def _params(
-        self, body: CommonRequest, *, calls: str | None = None, start: Start | None = None, **more: Any
+        self, body: CommonRequest, *, form: ToolFormat | None = None, start: Start | None = None, **more: Any
     ) -> SamplingParams:
-        """calls: the grammar of an output that must be calls, or may hold some; an output with another grammar holds
-        none. start: where the output has a thought."""
-        grammar = grammar_of(body, any_whitespace=self.any_whitespace)
-        if grammar and isinstance(body, ChatRequest) and body.must_call:
-            raise ApiError(
-                400, "tool_choice and response_format ask for two grammars; ask for one", param="tool_choice"
-            )
-        grammar = grammar or calls
+        """Return the sampling parameters. Calls that must be made have precedence over another grammar, and calls that
+        may be made are an alternative to it.
+
+        Args:
+            body: of the request.
+            form: of calls.
+            start: where the output has a thought.
+            more: parameters as they are.
+        """
+        grammars = self.engine.text_processor.grammars
+        asked = grammar_of(body, any_whitespace=self.options.any_whitespace)
+        grammar = asked and asked.grammar
+        if isinstance(body, ChatRequest):
+            calls = body.calls_grammar(form, grammars, bare=bool(asked), any_whitespace=self.options.any_whitespace)
+            grammar = either(calls, grammar) if calls and grammar and not body.must_call else calls or grammar
         if grammar and start:
-            grammar = after_thought(grammar, start, self.engine.text_processor.grammars.named)
+            grammar = after_thought(grammar, start, grammars.named)
         try:  # here, as this may be on a thread: the engine is handed requests on the event loop
-            compiled = self.engine.text_processor.grammars.compiled(grammar) if grammar else None
+            compiled = grammars.compiled(grammar) if grammar else None
         except ValueError as error:
-            raise ApiError(400, str(error), param="response_format") from error
+            field = self._blamed(body, asked)
+            raise ApiError(400, f"{field}: {error}", param=field) from error
         return body.sampling(self.engine.text_processor, grammar=compiled, **more)
+
+    def _blamed(self, body: CommonRequest, asked: Asked | None) -> str:
+        """Return the field of a grammar that cannot be used: the first that cannot by itself."""
+        fields = {asked.field: asked.grammar} if asked else {}
+        for at, tool in enumerate(body.tools if isinstance(body, ChatRequest) else ()):
+            fields[f"tools.{at}.function.parameters"] = json_grammar(tool.function.parameters or {})
+        for field, one in fields.items():
+            try:
+                self.engine.text_processor.grammars.compiled(one)
+            except ValueError:
+                return field
+        return "tools" if asked is None else asked.field
 
     async def _respond(
         self,

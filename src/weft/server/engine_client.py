@@ -18,7 +18,7 @@ from weft.engine.config import EngineError, QueueFull
 from weft.engine.engine import Engine
 from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.request import EQUALS, Output, SamplingParams, Sharing, TokenLogprob
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, of_value
 from weft.server.metrics import Metrics
 from weft.server.record import Record
 
@@ -210,9 +210,7 @@ class EngineClient:
         try:
             return self.engine.submit_all(jobs, sharing=sharing, timeout_s=self.timeout_s, name=name)
         except ValueError as error:
-            longest = max((len(prompt) + (each.max_tokens or 1) for prompt, each, _ in jobs), default=0)
-            code = "context_length_exceeded" if longest > self.engine.max_model_len else None
-            raise ApiError(400, str(error), code=code) from error
+            raise of_value(error) from error
         except QueueFull as error:
             headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
             raise ApiError(429, str(error), code="queue_full", headers=headers) from error

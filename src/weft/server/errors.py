@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -13,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from weft.engine.config import EngineError
+from weft.engine.request import ContextExceeded
 
 
 class ErrorDetail(BaseModel):
@@ -55,6 +58,10 @@ def described(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     }
 
 
+Names = Mapping[str, str]
+"""The client's name of a field, by the name under which it is checked; what is inside of the field keeps its name."""
+
+
 class ApiError(Exception):
     """A request that is refused: an HTTP status and one line; param: the parameter at fault."""
 
@@ -76,10 +83,42 @@ class ApiError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def renamed(self, names: Names) -> ApiError:
+        """Return the same error, which blames the client's field."""
+        if self.param is None:
+            return self
+        parts = self.param.split(".")
+        known = [end for end in range(1, len(parts) + 1) if ".".join(parts[:end]) in names]
+        if not known:
+            return self
+        param = ".".join([names[".".join(parts[: known[-1]])], *parts[known[-1] :]])
+        # Further fields that the line names; a name without _ may be a word of it.
+        said = {name: other for name, other in names.items() if "_" in name} | {self.param: param}
+        pattern = "|".join(map(re.escape, sorted(said, key=len, reverse=True)))
+        message = re.sub(rf"(?<![\w.])({pattern})(?!\w)", lambda found: said[found[0]], self.message)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
     def response(self, path: str = "") -> JSONResponse:
         """The error as a response. path: of the request; its clients know one shape."""
         body = anthropic_body(self) if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
+
+
+@contextmanager
+def client_names(names: Names) -> Iterator[None]:
+    """Raises ApiErrors of what is inside under the client's names of fields."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error
+
+
+def of_value(error: ValueError) -> ApiError:
+    """Return the refusal of a value; its line begins with the field's name, where a field is at fault."""
+    if isinstance(error, ContextExceeded):
+        return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
+    name = re.match(r"(\w+)(?=: | is |=)", str(error))
+    return ApiError(400, str(error), param=name and name[0])
 
 
 ANTHROPIC_TYPES = {

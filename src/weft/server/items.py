@@ -70,29 +70,51 @@ ITEMS: dict[str, type[Item]] = {
 }
 
 
-def messages_of(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As `weft.server.chats.Message` takes them. ApiError 400 for an item that cannot be served, with its place."""
-    messages: list[dict[str, Any]] = []
-    thought = ""
-    for at, value in enumerate(items):
-        item = _checked(value, f"input.{at}")
-        if isinstance(item, Reasoning):
-            thought += "".join(part.text for part in item.content)
-            continue
-        message = _message(item)
-        if thought and message["role"] == "assistant":  # the chat template may use it
-            message, thought = message | {"reasoning_content": thought}, ""
-        if "tool_calls" in message and messages and "tool_calls" in messages[-1]:
-            messages[-1]["tool_calls"] += message["tool_calls"]  # calls at once are one message
-        else:
-            messages.append(message)
-    return messages
+class ChatMessages:
+    """Messages of a chat, as `weft.server.chats.Message` takes them, that stand for items.
+
+    Attributes:
+        made: the messages so far.
+        names: the client's names of their fields.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+        self.names: dict[str, str] = {}
+
+    def add(self, message: dict[str, Any], place: str, *, whole: bool = False) -> None:
+        """Appends a message that is at this place in the request. whole: as the place's value, without fields."""
+        field = f"messages.{len(self.made)}"
+        self.names |= {field: place} | ({f"{field}.{name}": place for name in ("role", "content")} if whole else {})
+        self.made.append(message)
+
+    def add_items(self, items: Sequence[dict[str, Any]], place: str) -> None:
+        """Appends the messages of items, in a list at this place. ApiError 400 for an item that cannot be served."""
+        thought = ""
+        for at, value in enumerate(items):
+            here = f"{place}.{at}"
+            item = _checked(value, here)
+            if isinstance(item, Reasoning):
+                thought += "".join(part.text for part in item.content)
+                continue
+            message = _message(item)
+            if thought and message["role"] == "assistant":  # the chat template may use it
+                message, thought = message | {"reasoning_content": thought}, ""
+            if "tool_calls" in message and self.made and "tool_calls" in self.made[-1]:
+                self.made[-1]["tool_calls"] += message["tool_calls"]  # calls at once are one message
+            else:
+                self.add(message, here)
+                if not isinstance(item, InputMessage):
+                    self.names[f"messages.{len(self.made) - 1}.role"] = here
+            if "tool_calls" in message:
+                calls = f"messages.{len(self.made) - 1}.tool_calls"
+                self.names |= {calls: here, f"{calls}.{len(self.made[-1]['tool_calls']) - 1}.function": here}
 
 
 def _checked(value: dict[str, Any], place: str) -> Item:
     kind = value.get("type") or "message"
     if not isinstance(kind, str) or kind not in ITEMS:
-        raise ApiError(400, f"input of type {kind!r} is not supported", param=f"{place}.type")
+        raise ApiError(400, f"{place}.type: an input of type {kind!r} is not supported", param=f"{place}.type")
     try:
         item = ITEMS[kind].model_validate(value)
     except ValidationError as error:
@@ -103,8 +125,7 @@ def _checked(value: dict[str, Any], place: str) -> Item:
 
 def _message(item: Item) -> dict[str, Any]:
     if isinstance(item, InputMessage):
-        role = "system" if item.role == "developer" else item.role
-        return {"role": role, "content": text_of(item.content)}
+        return {"role": item.role, "content": text_of(item.content)}
     if isinstance(item, FunctionCallOutput):
         return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
     assert isinstance(item, FunctionCall)

@@ -20,11 +20,12 @@ SPARE_TOKENS = 64
 class Prompts:
     """Of one engine. ApiError 400 for what cannot be served. Long texts take a while: not for the event loop.
 
-    templates: what renders chat templates of requests; None: such a request is refused.
+    templates: what renders chat templates; takes_templates: whether requests may bring them.
     """
 
-    def __init__(self, engine: Engine, templates: Templates | None):
+    def __init__(self, engine: Engine, templates: Templates, takes_templates: bool):
         self._engine, self._tokenizer, self._templates = engine, engine.tokenizer, templates
+        self._takes_templates = takes_templates
 
     @cached_property
     def _longest_token(self) -> int:
@@ -37,8 +38,8 @@ class Prompts:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
-            raise ApiError(400, "the prompt is empty", param="prompt")
-        self.check_choices(len(prompt) * body.n)
+            raise ApiError(400, "prompt is empty; give one or more", param="prompt")
+        self.check_choices(len(prompt) * body.n, "prompt" if body.n == 1 else "n")
         kept, special = self._kept(body), body.add_special_tokens
         if kept is None:
             self.check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
@@ -54,7 +55,10 @@ class Prompts:
 
     def chat_text(self, body: ChatRequest) -> str:
         """What the chat template makes of its messages and tools."""
-        self.check_choices(body.n)
+        self.check_choices(body.n, "n")
+        if body.chat_template is not None and not self._takes_templates:
+            message = "chat_template is not taken here; start weft serve with --trust-request-chat-template"
+            raise ApiError(400, message, param="chat_template")
         if self._kept(body) is None:
             characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
             self.check_length(characters, "messages")
@@ -68,19 +72,21 @@ class Prompts:
         """The text of tokens that a client names."""
         vocabulary = self._engine.text_processor.vocabulary
         if not all(0 <= token < vocabulary for token in tokens):  # the tokenizer would fail on some of them
-            raise ApiError(400, f"prompt tokens must be between 0 and {vocabulary - 1}", param="prompt")
+            raise ApiError(400, f"prompt: its tokens must be between 0 and {vocabulary - 1}", param="prompt")
         return str(self._tokenizer.decode(tokens))
 
-    def check_choices(self, count: int) -> None:
+    def check_choices(self, count: int, param: str) -> None:
         """Refuses more choices than the engine takes at once."""
         limit = self._engine.config.max_choices
         if count > limit:
-            raise ApiError(400, f"the request has {count} choices (prompts × n); at most {limit} are allowed")
+            message = f"{param}: the request has {count} choices (prompts × n); at most {limit} are allowed"
+            raise ApiError(400, message, param=param)
 
     def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
         """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
         if characters > prompts * self._engine.max_model_len * self._longest_token:
-            message = f"{characters} characters cannot fit into the context of {self._engine.max_model_len} tokens"
+            context = f"This model's maximum context length is {self._engine.max_model_len} tokens"
+            message = f"{context}. However, {characters} characters cannot fit. Please shorten {param}."
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _kept(self, body: CommonRequest) -> int | None:

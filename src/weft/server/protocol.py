@@ -3,14 +3,13 @@ for those that change no output."""
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import SamplingParams
-from weft.server.errors import ApiError
+from weft.server.errors import ApiError, of_value
 
 MAX_ITEMS = 2**16
 """Messages of a chat, or prompts of a completion."""
@@ -146,7 +145,7 @@ class SamplingFields(Body):
         """The engine's parameters; `more` of them as they are. ApiError 400 for a value out of range."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > 16:
-            raise ApiError(400, f"{len(stop)} stop strings; at most 16", param="stop")
+            raise ApiError(400, f"stop: {len(stop)} strings are given; at most 16", param="stop")
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         sampling = text_processor.defaults | {name: value for name, value in given.items() if value is not None}
         if "top_k" in sampling:
@@ -169,8 +168,7 @@ class SamplingFields(Body):
                 **more,
             )
         except ValueError as error:
-            name = re.match(r"\w+", str(error))  # that SamplingParams begins its line with
-            raise ApiError(400, str(error), param=name and name[0]) from error
+            raise of_value(error) from error
 
 
 class GrammarFields(Body):

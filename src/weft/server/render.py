@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,8 +45,13 @@ class Wanted:
 
 
 class Completion:
-    """/v1/completions. prompts: of each choice. echoed: the text of each, where it stands before the choice and has
-    logprobs as that does."""
+    """/v1/completions.
+
+    Args:
+        prompts: of each choice.
+        echoed: the text of each prompt, where it stands before the choice and has logprobs as that does.
+        hidden: tokens that no output's text holds.
+    """
 
     id_prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
@@ -56,8 +61,11 @@ class Completion:
         prompts: Sequence[Sequence[int]],
         wanted: Wanted,
         echoed: Sequence[str] = (),
+        hidden: Collection[int] = (),
     ):
         self._text_processor, self._prompts, self._wanted, self._echoed = text_processor, prompts, wanted, echoed
+        self._hidden = hidden
+        self._returned: Counter[int] = Counter()  # characters of each choice's text
         self.beside: dict[str, Any] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)
         self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(lambda: UTF8("replace"))
@@ -72,13 +80,19 @@ class Completion:
             yield self._body(index, output, output, begins)
 
     def _body(self, index: int, what: Choice | Output, last: Output, begins: bool) -> dict[str, Any]:
-        text, entries, prompt = what.text, list[TokenLogprob | int](what.logprobs), what.prompt_logprobs
+        text, prompt, echoed = what.text, what.prompt_logprobs, list[TokenLogprob | int]()
         if begins and self._echoed:
-            text, entries = self._echoed[index] + text, [self._prompts[index][0], *prompt, *entries]
+            text, echoed = self._echoed[index] + text, [self._prompts[index][0], *prompt]
+        self._returned[index] += len(text)
+        logprobs = None
+        if self._wanted.output is not None:
+            logprobs = self._table(index, echoed, what.logprobs, self._wanted.output)
+            if last.finish_reason:  # a stop string may have cut off the text of some tokens
+                logprobs["text_offset"] = [min(at, self._returned[index]) for at in logprobs["text_offset"]]
         body = {
             "index": index,
             "text": text,
-            "logprobs": None if self._wanted.output is None else self._table(index, entries, self._wanted.output),
+            "logprobs": logprobs,
             "finish_reason": last.finish_reason,
             "stop_reason": last.stop_reason,
         }
@@ -90,12 +104,16 @@ class Completion:
             body["prompt_logprobs"] = prompt_table(self._text_processor, prompt, self._wanted.prompt)
         return body
 
-    def _table(self, index: int, entries: Sequence[TokenLogprob | int], limit: int) -> dict[str, Any]:
+    def _table(
+        self, index: int, echoed: Sequence[TokenLogprob | int], output: Sequence[TokenLogprob], limit: int
+    ) -> dict[str, Any]:
         """A prompt's first token is a number alone: nothing comes before it that could say how likely it is."""
-        scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in entries]
+        scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in (*echoed, *output)]
         offsets, characters = [], self._characters[index]
-        for p in scores:
-            raw = self._text_processor.grammars.tokens.decode_bytes([p.token_id])
+        for number, p in enumerate(scores):
+            raw = b""
+            if number < len(echoed) or p.token_id not in self._hidden:
+                raw = self._text_processor.grammars.tokens.decode_bytes([p.token_id])
             # Where it does not go on with a character that was begun, one replacement character stands for that.
             offsets.append(self._offsets[index] + _breaks(characters.getstate()[0], raw))
             self._offsets[index] += len(characters.decode(raw))

@@ -18,8 +18,8 @@ from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest, Effort, chat_of
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
-from weft.server.errors import ApiError
-from weft.server.items import messages_of
+from weft.server.errors import ApiError, Names, client_names
+from weft.server.items import ChatMessages
 from weft.server.parsed_output import ParsedOutput, respond
 from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
 from weft.server.stored import Store, Stored
@@ -33,6 +33,17 @@ PARTS: dict[Kind, dict[str, Any]] = {
 }
 """What items of text are made of."""
 PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs"}
+
+
+FIELDS = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "tool_choice.function": "tool_choice",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+}
+"""The names that a chat's fields have here."""
 
 
 class TextFormat(JsonSchema):
@@ -117,11 +128,17 @@ class ResponsesRequest(SharedRequest):
     def chat(self, before: Sequence[bytes] = ()) -> ChatRequest:
         """The same as a chat. before: items that go before its own, in JSON arrays. ApiError 400."""
         self.refuse_unsupported()
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        messages += messages_of([item for items in before for item in json.loads(items)])
-        messages += messages_of(self.items)
+        messages = ChatMessages()
+        if self.instructions:
+            messages.add({"role": "system", "content": self.instructions}, "instructions", whole=True)
+        for items in before:
+            messages.add_items(json.loads(items), "previous_response_id")
+        if isinstance(self.input, str):
+            messages.add({"role": "user", "content": self.input}, "input", whole=True)
+        else:
+            messages.add_items(self.input, "input")
         body: dict[str, Any] = {
-            "messages": messages,
+            "messages": messages.made,
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -143,7 +160,8 @@ class ResponsesRequest(SharedRequest):
             form = self.text.format.model_dump(by_alias=True, exclude_unset=True)
             kind = form.pop("type")
             body["response_format"] = {"type": kind} | ({"json_schema": form} if kind == "json_schema" else form)
-        return chat_of(body)
+        tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
+        return chat_of(body, FIELDS | tools | messages.names)
 
 
     def _tool_choice(self) -> Any:
@@ -201,20 +219,22 @@ class Responses:
             raise _unknown(400, previous, "previous_response_id", "previous_response_not_found")
         return found.items
 
-    def _chat(self, before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
-        """The same as a chat, and the conversation's items with its own."""
+    def _chat(self, before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...], Names]:
+        """Return the same as a chat, the conversation's items with its own, and names of its fields."""
         chat = body.chat(before)
         self._service.check_model(body.model)
-        return self._service.chat_job(chat), (*before, _json(body.items))
+        with client_names(chat.names):
+            return self._service.chat_job(chat), (*before, _json(body.items)), chat.names
 
     async def _respond(self, body: ResponsesRequest, request: Request) -> Response:
         service = self._service
-        (prompt, params, parsers), items = await work_on(request, partial(self._chat, self._before(body)), body)
+        (prompt, params, parsers), items, names = await work_on(request, partial(self._chat, self._before(body)), body)
         stream = service.engine_client.generate(request, [prompt], [params], service.sharing(body, request))
         made = _ResponseBuilder(body, service.model_name, prompt, parsers() if parsers else None)
         if self._store is not None and body.store is not False:
             made.stored = partial(self._put, self._store, items)
-        return await respond(request, stream, made, body.stream)
+        with client_names(names):
+            return await respond(request, stream, made, body.stream)
 
     def _put(self, store: Store, before: tuple[bytes, ...], made: _ResponseBuilder) -> None:
         store.put(made.id, Stored(_json(made.body()), (*before, _json(made.items))))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.engine.output.grammar import Kind, grammar
 from weft.server.errors import ApiError
 from weft.server.protocol import GrammarFields, ResponseFormat
 
 ANY_OBJECT = {"type": "object"}
+SCHEMA_FIELD = "response_format.json_schema.schema"
 NAMES: dict[str, Kind] = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -21,21 +22,34 @@ NAMES: dict[str, Kind] = {
 """vLLM's older names and SGLang's."""
 
 
-def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> str | None:
-    """As `SamplingParams.grammar` takes it; None where the output is free. ApiError 400. any_whitespace: in JSON, as in
-    `weft.engine.output.grammar.schema_text`."""
-    wanted = [(name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None]
+class Asked(NamedTuple):
+    """A grammar that a body asks for, as `SamplingParams.grammar` takes it, and the field that asks."""
+
+    grammar: str
+    field: str
+
+
+def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> Asked | None:
+    """Return the grammar of the output; None where it is free. ApiError 400.
+
+    Args:
+        body: of the request.
+        any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`.
+    """
+    wanted: list[tuple[str, Kind, Any]] = [
+        (name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None
+    ]
     if body.response_format is not None:
         wanted += _response_format(body.response_format)
     if (structured := body.structured_outputs) is not None:
-        named: tuple[tuple[Kind, Any], ...] = (
-            ("json", structured.json_),
-            ("json", ANY_OBJECT if structured.json_object else None),
-            ("regex", structured.regex),
-            ("choice", structured.choice),
-            ("grammar", structured.grammar),
+        named: tuple[tuple[str, Kind, Any], ...] = (
+            ("json", "json", structured.json_),
+            ("json_object", "json", ANY_OBJECT if structured.json_object else None),
+            ("regex", "regex", structured.regex),
+            ("choice", "choice", structured.choice),
+            ("grammar", "grammar", structured.grammar),
         )
-        wanted += [("structured_outputs", kind, what) for kind, what in named if what is not None]
+        wanted += [(f"structured_outputs.{name}", kind, what) for name, kind, what in named if what is not None]
     if not wanted:
         return None
     if len(wanted) > 1:
@@ -45,7 +59,7 @@ def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> str | No
     if what == []:
         raise ApiError(400, f"{name} has no choice; give one or more", param=name)
     try:
-        return grammar(kind, what, any_whitespace=any_whitespace)
+        return Asked(grammar(kind, what, any_whitespace=any_whitespace), name)
     except ValueError as error:
         raise ApiError(400, f"{name}: {str(error).splitlines()[0]}", param=name) from error
 
@@ -53,12 +67,12 @@ def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> str | No
 def _response_format(form: ResponseFormat) -> list[tuple[str, Kind, Any]]:
     if form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema_ is None:
-            message = 'response_format needs a schema: {"type": "json_schema", "json_schema": {"schema": {…}}}'
-            raise ApiError(400, message, param="response_format")
-        return [("response_format", "json", form.json_schema.schema_)]
+            message = f"{SCHEMA_FIELD}: the type json_schema needs a schema; give one, or use the type json_object"
+            raise ApiError(400, message, param=SCHEMA_FIELD)
+        return [(SCHEMA_FIELD, "json", form.json_schema.schema_)]
     if form.type not in ("text", "json_object"):
-        message = f"response_format {form.type!r} is not supported; use text, json_object or json_schema"
-        raise ApiError(400, message, param="response_format")
+        message = f"response_format.type: {form.type!r} is not supported; use text, json_object or json_schema"
+        raise ApiError(400, message, param="response_format.type")
     if form.json_schema is not None:
         message = f"response_format.json_schema has no meaning for the type {form.type}; use the type json_schema"
         raise ApiError(400, message, param="response_format.json_schema")

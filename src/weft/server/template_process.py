@@ -1,5 +1,7 @@
-"""The process that renders chat templates of requests: it may take so much memory, and is killed where it takes too
-long (`weft.server.templates`).
+"""A process that renders probes with the model's chat template, and everything with templates of requests:
+`python -m weft.server.template_process DESCRIPTOR`.
+
+Its memory is limited, and it is killed where it takes too long (`weft.server.templates`).
 
 It imports little, so that it is there soon, and talks in JSON: whatever a template does, what comes of it is data.
 """
@@ -9,10 +11,15 @@ from __future__ import annotations
 import json
 import os
 import resource
-import signal
-from multiprocessing import parent_process
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
+
+from weft.server import message_shape
+from weft.server.message_shape import MessageShape, Render
 
 MEMORY = 2**28
 """Bytes that templates may take."""
@@ -22,14 +29,16 @@ MAX_ERROR = 500
 """Characters of an error, which may hold the prompt."""
 
 
-def serve(connection: Connection) -> None:
-    """Says `ready`, then renders until the server ends or closes its end: arguments of `render_jinja_template` to
-    {"text"} or {"error"}. Ends where memory does not suffice, as compiled templates are kept: they may be what fills
-    it."""
-    server = parent_process()
-    assert server is not None and server.pid is not None
-    servers_end = os.pidfd_open(server.pid)  # a process that the server has forked holds a copy of its connection
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which lets its requests end
+def serve(connection: Connection, server: int) -> None:
+    """Send `ready`, then a JSON object for each that comes, until the server ends or closes its end.
+
+    Requests have `what` (`text`, `shape` or `drops`), and what that takes; responses have that name, or `error`. Ends
+    where memory does not suffice, as compiled templates are kept: they may be what fills it.
+    """
+    try:
+        servers_end = os.pidfd_open(server)  # a process that the server has forked holds a copy of its connection
+    except ProcessLookupError:  # it has ended already
+        return
     from transformers.utils.chat_template_utils import render_jinja_template
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -41,11 +50,40 @@ def serve(connection: Connection) -> None:
             request = json.loads(connection.recv_bytes())
         except EOFError:
             return
+        what = request.pop("what")
         try:
-            text = render_jinja_template(**request)[0][0]
-            result = {"text": text} if len(text) <= MAX_TEXT else {"error": f"it makes more than {MAX_TEXT} characters"}
+            result = {what: _made(what, request, render_jinja_template)}
         except MemoryError:
             return
         except Exception as error:
             result = {"error": str(error)[:MAX_ERROR] or type(error).__name__}
         connection.send_bytes(json.dumps(result).encode())
+
+
+def _made(what: str, request: dict[str, Any], render_template: Callable[..., Any]) -> Any:
+    if what == "text":
+        text = str(render_template(**request)[0][0])
+        if len(text) > MAX_TEXT:
+            raise ValueError(f"it makes more than {MAX_TEXT} characters")
+        return text
+    render = _probe(request["arguments"], render_template)
+    if what == "shape":
+        return asdict(message_shape.find(render))
+    return message_shape.drops(render, MessageShape(**request["shape"]), request["role"])
+
+
+def _probe(arguments: dict[str, Any], render_template: Callable[..., Any]) -> Render:
+    def render(messages: Any, tools: Any) -> str | None:
+        try:
+            asked = {"conversations": [messages], "tools": tools or None, "add_generation_prompt": True}
+            return str(render_template(**arguments, **asked)[0][0])
+        except MemoryError:
+            raise
+        except Exception:  # a template may refuse messages with whatever it likes
+            return None
+
+    return render
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import llguidance
 import llguidance.hf
 
-from weft.engine.output.grammar_sandbox import LIMITS, GrammarSandbox
+from weft.engine.output.grammar_sandbox import LIMITS, GrammarSandbox, in_a_line
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -49,6 +49,11 @@ def grammar(kind: Kind, what: Any, *, any_whitespace: bool = False) -> str:
         raise ValueError("it is nested too deeply") from error
 
 
+def json_grammar(schema: Any) -> str:
+    """Return a JSON schema as `SamplingParams.grammar` takes it."""
+    return json.dumps({"grammars": [{"json_schema": schema}]})
+
+
 def choice_of(texts: Sequence[str]) -> str:
     """Lark of one of these texts. It is one terminal: each alternative of a rule takes a place in the parser's row."""
     some = " | ".join(json.dumps(text) for text in texts if text)
@@ -73,10 +78,15 @@ def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
     return json.dumps(schema)
 
 
-def followed(lead: str, grammar: str) -> str:
-    """A grammar that begins otherwise. lead: Lark, in which `@output` stands for the grammar."""
+def followed(lead: str, grammar: str, name: str = "output") -> str:
+    """Return a grammar around another. lead: Lark, in which `@NAME` stands for the other."""
     inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
-    return json.dumps({"grammars": [{"lark_grammar": lead}, inner[0] | {"name": "output"}, *inner[1:]]})
+    return json.dumps({"grammars": [{"lark_grammar": lead}, inner[0] | {"name": name}, *inner[1:]]})
+
+
+def either(lark: str, grammar: str) -> str:
+    """Return a grammar of outputs that follow the one or the other."""
+    return followed(lark.replace("start:", "start: @other |", 1), grammar, "other")
 
 
 class Grammar:
@@ -166,7 +176,7 @@ class Grammars:
                 raise ValueError(f"compiled it takes {size >> 20} MiB; at most {MAX_BYTES >> 20} are given")
             matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
             if matcher.is_error():
-                raise ValueError(matcher.get_error().splitlines()[0])
+                raise ValueError(in_a_line(matcher.get_error()))
         except ValueError as error:
             raise ValueError(f"the grammar cannot be used: {error}") from error
         return Compiled(matcher, size)

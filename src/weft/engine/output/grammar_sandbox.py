@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -43,6 +44,22 @@ ENDED = {
     signal.SIGABRT: f"compiling it takes more than {MEMORY >> 20} MiB",
 }
 """What it means that a fork was ended by a signal."""
+
+
+REGEX_ERROR = re.compile(r"regex parse error:\n {4}([^\n]*)\n {4}( *)\^+\nerror: ([^\n]*)")
+"""What the parser of regular expressions writes: the expression, a mark below the place, and the reason."""
+REGEX_SHOWN = 40
+"""Characters of a regular expression in an error."""
+
+
+def in_a_line(error: str) -> str:
+    """Return an error of llguidance in a line; of a regular expression, the reason and the place."""
+    if (found := REGEX_ERROR.search(error)) is not None:
+        at = len(found[2])
+        return f"{found[3]} at character {at} of the regular expression, {found[1][at : at + REGEX_SHOWN]!r}"
+    if "regex parse error:" in error and (reason := re.search(r"^error: (.*)", error, re.MULTILINE)) is not None:
+        return f"{reason[1]} in the regular expression"
+    return re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", error.splitlines()[0])
 
 
 class GrammarSandbox:
@@ -152,7 +169,7 @@ def _tried(tokens: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
     if mask:
         matcher.consume_token((mask & -mask).bit_length() - 1)
     if error := matcher.get_error():
-        return {"error": error.splitlines()[0]}
+        return {"error": in_a_line(error)}
     return {"bytes": max(_own() - before, len(grammar))}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from weft.engine.messages import Logprobs, Scored
 from weft.engine.output.detokenizer import TextStream
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import FinishReason, Output, SamplingParams, Sequence, TokenLogprob
+from weft.engine.request import ContextExceeded, FinishReason, Output, SamplingParams, Sequence, TokenLogprob
 from weft.engine.scheduler.sampling_rows import bits
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.kv.tokens import token_array
@@ -224,21 +224,17 @@ def prepare(
         text_processor: of the model.
     """
     if not prompt:
-        raise ValueError("the prompt is empty; give at least one token")
+        raise ValueError("prompt is empty; give at least one token")
     max_output = context - len(prompt)
-    if max_output < (params.max_tokens != 0):  # before each token is looked at: there may be millions
-        raise ValueError(f"the prompt has {len(prompt)} tokens; at most {context - 1} fit with one more")
-    if params.max_tokens is not None and params.max_tokens > max_output:
-        raise ValueError(
-            f"the prompt's {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the context of "
-            f"{context} tokens; ask for at most {max_output}"
-        )
+    output = 1 if params.max_tokens is None else params.max_tokens
+    if output > max_output:  # before each token is looked at: there may be millions
+        raise ContextExceeded(context, len(prompt), output)
     vocabulary = text_processor.vocabulary
     if min(prompt) < 0 or max(prompt) >= vocabulary:
-        raise ValueError(f"prompt tokens must be between 0 and {vocabulary - 1}")
+        raise ValueError(f"prompt: its tokens must be between 0 and {vocabulary - 1}")
     for name in ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         if any(not 0 <= token < vocabulary for token in params.tokens_of(name)):
-            raise ValueError(f"the tokens of {name} must be between 0 and {vocabulary - 1}")
+            raise ValueError(f"{name}: its tokens must be between 0 and {vocabulary - 1}")
     ends = frozenset() if params.ignore_eos else text_processor.ends
     if params.stop_token_ids:
         ends |= frozenset(params.stop_token_ids)
@@ -246,7 +242,7 @@ def prepare(
     if allowed and not allowed - {w[0] for w in params.bad_words if len(w) == 1} - (
         ends if params.min_tokens else set()
     ):
-        raise ValueError("allowed_token_ids leaves no token that bad_words and min_tokens allow too")
+        raise ValueError("allowed_token_ids: it leaves no token that bad_words and min_tokens allow too")
     sequence = Sequence(
         request=0,
         tokens=token_array(prompt),

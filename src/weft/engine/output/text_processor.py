@@ -91,6 +91,12 @@ class TextProcessor:
         added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The numbers of the special tokens."""
+        added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
+        return frozenset(number for number, token in added if token.special)
+
     def token_name(self, token: int) -> str:
         """A token's text; `bytes:\\xe2` and so on for a part of a character, so that different ones differ."""
         raw = self.grammars.tokens.decode_bytes([token])

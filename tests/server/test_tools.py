@@ -47,7 +47,8 @@ TEMPLATE = (
 )
 
 
-HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, LLAMA = TOOL_FORMATS
+HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, KIMI, MINIMAX, LLAMA = TOOL_FORMATS
+NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "kimi", "minimax", "llama"]
 
 
 def parse(
@@ -74,7 +75,7 @@ def loaded(arguments: str) -> Any:
         (f"I look. {CALL}", "I look. ", 1),
         ("a <tool and <tool_calls> b", "a <tool and <tool_calls> b", 0),
         ("<tool_call>no JSON</tool_call> x", "<tool_call>no JSON</tool_call> x", 0),
-        ("a <tool_call>{", "a <tool_call>{", 0),
+        ("a <tool_call>{", "a ", 0),
         (CALL.removesuffix("</tool_call>"), "", 1),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
         ("", "", 0),
@@ -96,6 +97,9 @@ XML_CALL = (
 FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 PLAIN = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 MANY = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+KIMI_MANY = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+KIMI_CALL = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+MINIMAX_CALL = '<minimax:tool_call>\n<invoke name="{}">\n{}</invoke>\n</minimax:tool_call>'
 WEATHER = {
     "name": "weather",
     "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "what": {"type": "array"}}},
@@ -126,7 +130,7 @@ TWICE = [TIMED, ("time", {"city": "x"})]
         (
             XML,
             "<tool_call>\n<function=weather>\n<parameter=city>",
-            ("<tool_call>\n<function=weather>\n<parameter=city>", []),
+            ("", [("weather", {})]),
         ),
         (
             DEEPSEEK,
@@ -174,11 +178,12 @@ STREAMED = {
     LLAMA: '{{"name": "time", "parameters": {}}}; {{"name": "time", "parameters": {}}}',
     DEEPSEEK: MANY.format(FENCED).replace("{}\n```json", "time\n```json"),
     DEEPSEEK_31: MANY.format(PLAIN).replace("{}<｜tool▁sep｜>", "time<｜tool▁sep｜>"),
+    KIMI: KIMI_MANY.format(KIMI_CALL.replace("{}", "time", 1).replace("{}", "0", 1)),
     HARMONY: THOUGHT + HARMONY_CALL.replace("{}", "time", 1),
 }
 
 
-@pytest.mark.parametrize("form", STREAMED, ids=["hermes", "llama", "deepseek", "deepseek-v3.1", "harmony"])
+@pytest.mark.parametrize("form", STREAMED, ids=["hermes", "llama", "deepseek", "deepseek-v3.1", "kimi", "harmony"])
 def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
     """Every character at once; what ends a call elsewhere does not within a string."""
     completion = STREAMED[form].format(STRINGS, STRINGS)
@@ -193,9 +198,7 @@ def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
     assert pieces >= calls * (len(STRINGS) - 3) and not parts.text
 
 
-@pytest.mark.parametrize(
-    "form", TOOL_FORMATS, ids=["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
-)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=NAMES)
 def test_any_output_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
     """Of pieces of calls in any order, of which few are calls."""
     whole = [SPELLED[form], STREAMED[form].format(STRINGS, STRINGS)] if form in STREAMED else [SPELLED[form]]
@@ -320,9 +323,10 @@ SPELLED = {
     HERMES: '<tool_call>\n{"name":"time","arguments":{"city":"Bern"}}\n</tool_call>',
     DEEPSEEK: MANY.format(FENCED.format("time", '{"city":"Bern"}')),
     DEEPSEEK_31: MANY.format(PLAIN.format("time", '{"city":"Bern"}')),
+    KIMI: KIMI_MANY.format(KIMI_CALL.format("time", 0, '{"city":"Bern"}')),
+    MINIMAX: MINIMAX_CALL.format("time", '<parameter name="city">Bern</parameter>\n'),
     LLAMA: '{"name":"time","parameters":{"city":"Bern"}}',
 }
-NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
 
 
 @pytest.mark.parametrize("marks", ["text", "added tokens", "special tokens"])

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
@@ -29,7 +29,7 @@ from weft.server.record import as_api_error
 from weft.server.structure import grammar_of
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
-from weft.server.tools import Parser, parser
+from weft.server.tools import EndingParser, Parser, parser
 from weft.server.wire import EventStream, event, json_response
 
 QUICK_LOGPROBS = 256
@@ -133,9 +133,17 @@ class Service:
         """The engine's part of a chat. ApiError 400."""
         text = self.prompts.chat_text(body)
         parts = self._parts(body, text)
-        return ChatJob(
-            self.prompts.of_chat_text(text, body), self._chat_params(body, parts), self._parsers(body, parts)
-        )
+        params = self._chat_params(body, parts)
+        parsers = self._parsers(body, parts)
+        if parsers is not None and (params.stop or not body.parallel_tool_calls):
+            ended = partial(self._ending, parsers, params)
+            params = replace(params, stop=(), watch=lambda: ended().watch)
+            parsers = ended
+        return ChatJob(self.prompts.of_chat_text(text, body), params, parsers)
+
+    @staticmethod
+    def _ending(parsers: Callable[[], Parser], params: SamplingParams) -> EndingParser:
+        return EndingParser(parsers(), params.stop, params.keep_stop, params.min_tokens)
 
     def _parts(self, body: ChatRequest, prompt: str) -> OutputFormat:
         template = body.template(self.engine.tokenizer)
@@ -147,7 +155,8 @@ class Service:
             return OutputFormat(form, None)
         begun = body.messages[-1].text if body.continue_final_message else ""
         start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
-        return OutputFormat(form if body.offered else None, start)
+        follows_another = not body.must_call and grammar_of(body) is not None  # then it holds no calls
+        return OutputFormat(form if body.offered and not follows_another else None, start)
 
     def _thinks(self, template: str) -> bool:
         """Whether the model's thoughts are parsed, apart from text."""
@@ -165,7 +174,7 @@ class Service:
         hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
 
         def made() -> Parser:
-            found = parser(form, body.offered, hidden)
+            found = parser(form, body.offered, hidden, one_call=not body.parallel_tool_calls)
             if start:
                 found = ThoughtParser(found, start, hidden)
             return found if body.include_reasoning else WithoutThought(found)
@@ -182,8 +191,6 @@ class Service:
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        if form and form.end and not body.parallel_tool_calls:
-            params = replace(params, stop_after=(form.end,))
         marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
         if not self.engine.text_processor.special.isdisjoint(marks):
             params = replace(params, keep_special=True)  # the parser finds the parts by them

@@ -237,6 +237,64 @@ def read_in_pieces(form: ToolFormat, pieces: list[str]) -> Any:
     return parts.text, parts.thought, [(c.name, c.arguments) for c in parts.calls]
 
 
+ONE = "<tool_call>\n<function=time>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM_ONE = "<tool_call>time\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+MINIMAX_ONE = MINIMAX_CALL.format("time", '<parameter name="city">{}</parameter>\n')
+HERMES_ONE = '<tool_call>\n{{"name": "time", "arguments": {{"city": "{}"}}}}\n</tool_call>'
+OTHER = "<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>\n"
+AT_B = [("time", {"city": "B"})]
+
+
+@pytest.mark.parametrize(
+    "form, completion, wanted",
+    [
+        (XML, ONE.replace("</tool_call>", OTHER + "</tool_call>"), ("", [*AT_B, ("weather", {"days": 3})])),
+        (XML, ONE.replace("</function>\n", ""), ("", AT_B)),
+        (XML, ONE.replace("\n</tool_call>", ""), ("", AT_B)),
+        (XML, ONE.replace("<tool_call>\n", ""), ("", AT_B)),
+        (XML, "I look.\n" + ONE.replace("<tool_call>\n", ""), ("I look.\n", AT_B)),
+        (XML, ONE.replace("</parameter>\n", ""), ("", AT_B)),
+        (XML, ONE.replace("</parameter>\n</function>\n", ""), ("", AT_B)),
+        (XML, ONE.replace("\n", ""), ("", AT_B)),
+        (XML, ONE.replace("\n</parameter>", "</parameter>"), ("", AT_B)),
+        (XML, f"{ONE}\nDone.\n{ONE}", ("Done.\n", AT_B * 2)),
+        (XML, "<function=other>\n<parameter=a>\n1", ("<function=other>\n<parameter=a>\n1", [])),
+        (XML, "A <tool_call> and a <function=time>.", ("A <tool_call> and a <function=time>.", [])),
+        (GLM, GLM_ONE.replace("<tool_call>", ""), ("", AT_B)),
+        (GLM, GLM_ONE.replace("</arg_value>\n", ""), ("", AT_B)),
+        (GLM, GLM_ONE + "\ntime flies", ("time flies", AT_B)),
+        (GLM, "time flies", ("time flies", [])),
+        (GLM, "<tool_call>time", ("", [TIMED])),
+        (HERMES, HERMES_ONE.replace("<tool_call>\n", "").format("B"), ("", AT_B)),
+        (HERMES, HERMES_ONE.format("B").replace("</tool_call>", ""), ("", AT_B)),
+        (HERMES, '<tool_call>{"arguments": {"city": "B"}, "name": "time"}</tool_call>x', ("x", AT_B)),
+        (HERMES, '<tool_call>{"name": "time", "arguments": "{\\"city\\": \\"B\\"}"}</tool_call>', ("", AT_B)),
+        (HERMES, 'As {"name": "time", "arguments": {}}', ('As {"name": "time", "arguments": {}}', [])),
+        (DEEPSEEK_31, PLAIN.format("time", "{}"), ("", [TIMED])),
+        (KIMI, KIMI_CALL.format("time", 0, "{}"), ("", [TIMED])),
+        (HARMONY, HARMONY_CALL.format("time", "<|call|>"), ("", [TIMED])),
+        (MINIMAX, MINIMAX_ONE.replace("<minimax:tool_call>\n", ""), ("", AT_B)),
+    ],
+    ids=range(26),
+)
+def test_tags_that_are_missing_lose_no_call_and_are_not_shown(form: ToolFormat, completion: str, wanted: Any) -> None:
+    completion = completion.replace("{}", "B") if wanted[1] and form.tags else completion
+    for end in range(len(completion) + 1):
+        assert parse([completion[:end], completion[end:]], form, [WEATHER, TIME]) == wanted
+    assert parse([*completion, ""], form, [WEATHER, TIME]) == wanted
+
+
+@pytest.mark.parametrize("value", ["</tool_call>", "</parameter>", "<tool_call>", "<function=x>", ONE, GLM_ONE, "</"])
+@pytest.mark.parametrize("form, call", [(XML, ONE), (GLM, GLM_ONE), (MINIMAX, MINIMAX_ONE), (HERMES, HERMES_ONE)])
+@pytest.mark.parametrize("around", ["{}", "a{}b", "\n{}\n"])
+def test_a_value_may_hold_any_tag(form: ToolFormat, call: str, value: str, around: str) -> None:
+    value = around.format(value)
+    written = json.dumps(value)[1:-1] if form is HERMES else value
+    completion = call.format(written) if form is HERMES else call.replace("{}", written, 1)
+    assert parse([completion], form, [WEATHER, TIME]) == ("", [("time", {"city": value})])
+    assert parse([*completion, ""], form, [WEATHER, TIME]) == ("", [("time", {"city": value})])
+
+
 def test_a_parameter_that_is_not_what_its_schema_says_is_text() -> None:
     values = "<parameter=days>\nmany\n</parameter><parameter=x>\n1\n</parameter>"
     call = f"<tool_call><function=weather>{values}</function></tool_call>"

@@ -249,7 +249,9 @@ class CallParser:
         """The output ends before the arguments of a call begin: the call is known by its name, if that is whole."""
         name = (found["name"] if found else "") or (self._held[self._tag :] if self._form.only_known else "")
         name = name.strip()
-        whole = name in self._parameters or (found and 0 < found.end("name") < len(self._held))
+        begins_another = any(known != name and known.startswith(name) for known in self._parameters)
+        whole = found and 0 < found.end("name") < len(self._held)
+        whole = whole or (name in self._parameters and not begins_another)
         if name and whole and self._known(name):
             self._parts += OutputDelta(calls=(Call(name, "{}" if self._form.tags else ""),))
         self._held = ""

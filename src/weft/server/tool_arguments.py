@@ -100,7 +100,7 @@ class Tags:
         open: a pattern of what begins a value; its group `key` is the parameter's name.
         close: ends a value.
         call_end: ends a call; empty: a call ends with its block.
-        another: a pattern of what begins another call in the same block; empty: a block has one.
+        call: a pattern of what begins a call; a block has several if they have an end.
         begin, end: a block is between.
         lines: a value has lines of its own, so that a line break before and one after it are not of it.
     """
@@ -108,7 +108,7 @@ class Tags:
     open: str
     close: str
     call_end: str
-    another: str
+    call: str
     begin: str
     end: str
     lines: bool = False
@@ -121,7 +121,7 @@ class Tags:
     @cached_property
     def ends(self) -> tuple[Any, Any]:
         """Match the end of a value, with what follows: of one within a line, and of one on lines of its own."""
-        block_end = f"{re.escape(self.end)}{SPACE}{re.escape(self.begin)}"
+        block_end = f"{re.escape(self.end)}{SPACE}{self._block}"
         following = f"{self.open}|{block_end}"
         if self.call_end:
             following += f"|{re.escape(self.call_end)}{SPACE}(?:{self._another}|{block_end})"
@@ -138,7 +138,7 @@ class Tags:
     @cached_property
     def inside(self) -> Any:
         """Finds what begins another call: a value with that in it may hold a whole call."""
-        return regex.compile(f"{self._another}|{self.open}")
+        return regex.compile("|".join([re.escape(self.begin), self.open] + [self.call] * bool(self.call_end)))
 
     @cached_property
     def loose_ends(self) -> Any:
@@ -147,7 +147,7 @@ class Tags:
         call_end = re.escape(self.call_end) + SPACE if self.call_end else ""
         followed = f"(?:{end})?(?:{self._another})"
         ends = [f"{close}{SPACE}(?:{self.open}|(?:{call_end})?{followed})"]
-        ends += [f"{end}{re.escape(self.begin)}"] + [f"{call_end}{followed}"] * bool(call_end)
+        ends += [f"{end}{self._block}"] + [f"{call_end}{followed}"] * bool(call_end)
         return regex.compile("|".join(f"(?:{pattern})" for pattern in ends))
 
     @property
@@ -156,8 +156,12 @@ class Tags:
         return tuple(tag for tag in (self.close, self.call_end, self.end) if tag)
 
     @property
+    def _block(self) -> str:
+        return f"{re.escape(self.begin)}{SPACE}{self.call}"
+
+    @property
     def _another(self) -> str:
-        return "|".join([re.escape(self.begin)] + [self.another] * bool(self.another))
+        return "|".join([self._block] + [self.call] * bool(self.call_end))
 
 
 class TaggedArguments:

@@ -166,7 +166,7 @@ XML = Tags(
     open=rf"<parameter=(?P<key>{NAME})>",
     close="</parameter>",
     call_end="</function>",
-    another=rf"<function={NAME}>",
+    call=rf"<function={NAME}>",
     begin="<tool_call>",
     end="</tool_call>",
     lines=True,
@@ -186,7 +186,7 @@ GLM = Tags(
     open=rf"<arg_key>(?P<key>{NAME})</arg_key>{SPACE}<arg_value>",
     close="</arg_value>",
     call_end="",
-    another="",
+    call=rf"{NAME}{SPACE}(?:<arg_key>|</tool_call>)",
     begin="<tool_call>",
     end="</tool_call>",
 )
@@ -208,7 +208,7 @@ MINIMAX = Tags(
     open=rf'<parameter name="(?P<key>{NAME})">',
     close="</parameter>",
     call_end="</invoke>",
-    another=rf'<invoke name="{NAME}">',
+    call=rf'<invoke name="{NAME}">',
     begin="<minimax:tool_call>",
     end="</minimax:tool_call>",
 )

@@ -114,7 +114,8 @@ def _bodies(kind: Any, root: dict[str, Any], literal: Literal, schema: Schema, e
     """
     kind = SchemaCheck(root).resolved(kind)
     if isinstance(kind, Mapping):
-        choices = choices_of(kind) or {"boolean": [True, False], "null": [None]}.get(str(kind.get("type")))
+        fixed: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
+        choices = choices_of(kind) or fixed.get(str(kind.get("type")))
         if choices is not None:
             written = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
             written += [name for name, value in CONSTANTS.items() if any(value is choice for choice in choices)]

@@ -113,7 +113,8 @@ def test_cut_at_every_character(name: str, seeds: range) -> None:
                 for key, value in given[:-1]:
                     assert spelled(value) == spelled(wanted[key]), (seed, cut, arguments)
                 for key, value in given[-1:]:
-                    assert as_json(wanted[key]).startswith(as_json(value)) or not isinstance(value, str), (cut, value)
+                    written = as_json(wanted[key]), str(wanted[key])  # None is written so, too
+                    assert not isinstance(value, str) or any(w.startswith(value) for w in written), (cut, value)
 
 
 @SEEDS

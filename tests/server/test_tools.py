@@ -50,7 +50,8 @@ UNMARKED = TEMPLATE.replace("<tool_call>", "[").replace("</tool_call>", "]")
 """It asks for no form of calls."""
 
 
-HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, LLAMA = TOOL_FORMATS
+HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, KIMI, MINIMAX, LLAMA = TOOL_FORMATS
+NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "kimi", "minimax", "llama"]
 
 
 def parse(
@@ -77,7 +78,7 @@ def loaded(arguments: str) -> Any:
         (f"I look. {CALL}", "I look. ", 1),
         ("a <tool and <tool_calls> b", "a <tool and <tool_calls> b", 0),
         ("<tool_call>no JSON</tool_call> x", "<tool_call>no JSON</tool_call> x", 0),
-        ("a <tool_call>{", "a <tool_call>{", 0),
+        ("a <tool_call>{", "a ", 0),
         (CALL.removesuffix("</tool_call>"), "", 1),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
         ("", "", 0),
@@ -99,6 +100,9 @@ XML_CALL = (
 FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 PLAIN = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 MANY = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+KIMI_MANY = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+KIMI_CALL = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+MINIMAX_CALL = '<minimax:tool_call>\n<invoke name="{}">\n{}</invoke>\n</minimax:tool_call>'
 WEATHER = {
     "name": "weather",
     "parameters": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "what": {"type": "array"}}},
@@ -129,7 +133,7 @@ TWICE = [TIMED, ("time", {"city": "x"})]
         (
             XML,
             "<tool_call>\n<function=weather>\n<parameter=city>",
-            ("<tool_call>\n<function=weather>\n<parameter=city>", []),
+            ("", [("weather", {})]),
         ),
         (
             DEEPSEEK,
@@ -177,11 +181,12 @@ STREAMED = {
     LLAMA: '{{"name": "time", "parameters": {}}}; {{"name": "time", "parameters": {}}}',
     DEEPSEEK: MANY.format(FENCED).replace("{}\n```json", "time\n```json"),
     DEEPSEEK_31: MANY.format(PLAIN).replace("{}<｜tool▁sep｜>", "time<｜tool▁sep｜>"),
+    KIMI: KIMI_MANY.format(KIMI_CALL.replace("{}", "time", 1).replace("{}", "0", 1)),
     HARMONY: THOUGHT + HARMONY_CALL.replace("{}", "time", 1),
 }
 
 
-@pytest.mark.parametrize("form", STREAMED, ids=["hermes", "llama", "deepseek", "deepseek-v3.1", "harmony"])
+@pytest.mark.parametrize("form", STREAMED, ids=["hermes", "llama", "deepseek", "deepseek-v3.1", "kimi", "harmony"])
 def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
     """Every character at once; what ends a call elsewhere does not within a string."""
     completion = STREAMED[form].format(STRINGS, STRINGS)
@@ -196,9 +201,7 @@ def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
     assert pieces >= calls * (len(STRINGS) - 3) and not parts.text
 
 
-@pytest.mark.parametrize(
-    "form", TOOL_FORMATS, ids=["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
-)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=NAMES)
 def test_any_output_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
     """Of pieces of calls in any order, of which few are calls."""
     whole = [SPELLED[form], STREAMED[form].format(STRINGS, STRINGS)] if form in STREAMED else [SPELLED[form]]
@@ -235,6 +238,64 @@ def read_in_pieces(form: ToolFormat, pieces: list[str]) -> Any:
         parts += found.push(piece, last=at == len(pieces) - 1)
     assert not parts.arguments
     return parts.text, parts.thought, [(c.name, c.arguments) for c in parts.calls]
+
+
+ONE = "<tool_call>\n<function=time>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>"
+GLM_ONE = "<tool_call>time\n<arg_key>city</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"
+MINIMAX_ONE = MINIMAX_CALL.format("time", '<parameter name="city">{}</parameter>\n')
+HERMES_ONE = '<tool_call>\n{{"name": "time", "arguments": {{"city": "{}"}}}}\n</tool_call>'
+OTHER = "<function=weather>\n<parameter=days>\n3\n</parameter>\n</function>\n"
+AT_B = [("time", {"city": "B"})]
+
+
+@pytest.mark.parametrize(
+    "form, completion, wanted",
+    [
+        (XML, ONE.replace("</tool_call>", OTHER + "</tool_call>"), ("", [*AT_B, ("weather", {"days": 3})])),
+        (XML, ONE.replace("</function>\n", ""), ("", AT_B)),
+        (XML, ONE.replace("\n</tool_call>", ""), ("", AT_B)),
+        (XML, ONE.replace("<tool_call>\n", ""), ("", AT_B)),
+        (XML, "I look.\n" + ONE.replace("<tool_call>\n", ""), ("I look.\n", AT_B)),
+        (XML, ONE.replace("</parameter>\n", ""), ("", AT_B)),
+        (XML, ONE.replace("</parameter>\n</function>\n", ""), ("", AT_B)),
+        (XML, ONE.replace("\n", ""), ("", AT_B)),
+        (XML, ONE.replace("\n</parameter>", "</parameter>"), ("", AT_B)),
+        (XML, f"{ONE}\nDone.\n{ONE}", ("Done.\n", AT_B * 2)),
+        (XML, "<function=other>\n<parameter=a>\n1", ("<function=other>\n<parameter=a>\n1", [])),
+        (XML, "A <tool_call> and a <function=time>.", ("A <tool_call> and a <function=time>.", [])),
+        (GLM, GLM_ONE.replace("<tool_call>", ""), ("", AT_B)),
+        (GLM, GLM_ONE.replace("</arg_value>\n", ""), ("", AT_B)),
+        (GLM, GLM_ONE + "\ntime flies", ("time flies", AT_B)),
+        (GLM, "time flies", ("time flies", [])),
+        (GLM, "<tool_call>time", ("", [TIMED])),
+        (HERMES, HERMES_ONE.replace("<tool_call>\n", "").format("B"), ("", AT_B)),
+        (HERMES, HERMES_ONE.format("B").replace("</tool_call>", ""), ("", AT_B)),
+        (HERMES, '<tool_call>{"arguments": {"city": "B"}, "name": "time"}</tool_call>x', ("x", AT_B)),
+        (HERMES, '<tool_call>{"name": "time", "arguments": "{\\"city\\": \\"B\\"}"}</tool_call>', ("", AT_B)),
+        (HERMES, 'As {"name": "time", "arguments": {}}', ('As {"name": "time", "arguments": {}}', [])),
+        (DEEPSEEK_31, PLAIN.format("time", "{}"), ("", [TIMED])),
+        (KIMI, KIMI_CALL.format("time", 0, "{}"), ("", [TIMED])),
+        (HARMONY, HARMONY_CALL.format("time", "<|call|>"), ("", [TIMED])),
+        (MINIMAX, MINIMAX_ONE.replace("<minimax:tool_call>\n", ""), ("", AT_B)),
+    ],
+    ids=range(26),
+)
+def test_tags_that_are_missing_lose_no_call_and_are_not_shown(form: ToolFormat, completion: str, wanted: Any) -> None:
+    completion = completion.replace("{}", "B") if wanted[1] and form.tags else completion
+    for end in range(len(completion) + 1):
+        assert parse([completion[:end], completion[end:]], form, [WEATHER, TIME]) == wanted
+    assert parse([*completion, ""], form, [WEATHER, TIME]) == wanted
+
+
+@pytest.mark.parametrize("value", ["</tool_call>", "</parameter>", "<tool_call>", "<function=x>", ONE, GLM_ONE, "</"])
+@pytest.mark.parametrize("form, call", [(XML, ONE), (GLM, GLM_ONE), (MINIMAX, MINIMAX_ONE), (HERMES, HERMES_ONE)])
+@pytest.mark.parametrize("around", ["{}", "a{}b", "\n{}\n"])
+def test_a_value_may_hold_any_tag(form: ToolFormat, call: str, value: str, around: str) -> None:
+    value = around.format(value)
+    written = json.dumps(value)[1:-1] if form is HERMES else value
+    completion = call.format(written) if form is HERMES else call.replace("{}", written, 1)
+    assert parse([completion], form, [WEATHER, TIME]) == ("", [("time", {"city": value})])
+    assert parse([*completion, ""], form, [WEATHER, TIME]) == ("", [("time", {"city": value})])
 
 
 def test_a_parameter_that_is_not_what_its_schema_says_is_text() -> None:
@@ -295,7 +356,7 @@ def test_calls_in_later_chunks_are_numbered_on(quiet: QuietEngine) -> None:
 
 
 def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> None:
-    service = Service(EngineClient(quiet, Metrics(quiet)), "small", shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "{# <tool_call> #}" + TEMPLATE
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
     plain = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
@@ -323,9 +384,10 @@ SPELLED = {
     HERMES: '<tool_call>\n{"name":"time","arguments":{"city":"Bern"}}\n</tool_call>',
     DEEPSEEK: MANY.format(FENCED.format("time", '{"city":"Bern"}')),
     DEEPSEEK_31: MANY.format(PLAIN.format("time", '{"city":"Bern"}')),
+    KIMI: KIMI_MANY.format(KIMI_CALL.format("time", 0, '{"city":"Bern"}')),
+    MINIMAX: MINIMAX_CALL.format("time", '<parameter name="city">Bern</parameter>\n'),
     LLAMA: '{"name":"time","parameters":{"city":"Bern"}}',
 }
-NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "llama"]
 
 
 @pytest.mark.parametrize("marks", ["text", "added tokens", "special tokens"])
@@ -465,7 +527,7 @@ def test_a_forced_call_has_precedence_over_another_grammar(tooled: Served) -> No
 @pytest.mark.parametrize("form", [HERMES, DEEPSEEK, XML], ids=["hermes", "deepseek", "xml"])
 def test_calls_that_may_be_made_are_an_alternative_to_another_grammar(quiet: QuietEngine, form: ToolFormat) -> None:
     """Agents with tools and a type of their output ask for both, and call first."""
-    service = Service(EngineClient(quiet, Metrics(quiet)), "small", shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks) + UNMARKED
     asked: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     asked["response_format"] = {

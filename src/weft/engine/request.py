@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -14,6 +15,8 @@ from weft.engine.output.grammar import Compiled, Grammar
 from weft.kv.manager import CacheAllocation
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+Watch = Callable[[str], str | None]
+"""See `SamplingParams.watch`."""
 
 
 class ContextExceeded(ValueError):
@@ -53,7 +56,8 @@ class SamplingParams:
             already; min_tokens and bad_words are ignored then.
         keep_stop: a stop string or token is a part of the text.
         keep_special: special tokens are a part of the text.
-        stop_after: strings that end the text and are always a part of it.
+        watch: makes, for each output, a function that gets the text of each token, and returns what the output ends
+            with: a stop string, "" for anything else, or None where it goes on. All that text stays in the output.
     """
 
     max_tokens: int | None = 16
@@ -77,7 +81,7 @@ class SamplingParams:
     grammar: str | Compiled | None = None
     keep_stop: bool = False
     keep_special: bool = False
-    stop_after: tuple[str, ...] = ()
+    watch: Callable[[], Watch] | None = None
 
     def __post_init__(self) -> None:
         rules = [
@@ -89,7 +93,6 @@ class SamplingParams:
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20"),
             (all(self.stop), "stop", "without empty strings"),
-            (all(self.stop_after), "stop_after", "without empty strings"),
             (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
             (-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2"),
             (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2"),

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
@@ -30,7 +30,7 @@ from weft.server.record import as_api_error
 from weft.server.structure import Asked, grammar_of
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
-from weft.server.tools import Parser, parser
+from weft.server.tools import EndingParser, Parser, parser
 from weft.server.wire import EventStream, event, json_response
 
 QUICK_LOGPROBS = 256
@@ -40,10 +40,17 @@ Job = tuple[list[list[int]], SamplingParams, render.Style]
 
 
 class OutputFormat(NamedTuple):
-    """How a chat's output is parsed. form: of tool calls; start: where a thought begins; None: it has none."""
+    """How a chat's output is parsed.
+
+    Attributes:
+        form: of tool calls; None: there are none.
+        start: where a thought begins; None: there is none.
+        bare: the text follows a grammar of its own, so that calls stand at its beginning or nowhere.
+    """
 
     form: ToolFormat | None
     start: Start | None
+    bare: bool = False
 
 
 class ChatJob(NamedTuple):
@@ -134,9 +141,17 @@ class Service:
         """The engine's part of a chat. ApiError 400."""
         text = self.prompts.chat_text(body)
         parts = self._parts(body, text)
-        return ChatJob(
-            self.prompts.of_chat_text(text, body), self._chat_params(body, parts), self._parsers(body, parts)
-        )
+        params = self._chat_params(body, parts)
+        parsers = self._parsers(body, parts)
+        if parsers is not None and (params.stop or not body.parallel_tool_calls):
+            ended = partial(self._ending, parsers, params)
+            params = replace(params, stop=(), watch=lambda: ended().watch)
+            parsers = ended
+        return ChatJob(self.prompts.of_chat_text(text, body), params, parsers)
+
+    @staticmethod
+    def _ending(parsers: Callable[[], Parser], params: SamplingParams) -> EndingParser:
+        return EndingParser(parsers(), params.stop, params.keep_stop, params.min_tokens)
 
     def _parts(self, body: ChatRequest, prompt: str) -> OutputFormat:
         template = body.template(self.engine.tokenizer)
@@ -148,7 +163,9 @@ class Service:
             return OutputFormat(form, None)
         begun = body.messages[-1].text if body.continue_final_message else ""
         start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
-        return OutputFormat(form if body.offered else None, start)
+        form = form if body.offered else None
+        bare = not body.must_call and grammar_of(body) is not None
+        return OutputFormat(form if form and (form.begin or not bare) else None, start, bare)
 
     def _thinks(self, template: str) -> bool:
         """Whether the model's thoughts are parsed, apart from text."""
@@ -162,11 +179,12 @@ class Service:
 
     def _parsers(self, body: ChatRequest, parts: OutputFormat) -> Callable[[], Parser] | None:
         """What makes a parser for each choice; None where it is all text."""
-        form, start = parts
+        form, start, bare = parts
         hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
 
         def made() -> Parser:
-            found = parser(form, body.offered, hidden)
+            one_call = not body.parallel_tool_calls
+            found = parser(form, body.offered, hidden, one_call=one_call, bare=bare)
             if start:
                 found = ThoughtParser(found, start, hidden)
             return found if body.include_reasoning else WithoutThought(found)
@@ -183,8 +201,6 @@ class Service:
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
         )
-        if form and form.end and not body.parallel_tool_calls:
-            params = replace(params, stop_after=(form.end,))
         marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
         if not self.engine.text_processor.special.isdisjoint(marks):
             params = replace(params, keep_special=True)  # the parser finds the parts by them

@@ -61,17 +61,22 @@ class Increments(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
 
 @dataclass
 class Choice:
-    """One choice: the output so far."""
+    """One choice: the output so far. pieces: its text, of each increment."""
 
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     last: Output | None = None
 
+    @property
+    def text(self) -> str:
+        """Its whole text."""
+        return "".join(self.pieces)
+
     def add(self, output: Output) -> None:
         """Takes an increment."""
-        self.text += output.text
+        self.pieces.append(output.text)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs

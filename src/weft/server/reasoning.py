@@ -6,8 +6,9 @@ from collections.abc import Collection
 from typing import Literal
 
 from weft.engine.output.grammar import followed
-from weft.server.tool_formats import literals
-from weft.server.tools import OutputDelta, Parser, any_of, begun
+from weft.server.tool_arguments import begun
+from weft.server.tool_grammars import literals
+from weft.server.tools import OutputDelta, Parser, any_of
 
 BEGIN, END = "<think>", "</think>"
 Start = Literal["inside", "free"]
@@ -47,6 +48,10 @@ class ThoughtParser:
         self._held = ""
         self._thought = False  # some of it has come
 
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
     def push(self, text: str, last: bool) -> OutputDelta:
         self._held += text
         parts = OutputDelta()
@@ -81,6 +86,10 @@ class WithoutThought:
 
     def __init__(self, inner: Parser):
         self._inner = inner
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
 
     def push(self, text: str, last: bool) -> OutputDelta:
         return self._inner.push(text, last)._replace(thought="")

@@ -173,7 +173,11 @@ class Chat:
 
     def whole(self, index: int, choice: Choice) -> dict[str, Any]:
         assert choice.last is not None
-        parts = self._new_parser().push(choice.text, last=True) if self._new_parser else OutputDelta(choice.text)
+        parts = OutputDelta(choice.text)
+        if self._new_parser:
+            found = self._new_parser()
+            pieces = [found.push(piece, last=False) for piece in choice.pieces[:-1]]
+            parts = sum([*pieces, found.push(choice.pieces[-1], last=True)], OutputDelta())
         message: dict[str, Any] = {"role": "assistant", "content": parts.text}
         if parts.thought:
             message |= _reasoning(parts.thought)

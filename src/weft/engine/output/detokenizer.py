@@ -53,7 +53,6 @@ class TextStream:
         stop: strings that end the text.
         keep_stop: the stop string is a part of the text.
         keep_special: special tokens are a part of the text.
-        stop_after: strings that end the text and are always a part of it.
     """
 
     def __init__(
@@ -62,11 +61,10 @@ class TextStream:
         stop: Sequence[str],
         keep_stop: bool = False,
         keep_special: bool = False,
-        stop_after: Sequence[str] = (),
     ):
         self._shared, self._skip = detokenizer, not keep_special
         self._texts = detokenizer.texts[self._skip]
-        self.stops = dict.fromkeys(stop, keep_stop) | dict.fromkeys(stop_after, True)  # whether it stays in the text
+        self.stops, self._keep_stop = tuple(stop), keep_stop
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
         self._ids: list[int] = []  # with text that is not all returned, and its returned length
         self._decoded = 0
@@ -83,7 +81,7 @@ class TextStream:
         found = [(at, s) for s in self.stops if (at := self._held.find(s)) >= 0]
         if found:
             at, stop = min(found)
-            text, self._held = self._held[: at + len(stop) * self.stops[stop]], ""
+            text, self._held = self._held[: at + len(stop) * self._keep_stop], ""
             self._ids, self._decoded = [], 0  # nothing follows, not even what is left to flush
             return text, stop
         return self._release(len(self._held) - self._undecided()), None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from weft.engine.messages import Logprobs, Scored
 from weft.engine.output.detokenizer import TextStream
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import ContextExceeded, FinishReason, Output, SamplingParams, Sequence, TokenLogprob
+from weft.engine.request import ContextExceeded, FinishReason, Output, SamplingParams, Sequence, TokenLogprob, Watch
 from weft.engine.scheduler.sampling_rows import bits
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.kv.tokens import token_array
@@ -61,6 +61,7 @@ class RequestOutput:
         name: of the request in the log.
         end: None while it goes on.
         over: the last increment was taken.
+        watch: of `SamplingParams`.
     """
 
     sequence: Sequence
@@ -71,14 +72,15 @@ class RequestOutput:
     name: str = ""
     end: End | None = None
     over: bool = False
+    watch: Watch | None = None
     _checks_tokens: bool = field(init=False)  # each token: it may complete a stop string or a grammar
     _notified: bool = field(default=False, init=False)  # the callback was called for the end
     _taken: int = field(default=0, init=False)
     _known: deque[Logprobs] = field(default_factory=deque, init=False)  # logprobs of tokens that were not taken yet
-    _pieces: deque[str] = field(default_factory=deque, init=False)  # text of such tokens, with stop strings alone
+    _pieces: deque[str] = field(default_factory=deque, init=False)  # text of such tokens, where it is looked at
 
     def __post_init__(self) -> None:
-        self._checks_tokens = bool(self.text.stops) or self.sequence.grammar is not None
+        self._checks_tokens = bool(self.text.stops or self.watch) or self.sequence.grammar is not None
 
     # --- on the engine's thread -------------------------------------------------------------------------------
 
@@ -125,11 +127,13 @@ class RequestOutput:
                 return End(at, "error", error=str(error), refused=True)
         if token in s.end_ids and at + 1 >= s.params.min_tokens:
             return End(at, "stop", None if token in self.eos else token, in_text=s.params.keep_stop)
-        if self.text.stops:
+        if self.text.stops or self.watch:
             piece, stop = self.text.push(token, check_stop=at + 1 >= s.params.min_tokens)
             self._pieces.append(piece)
+            if stop is None and self.watch is not None:
+                stop = self.watch(piece)
             if stop is not None:
-                return End(at, "stop", stop)
+                return End(at, "stop", stop or None)
         if whole:
             return End(at, "stop")
         return End(at, "length") if at + 1 >= s.max_tokens else None
@@ -255,5 +259,6 @@ def prepare(
         grammar=None if params.grammar is None else text_processor.grammars.start(params.grammar),
     )
     keep = params.keep_stop, params.keep_special
-    text = TextStream(text_processor.detokenizer, params.stop, *keep, params.stop_after)
-    return RequestOutput(sequence, callback, text, text_processor.ends)
+    text = TextStream(text_processor.detokenizer, params.stop, *keep)
+    watch = params.watch() if params.watch else None
+    return RequestOutput(sequence, callback, text, text_processor.ends, watch=watch)

@@ -26,7 +26,8 @@ from weft.server.app import create_app
 from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import Options
-from weft.server.run import Server, bind
+from weft.server.run import Server
+from weft.server.sockets import bind
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

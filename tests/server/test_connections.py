@@ -20,7 +20,8 @@ from engine.conftest import WAIT_S
 from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.engine import Engine
 from weft.server.options import Options
-from weft.server.run import Server, bind
+from weft.server.run import Server
+from weft.server.sockets import bind
 
 
 @pytest.fixture
@@ -225,14 +226,14 @@ def test_who_reads_nothing_is_closed() -> None:
 FEW_DESCRIPTORS = """
 import resource, types
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from weft.server import log, run
+from weft.server import log, run, sockets
 from weft.server.options import Options
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
 log.configure("text")
 engine_client = types.SimpleNamespace(live=0, close=lambda: None)
-listener = run.bind("127.0.0.1", 0)
+listener = sockets.bind("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 run.Server(app, engine_client, Options()).run(sockets=[listener])
 """

@@ -77,6 +77,15 @@ class Options:
     def max_stored_bytes(self) -> int:
         return int(self.max_stored_mb * 2**20)
 
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """What connections are encrypted with; None: nothing. Raises OSError, ValueError."""
+        if self.ssl_certfile is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+        return context
+
     def check(self) -> None:
         """ValueError in one line for a value out of range."""
         for name, value in vars(self).items():
@@ -103,7 +112,7 @@ class Options:
                 raise ValueError("ssl_keyfile needs ssl_certfile, the certificate of this key")
             return
         try:  # an encrypted key is refused: nobody is there to be asked for its password
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+            _ = self.tls
         except OSError as error:
             files = " and ".join(str(file) for file in (self.ssl_certfile, self.ssl_keyfile) if file is not None)
             why = f"{error.strerror or error}; they must be PEM files that belong together, the key without a password"

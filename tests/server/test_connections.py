@@ -329,3 +329,45 @@ def test_a_server_that_drains_lets_requests_end(quiet: QuietEngine) -> None:
             quiet.say(output("ended", "stop"))
             end = received_until(connection, b"[DONE]")
         assert b"ended" in end and b"shutting down" not in end and not quiet.cancelled
+
+
+def test_a_request_of_http_1_1_needs_a_host(served: Served) -> None:
+    for version, status in ((b"1.1", b"400"), (b"1.0", b"200")):
+        with served.socket() as connection:
+            connection.sendall(b"GET /v1/models HTTP/" + version + b"\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
+def test_only_allowed_hosts_are_served(engine: Engine) -> None:
+    allowed = ("api.example", "api.example:80", "API.example.", "a.b.example", "localhost:1", "127.0.0.1", "[::1]:80")
+    refused = ("evil.example", "b.example", "xapi.example", "api.example.evil", "")
+    for served in serve(engine, allowed_hosts=("api.example", "*.b.example")):
+        with served.http() as http:
+            for hosts, status in ((allowed, 200), (refused, 400)):
+                for host in hosts:
+                    assert http.get("/v1/models", headers={"Host": host}).status_code == status, host
+            assert http.get("/health", headers={"Host": "10.0.0.7:8000"}).status_code == 200
+    for host in ("a b", "http://x", "*x", ""):
+        with pytest.raises(ValueError, match="allowed_hosts"):
+            Options(allowed_hosts=(host,)).check()
+
+
+def test_http_1_0_gets_no_chunks(quiet: QuietEngine) -> None:
+    for served in serve(quiet):
+        for version, chunked in ((b"1.0", False), (b"1.1", True)):
+            with served.socket() as connection:
+                sent = head("/v1/completions", len(STREAM)).replace(b"HTTP/1.1", b"HTTP/" + version)
+                connection.sendall(sent + STREAM)
+                quiet.say(output("begun"), int(chunked))
+                quiet.say(output("ended", "stop"), int(chunked))
+                whole = received_until(connection, b"[DONE]") if chunked else received(connection)
+            begin, _, body = whole.partition(b"\r\n\r\n")
+            assert (b"transfer-encoding: chunked" in begin.lower()) == chunked
+            assert body.startswith(b"data: {") != chunked and b"[DONE]" in body
+
+
+def test_messages_have_a_request_id(served: Served) -> None:
+    with served.http() as http:
+        response = http.post("/v1/messages", json={}, headers={"X-Request-Id": "mine"})
+        assert response.headers["request-id"] == response.headers["x-request-id"] == "mine"
+        assert "request-id" not in http.get("/v1/models").headers

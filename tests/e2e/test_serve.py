@@ -135,11 +135,14 @@ def test_health_says_loading_first_and_two_signals_end_each_phase() -> None:
 @pytest.mark.parametrize("nobody_reads", ["a pipe", "/dev/full"])
 def test_a_log_that_cannot_be_written_stops_nothing(nobody_reads: str) -> None:
     read, written = os.pipe()
-    with open(written, "wb") as pipe, open("/dev/full", "wb") as full, open(read, "rb"):
-        with started(pipe if nobody_reads == "a pipe" else full) as (process, ask):
-            while ask()[0] != 200:
-                pass
-            assert {ask("/v1/nothing")[0] for _ in range(2000)} == {404}
-            assert ask() == (200, b'{"status":"ok"}')
-            process.send_signal(signal.SIGTERM)
-            assert process.wait() == 0
+    with (
+        open(read, "rb"),
+        open(written if nobody_reads == "a pipe" else "/dev/full", "wb") as stderr,
+        started(stderr) as (process, ask),
+    ):
+        while ask()[0] != 200:
+            pass
+        assert {ask("/v1/nothing")[0] for _ in range(2000)} == {404}
+        assert ask() == (200, b'{"status":"ok"}')
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0

@@ -19,7 +19,7 @@ from weft.engine.engine import Engine
 from weft.engine.profiling import MIN_STEPS, NotWatched, record
 from weft.server import errors, extras, router_routes
 from weft.server.anthropic_messages import Messages
-from weft.server.bodies import SLOW_AT_ONCE
+from weft.server.bodies import LARGE_AT_ONCE, SLOW_AT_ONCE
 from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
@@ -58,7 +58,7 @@ def create_app(engine_client: EngineClient, model_name: str, options: Options) -
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.state.slow = anyio.CapacityLimiter(SLOW_AT_ONCE)
+    app.state.slow, app.state.large = anyio.CapacityLimiter(SLOW_AT_ONCE), anyio.CapacityLimiter(LARGE_AT_ONCE)
     errors.install(app)
     templates = Templates() if options.trust_request_chat_template else None
     names = options.served_model_name or (model_name,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -11,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from weft.engine.output.grammar import Grammars
 from weft.server.errors import ApiError, field_errors
-from weft.server.protocol import Body, CommonRequest, Text, not_too_many
+from weft.server.protocol import MAX_ITEMS, MAX_NAMED, Body, CommonRequest, Text, at_most
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
 
@@ -177,24 +178,24 @@ class ChatRequest(CommonRequest):
         "function_call": ("none", "auto"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(not_too_many)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_ITEMS)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], at_most(MAX_NAMED)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: Text | None = Field(None, min_length=1)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_NAMED)] = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
 
-    @property
+    @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The functions that the output may call."""
         if self.tool_choice == "none":
@@ -248,7 +249,7 @@ class ChatRequest(CommonRequest):
     @property
     def strict(self) -> bool:
         """Whether calls in the output follow the functions' schemas: all of them, where one is strict."""
-        return any(function.get("strict") for function in self.offered)
+        return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools)
 
     def calls_grammar(self, form: ToolFormat | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
         """Of outputs that must be calls, or may have strict ones in them, in this form; None where they are free.
@@ -288,11 +289,15 @@ class ChatRequest(CommonRequest):
         if self.offered and form is None:
             raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
         messages = [m.plain() for m in self.messages]
-        arguments = self._effort(form) | self.chat_template_kwargs | {
-            "tools": [{"type": "function", "function": f} for f in self.offered] or None,
-            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
-            "continue_final_message": self.continue_final_message,
-        }
+        arguments = (
+            self._effort(form)
+            | self.chat_template_kwargs
+            | {
+                "tools": [{"type": "function", "function": f} for f in self.offered] or None,
+                "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+                "continue_final_message": self.continue_final_message,
+            }
+        )
         if self.chat_template is not None and templates is not None:
             return templates.render(
                 template, {**tokenizer.special_tokens_map, **arguments, "conversations": [messages]}
@@ -301,7 +306,6 @@ class ChatRequest(CommonRequest):
             return str(tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         except (ValueError, TypeError, TemplateError) as error:
             raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
-
 
     def _effort(self, form: ToolFormat | None) -> dict[str, Any]:
         """What chat templates read of reasoning_effort. ApiError 400 for a level that the model lacks."""

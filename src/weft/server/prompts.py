@@ -55,10 +55,16 @@ class Prompts:
     def chat_text(self, body: ChatRequest) -> str:
         """What the chat template makes of its messages and tools."""
         self.check_choices(body.n)
-        if self._kept(body) is None:
+        whole = self._kept(body) is None
+        if whole and (count := len(body.messages)) > self._engine.max_model_len:  # none is less than a token
+            raise self._too_long(f"{count} messages", "messages")
+        if whole:
             characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
             self.check_length(characters, "messages")
-        return body.prompt(self._tokenizer, self._templates)
+        text = body.prompt(self._tokenizer, self._templates)
+        if whole:
+            self.check_length(len(text), "messages")
+        return text
 
     def encode(self, text: str, special: bool) -> list[int]:
         """A text's tokens; special: with those that the tokenizer puts around it."""
@@ -80,8 +86,11 @@ class Prompts:
     def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
         """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
         if characters > prompts * self._engine.max_model_len * self._longest_token:
-            message = f"{characters} characters cannot fit into the context of {self._engine.max_model_len} tokens"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+            raise self._too_long(f"{characters} characters", param)
+
+    def _too_long(self, what: str, param: str) -> ApiError:
+        message = f"{what} cannot fit into the context of {self._engine.max_model_len} tokens"
+        return ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _kept(self, body: CommonRequest) -> int | None:
         """How many of a prompt's last tokens are kept; None: all. -1 keeps what fits beside the output."""

@@ -198,12 +198,14 @@ class ChatRequest(CommonRequest):
     @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The functions that the output may call."""
+        return [function.model_dump(exclude_none=True) for function in self._functions]
+
+    @property
+    def _functions(self) -> list[Function]:
         if self.tool_choice == "none":
             return []
-        tools, allowed = self.tools, self.allowed
-        if allowed is not None:
-            tools = [tool for tool in tools if tool.function.name in allowed]
-        return [t.function.model_dump(exclude_none=True) for t in tools]
+        allowed = self.allowed
+        return [t.function for t in self.tools if allowed is None or t.function.name in allowed]
 
     @property
     def allowed(self) -> set[str] | None:
@@ -249,7 +251,7 @@ class ChatRequest(CommonRequest):
     @property
     def strict(self) -> bool:
         """Whether calls in the output follow the functions' schemas: all of them, where one is strict."""
-        return self.tool_choice != "none" and any(tool.function.strict for tool in self.tools)
+        return any(function.strict for function in self._functions)
 
     def calls_grammar(self, form: ToolFormat | None, grammars: Grammars, *, any_whitespace: bool = False) -> str | None:
         """Of outputs that must be calls, or may have strict ones in them, in this form; None where they are free.

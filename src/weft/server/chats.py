@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
 from weft.engine.output.grammar import Grammars
 from weft.server.errors import ApiError, field_errors
-from weft.server.protocol import MAX_ITEMS, MAX_NAMED, Body, CommonRequest, Text, at_most
+from weft.server.protocol import MAX_ITEMS, MAX_NAMED, Body, CommonRequest, Text, limited_to
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
 
@@ -178,19 +178,19 @@ class ChatRequest(CommonRequest):
         "function_call": ("none", "auto"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_ITEMS)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), limited_to(MAX_ITEMS)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], at_most(MAX_NAMED)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], limited_to(MAX_NAMED)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: Text | None = Field(None, min_length=1)
-    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_NAMED)] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], limited_to(MAX_NAMED)] = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True

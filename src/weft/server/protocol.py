@@ -31,7 +31,7 @@ Text = str
 """What clients write. Halves of surrogate pairs are refused before (`weft.server.bodies.decode`)."""
 
 
-def at_most(limit: int) -> BeforeValidator:
+def limited_to(limit: int) -> BeforeValidator:
     """Counts a list's items, or an object's members, before each is looked at: a long list of little takes much more
     memory than its text."""
 
@@ -45,7 +45,7 @@ def at_most(limit: int) -> BeforeValidator:
 
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
-Metadata = Annotated[dict[str, Text], at_most(MAX_PAIRS)]
+Metadata = Annotated[dict[str, Text], limited_to(MAX_PAIRS)]
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 HARMLESS |= {"prompt_cache_retention", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"}
 """Fields of a request that are accepted and change no output."""
@@ -113,7 +113,7 @@ class StructuredOutputs(Body):
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None
-    choice: Annotated[Texts, at_most(MAX_ITEMS)] | None = None
+    choice: Annotated[Texts, limited_to(MAX_ITEMS)] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
 
@@ -151,15 +151,15 @@ class SamplingFields(Body):
     stop: Text | Texts | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[int, float], at_most(MAX_NAMED)] = {}
+    logit_bias: Annotated[dict[int, float], limited_to(MAX_NAMED)] = {}
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: Annotated[Tokens, at_most(MAX_NAMED)] = []
-    bad_words: Annotated[Texts, at_most(MAX_NAMED)] = []
-    allowed_token_ids: Annotated[Tokens, at_most(MAX_ITEMS)] | None = None
+    stop_token_ids: Annotated[Tokens, limited_to(MAX_NAMED)] = []
+    bad_words: Annotated[Texts, limited_to(MAX_NAMED)] = []
+    allowed_token_ids: Annotated[Tokens, limited_to(MAX_ITEMS)] | None = None
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
@@ -211,7 +211,7 @@ class GrammarFields(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: Text | None = None
-    guided_choice: Annotated[Texts, at_most(MAX_ITEMS)] | None = None
+    guided_choice: Annotated[Texts, limited_to(MAX_ITEMS)] | None = None
     guided_grammar: Text | None = None
     json_schema: Any = None
     regex: Text | None = None
@@ -303,4 +303,4 @@ class DetokenizeRequest(Body):
 
     harmless = HARMLESS
     model: str | None = None
-    tokens: Annotated[Tokens, at_most(MAX_ITEMS)]
+    tokens: Annotated[Tokens, limited_to(MAX_ITEMS)]

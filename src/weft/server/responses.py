@@ -30,7 +30,7 @@ from weft.server.protocol import (
     Metadata,
     SharedRequest,
     Text,
-    at_most,
+    limited_to,
 )
 from weft.server.stored import Store, Stored
 from weft.server.tool_formats import Call
@@ -92,7 +92,7 @@ class ResponsesRequest(SharedRequest):
     }
 
     model: str | None = None
-    input: Annotated[Text | list[dict[str, Any]], at_most(MAX_ITEMS)]
+    input: Annotated[Text | list[dict[str, Any]], limited_to(MAX_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -101,14 +101,14 @@ class ResponsesRequest(SharedRequest):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stream: bool = False
-    tools: Annotated[list[dict[str, Any]], at_most(MAX_NAMED)] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], limited_to(MAX_NAMED)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
-    include: Annotated[list[Include], at_most(MAX_NAMED)] = Field(default_factory=list)
+    include: Annotated[list[Include], limited_to(MAX_NAMED)] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
-    chat_template_kwargs: Annotated[dict[str, Any], at_most(MAX_NAMED)] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], limited_to(MAX_NAMED)] = Field(default_factory=dict)
     metadata: Metadata = Field(default_factory=dict)
     store: bool | None = None
     previous_response_id: Text | None = None

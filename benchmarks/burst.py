@@ -44,6 +44,7 @@ from weft.server import app, run
 from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import Options
+from weft.server.sockets import bind
 
 TOKEN = 70
 
@@ -119,7 +120,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             max_model_len=length, kv_tokens=(asked.clients + 8) * (length + 16),
         )  # fmt: skip
         options = Options()
-        with run.bind("127.0.0.1", 0) as listener, Engine(config) as engine:
+        with bind("127.0.0.1", 0) as listener, Engine(config) as engine:
             client = EngineClient(engine, Metrics(engine), None)
             server = run.Server(app.create_app(client, "burst", options), client, options)
             run.prepare_interpreter()

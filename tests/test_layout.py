@@ -80,7 +80,9 @@ KEPT = {
     "profiler/__init__.py": "drawn",  # a chart
     "profiler/chart.py": "draw",
     "cli/cmd_profile.py": "draw",
-    "server/run.py": "listener",  # a listening socket
+    "server/loading.py": "listener",  # a listening socket
+    "server/run.py": "listener",
+    "server/sockets.py": "listener",
     "cli/cmd_serve.py": "listener",
 }
 """Where such a word is the field's own."""

@@ -6,7 +6,6 @@ What a library user needs is here by name; a name is imported, and torch with it
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version  # a tenth of a second, which few commands need
+
         try:
             return version("weft")
         except PackageNotFoundError:

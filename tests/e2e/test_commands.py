@@ -28,7 +28,7 @@ from weft.assets import embedded_model_dir
 from weft.cli import cmd_demo, cmd_serve
 from weft.cli.command import EngineArguments, UserError, parse
 from weft.cli.other_engines import ADVICE
-from weft.cli.start import start_engine
+from weft.cli.start import start_engine, start_said
 from weft.engine.config import EngineConfig
 from weft.models import directory
 from weft.place.spec import Mesh
@@ -480,3 +480,10 @@ def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:
     assert demo.wait() == 130
     demo.stdout.close()
     assert not [c for c in commands() if f"--port {port[1]} " in c]
+
+
+def test_a_start_without_a_terminal_says_how_far_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    with start_said(pause_s=0.01) as start:
+        start.what, start.part = "loading weights", 0.5
+        while "weft: loading weights: 50%\n" not in capfd.readouterr().err:
+            pass

@@ -6,13 +6,17 @@ import http.client
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weft.bench.server_process import ServerProcess, forker_of
+from weft.server.sockets import bind
 
 KEY = "a key that no command line shows"
 
@@ -41,10 +45,10 @@ def streaming(server: ServerProcess) -> Iterator[http.client.HTTPResponse]:
 
 
 def events(log: str) -> list[str]:
-    """Of a log in JSON, after the lines that say that it serves; a last line that is none is the report."""
-    lines = log.splitlines()
-    begin = next(at for at, line in enumerate(lines) if line.startswith("generation_config.json: "))
-    return [json.loads(line)["event"] if line.startswith("{") else line for line in lines[begin + 1 :]]
+    """Events of a log in JSON, after those that say that it serves: every line is an object, from the first one on."""
+    found = [json.loads(line)["event"] for line in log.splitlines()]
+    begin = next(at for at, event in enumerate(found) if event.startswith("generation_config.json: "))
+    return found[begin + 1 :]
 
 
 def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,5 +88,61 @@ def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path) -> None:
         assert server.process.wait(60) == 1
         assert not any(server.left_behind().values())
         log = server.log.read_text()
-    assert log.splitlines()[-1].startswith("weft: rank 0 was killed by signal 9") and "Traceback" not in log
+    assert events(log)[-1].startswith("weft: rank 0 was killed by signal 9") and "Traceback" not in log
     assert events(log).count("request") == 1 and len(events(log)) <= 4
+
+
+@contextmanager
+def started(stderr: Any) -> Iterator[tuple[subprocess.Popen[bytes], Callable[..., tuple[int, bytes]]]]:
+    """The command as a shell starts it, from its first moment, and what asks it."""
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    command = [Path(sys.executable).with_name("weft"), "serve", "--port", str(port)]
+    process = subprocess.Popen(command, stderr=stderr)
+
+    def ask(path: str = "/health") -> tuple[int, bytes]:
+        while process.poll() is None:
+            with suppress(ConnectionError):  # the port is not taken yet
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+                connection.request("GET", path)
+                response = connection.getresponse()
+                return response.status, response.read()
+        raise AssertionError(f"it ended with {process.returncode}")
+
+    try:
+        yield process, ask
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.nightly
+def test_health_says_loading_first_and_two_signals_end_each_phase() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for phase in ("loading", "serving"):
+            with started(subprocess.DEVNULL) as (process, ask):
+                assert ask() == (503, b'{"status": "loading"}')
+                while phase == "serving" and ask()[0] != 200:
+                    pass
+                process.send_signal(number)
+                process.send_signal(number)
+                while process.poll() is None:
+                    process.send_signal(number)
+                assert process.wait() == 0, (number, phase)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nobody_reads", ["a pipe", "/dev/full"])
+def test_a_log_that_cannot_be_written_stops_nothing(nobody_reads: str) -> None:
+    read, written = os.pipe()
+    with (
+        open(read, "rb"),
+        open(written if nobody_reads == "a pipe" else "/dev/full", "wb") as stderr,
+        started(stderr) as (process, ask),
+    ):
+        while ask()[0] != 200:
+            pass
+        assert {ask("/v1/nothing")[0] for _ in range(2000)} == {404}
+        assert ask() == (200, b'{"status":"ok"}')
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == 0

@@ -222,6 +222,8 @@ def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
     check_cache(SPECS, config, BF16, need)
     with pytest.raises(LayoutError, match=r"a cache of 8000000 tokens takes .* GiB are missing; lower --kv-tokens"):
         check_cache(SPECS, config, BF16, need - GIB)
+    with pytest.raises(LayoutError, match=r"a rank of this host has .* GiB are missing; lower --kv-tokens$"):
+        check_cache(SPECS, replace(config, kv_tokens=4_000_000_000_000), BF16)
 
 
 def test_memory_that_runs_out_later_is_said_in_one_line() -> None:

@@ -28,7 +28,8 @@ from weft.server.app import create_app
 from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import Options
-from weft.server.run import Server, bind
+from weft.server.run import Server
+from weft.server.sockets import bind
 from weft.server.templates import Templates
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -52,7 +53,7 @@ class QuietEngine:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.tokenizer = tokenizer
-        self.text_processor = TextProcessor(tokenizer, Path("nowhere"), 257, (0,))
+        self.text_processor = TextProcessor(tokenizer or SimpleNamespace(eos_token_id=None), Path("nowhere"), 257, (0,))
         self.listeners: dict[int, Callable[[Any], None]] = {}
         self.cancelled: list[int] = []
         self.asked: list[tuple[Sharing, float | None]] = []

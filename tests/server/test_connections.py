@@ -20,7 +20,8 @@ from engine.conftest import WAIT_S
 from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.engine import Engine
 from weft.server.options import Options
-from weft.server.run import Server, bind
+from weft.server.run import Server
+from weft.server.sockets import bind
 
 
 @pytest.fixture
@@ -225,14 +226,14 @@ def test_who_reads_nothing_is_closed() -> None:
 FEW_DESCRIPTORS = """
 import resource, types
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from weft.server import log, run
+from weft.server import log, run, sockets
 from weft.server.options import Options
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
 log.configure("text")
 engine_client = types.SimpleNamespace(live=0, close=lambda: None)
-listener = run.bind("127.0.0.1", 0)
+listener = sockets.bind("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 run.Server(app, engine_client, Options()).run(sockets=[listener])
 """
@@ -328,3 +329,45 @@ def test_a_server_that_drains_lets_requests_end(quiet: QuietEngine) -> None:
             quiet.say(output("ended", "stop"))
             end = received_until(connection, b"[DONE]")
         assert b"ended" in end and b"shutting down" not in end and not quiet.cancelled
+
+
+def test_a_request_of_http_1_1_needs_a_host(served: Served) -> None:
+    for version, status in ((b"1.1", b"400"), (b"1.0", b"200")):
+        with served.socket() as connection:
+            connection.sendall(b"GET /v1/models HTTP/" + version + b"\r\n\r\n")
+            assert connection.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
+def test_only_allowed_hosts_are_served(engine: Engine) -> None:
+    allowed = ("api.example", "api.example:80", "API.example.", "a.b.example", "localhost:1", "127.0.0.1", "[::1]:80")
+    refused = ("evil.example", "b.example", "xapi.example", "api.example.evil", "")
+    for served in serve(engine, allowed_hosts=("api.example", "*.b.example")):
+        with served.http() as http:
+            for hosts, status in ((allowed, 200), (refused, 400)):
+                for host in hosts:
+                    assert http.get("/v1/models", headers={"Host": host}).status_code == status, host
+            assert http.get("/health", headers={"Host": "10.0.0.7:8000"}).status_code == 200
+    for host in ("a b", "http://x", "*x", ""):
+        with pytest.raises(ValueError, match="allowed_hosts"):
+            Options(allowed_hosts=(host,)).check()
+
+
+def test_http_1_0_gets_no_chunks(quiet: QuietEngine) -> None:
+    for served in serve(quiet):
+        for version, chunked in ((b"1.0", False), (b"1.1", True)):
+            with served.socket() as connection:
+                sent = head("/v1/completions", len(STREAM)).replace(b"HTTP/1.1", b"HTTP/" + version)
+                connection.sendall(sent + STREAM)
+                quiet.say(output("begun"), int(chunked))
+                quiet.say(output("ended", "stop"), int(chunked))
+                whole = received_until(connection, b"[DONE]") if chunked else received(connection)
+            begin, _, body = whole.partition(b"\r\n\r\n")
+            assert (b"transfer-encoding: chunked" in begin.lower()) == chunked
+            assert body.startswith(b"data: {") != chunked and b"[DONE]" in body
+
+
+def test_messages_have_a_request_id(served: Served) -> None:
+    with served.http() as http:
+        response = http.post("/v1/messages", json={}, headers={"X-Request-Id": "mine"})
+        assert response.headers["request-id"] == response.headers["x-request-id"] == "mine"
+        assert "request-id" not in http.get("/v1/models").headers

@@ -114,6 +114,7 @@ def test_a_line_for_each_request(served: Served, caplog: pytest.LogCaptureFixtur
     assert (one["path"], one["outcome"], one["prompt_tokens"], one["completion_tokens"]) == (C, "length", 3, 2)
     assert 0 <= one["queue_s"] <= one["first_token_s"] <= one["total_s"]
     assert lines["two"]["outcome"] == "refused" and lines["two"]["first_token_s"] is None
+    assert "fit" in lines["two"]["reason"] and lines["two"]["client"] == one["client"] == "127.0.0.1"
     json.dumps(lines)
     outcomes = {s.labels["outcome"]: s.value for s in metrics["weft_requests"].samples if s.name.endswith("_total")}
     assert outcomes["length"] >= 1 and outcomes["refused"] >= 1
@@ -137,9 +138,13 @@ def test_a_line_for_each_refusal(locked: Served, caplog: pytest.LogCaptureFixtur
         http.post("/health")
         metrics = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     lines = [r.fields for r in caplog.records if r.getMessage() == "request"]
-    assert lines == [
-        {"id": name, "path": path, "outcome": "refused", "status": status}
-        for name, (status, path, _, _) in asked.items()
+    assert [(line["id"], line["path"], line["status"]) for line in lines] == [
+        (name, path, status) for name, (status, path, _, _) in asked.items()
     ]
+    assert all(line["outcome"] == "refused" and line["client"] == "127.0.0.1" for line in lines)
+    why = {line["id"]: (line["reason"], line["param"]) for line in lines}
+    assert why["bad-field"] == ("colour is not supported; leave it out", "colour")
+    assert why["no-key"][0].startswith("wrong or missing API key") and "no path" in why["no-path"][0]
+    assert why["no-field"][1] == "messages"
     outcomes = {s.labels["outcome"]: s.value for s in metrics["weft_requests"].samples if s.name.endswith("_total")}
     assert outcomes["refused"] == len(asked)

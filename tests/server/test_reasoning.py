@@ -56,18 +56,23 @@ def test_reasoning_effort_is_the_templates(
         ResponsesRequest.model_validate({"input": "hi", "reasoning": {"effort": effort, "summary": "auto"}}).chat(),
         MessagesRequest.model_validate(message).chat(),
     ]
-    shown = "{{ reasoning_effort }},{{ enable_thinking }},{{ thinking }}"
+    said = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}\n"
+    shown = said + "{{ reasoning_effort }},{{ enable_thinking }},{{ thinking }}"
+
+    def prompt(chat: ChatRequest) -> str:
+        return chat.prompt(quiet.tokenizer, shared_templates(quiet)).rpartition("\n")[2]
+
     for chat in bodies:
         quiet.tokenizer.chat_template = shown
-        assert chat.prompt(quiet.tokenizer, None) == template
+        assert prompt(chat) == template
         chosen = chat.model_copy(update={"chat_template_kwargs": {"thinking": 1}})
-        assert chosen.prompt(quiet.tokenizer, None).endswith(",1")
-        quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}{{ reasoning_effort }}"
+        assert prompt(chosen).endswith(",1")
+        quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}" + said + "{{ reasoning_effort }}"
         if gpt_oss is not None:
-            assert chat.prompt(quiet.tokenizer, None) == gpt_oss
+            assert prompt(chat) == gpt_oss
         else:
             with pytest.raises(ApiError, match="this model always thinks; use low, medium or high"):
-                chat.prompt(quiet.tokenizer, None)
+                prompt(chat)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from weft.cli import cmd_serve
 from weft.engine.engine import Engine
 from weft.server import log, run
 from weft.server.options import Options
+from weft.server.sockets import bind_unix
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy.md"
 
@@ -39,7 +40,6 @@ def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get
     requests would have it for as long: no stream would get a token meanwhile."""
     frozen, turns, usual = [], [], sys.getswitchinterval()
     monkeypatch.setattr(cmd_serve, "start_engine", lambda *args: nullcontext(served.engine))
-    monkeypatch.setattr(cmd_serve, "stop_on_sigterm", lambda: None)
     monkeypatch.setattr(log, "configure", lambda *args: None)
 
     def serves(server: run.Server, sockets: Any) -> None:
@@ -102,18 +102,18 @@ def test_a_unix_socket(engine: Engine, tmp_path: Path) -> None:
     dead = socket.socket(socket.AF_UNIX)
     dead.bind(str(path))
     dead.close()
-    for _ in serve(engine, run.bind_unix(path)):
+    for _ in serve(engine, bind_unix(path)):
         with pytest.raises(OSError, match=r"weft\.sock cannot be listened on .*choose another --uds"):
-            run.bind_unix(path)
+            bind_unix(path)
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://weft") as http:
             assert http.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
     assert not path.exists()
     path.write_text("a file")
     with pytest.raises(OSError, match="choose another --uds"):
-        run.bind_unix(path)
+        bind_unix(path)
     assert path.read_text() == "a file"
     with pytest.raises(OSError, match="choose another --uds"):
-        run.bind_unix(tmp_path / ("x" * 120))
+        bind_unix(tmp_path / ("x" * 120))
 
 
 def test_a_prefix_of_a_proxy(engine: Engine) -> None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run() -> int:
     """`weft`; one line where the packages of the commands are not installed. Gives the exit code."""
+    serves = sys.argv[1:2] == ["serve"]
+    if serves:  # its own handlers come with its imports; until then nothing has to be ended
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: os._exit(0))
     try:
         from weft.cli.main import main
     except ModuleNotFoundError as error:
@@ -14,4 +22,8 @@ def run() -> int:
             raise
         print(f"weft: commands need the package {error.name}; pip install 'weft[engine]'", file=sys.stderr)
         return 2
-    return main()
+    code = main()
+    if serves:  # the interpreter takes a while to end, and would be killed by one of them
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    return code

@@ -8,22 +8,25 @@ import sys
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from weft.cli.command import (
     UNNAMED,
     EngineArguments,
     ModelDir,
+    StopSignals,
     UserError,
     WithRay,
     engine_config,
     model_name,
-    stop_on_sigterm,
 )
 from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
+from weft.server import log
+from weft.server.loading import Loading
 from weft.server.options import LogLevel, Options
+from weft.server.sockets import bind, bind_unix
 
 
 @dataclass(frozen=True)
@@ -65,57 +68,63 @@ class Command:
 
     def run(self) -> int:
         """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
-        from weft.engine.config import EngineError
-        from weft.engine.controller.event_publisher import KvEventsConfig
-        from weft.engine.startup import float8_products
-        from weft.server import app, log, run
-        from weft.server.engine_client import EngineClient
-        from weft.server.metrics import Metrics
+        log.configure(self.log_format, self.log_level)
+        with StopSignals() as signals:
+            try:
+                return self._serve(signals)
+            except KeyboardInterrupt:
+                return 0
 
+    def _serve(self, signals: StopSignals) -> int:
         options = replace(self.http, api_key=self._key(), profile_dir=self._profile_folder())
         try:
             options.check()
-            kv_events = None if self.kv_events_config is None else KvEventsConfig.parse(self.kv_events_config)
+            kv_events = self._kv_events()
         except ValueError as error:
             raise UserError(str(error)) from error
         config = engine_config(self.model, self.engine, ray=self.ray)
         if config.node_rank:
-            stop_on_sigterm()
             return run_agent(config)
         try:
-            listener = run.bind(self.host, self.port) if self.uds is None else run.bind_unix(self.uds)
+            listener = bind(self.host, self.port) if self.uds is None else bind_unix(self.uds)
         except OSError as error:
             raise UserError(str(error)) from error
-        stop_on_sigterm()  # also while the ranks still load
-        name = next(iter(options.served_model_name), model_name(self.model, config.model))
-        with listener, agents(config, self.ray), start_engine(config, kv_events) as engine:
-            what = f"{config.mesh}, attention by {engine.config.attention_backend}"
-            print(f"serving {name} on {self._url(listener)} ({what}); Ctrl-C stops", file=sys.stderr, flush=True)
-            limits = engine.config
-            sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
-            print(f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache", file=sys.stderr, flush=True)
-            if products := float8_products(engine.config, engine.model_config):
-                print(products, file=sys.stderr, flush=True)
-            if engine.kv_events is not None:
-                print(f"KV events: {engine.kv_events}", file=sys.stderr, flush=True)
-            if ignored := engine.model_config.ignored:
-                what = f"transformers does not read {', '.join(ignored)}, which Weft ignores"
-                print(f"config.json: {what}", file=sys.stderr, flush=True)
-            if engine.text_processor.says:
-                print(f"generation_config.json: {engine.text_processor.says}", file=sys.stderr, flush=True)
-            log.configure(self.log_format, self.log_level)
-            engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
-            server = run.Server(app.create_app(engine_client, name, options), engine_client, options)
+        with (
+            listener,
+            Loading(listener, options.tls) as loading,
+            agents(config, self.ray),
+            start_engine(config, kv_events) as engine,
+        ):
+            return self._serve_engine(engine, listener, loading, options, signals)
 
-            def leave_with_engine() -> None:
-                engine.wait()
-                server.stop()
+    def _serve_engine(
+        self, engine: Any, listener: socket.socket, loading: Loading, options: Options, signals: StopSignals
+    ) -> int:
+        # What these import, and torch with it, takes seconds: options are checked before, and the port is taken.
+        from weft.engine.config import EngineError
+        from weft.engine.startup import float8_products
+        from weft.server import app, run
+        from weft.server.engine_client import EngineClient
+        from weft.server.metrics import Metrics
 
-            threading.Thread(target=leave_with_engine, daemon=True).start()
-            run.prepare_interpreter()
-            server.run(sockets=[listener])
-            if engine.error is not None:
-                raise EngineError(engine.error)
+        name = next(iter(options.served_model_name), model_name(self.model, engine.config.model))
+        engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
+        server = run.Server(app.create_app(engine_client, name, options), engine_client, options)
+
+        def leave_with_engine() -> None:
+            engine.wait()
+            server.stop()
+
+        threading.Thread(target=leave_with_engine, daemon=True).start()
+        run.prepare_interpreter()
+        signals.stop = server.stop
+        if signals.asked:
+            return 0
+        loading.shutdown()
+        self._say_what_serves(engine, name, listener, float8_products(engine.config, engine.model_config))
+        server.run(sockets=[listener])
+        if engine.error is not None:
+            raise EngineError(engine.error)
         return 0
 
     def _url(self, listener: socket.socket) -> str:
@@ -124,6 +133,29 @@ class Command:
             return f"unix:{self.uds}"
         host, port = listener.getsockname()[:2]
         return f"{'http' if self.http.ssl_certfile is None else 'https'}://{host}:{port}"
+
+    def _say_what_serves(self, engine: Any, name: str, listener: socket.socket, float8: str) -> None:
+        limits = engine.config
+        what = f"{limits.mesh}, attention by {limits.attention_backend}"
+        sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
+        ignored = ", ".join(engine.model_config.ignored)
+        lines = [
+            f"serving {name} on {self._url(listener)} ({what}); Ctrl-C stops",
+            f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache",
+            float8,
+            engine.kv_events and f"KV events: {engine.kv_events}",
+            ignored and f"config.json: transformers does not read {ignored}, which Weft ignores",
+            engine.text_processor.says and f"generation_config.json: {engine.text_processor.says}",
+        ]
+        for line in filter(None, lines):
+            print(line, file=sys.stderr, flush=True)
+
+    def _kv_events(self) -> Any:
+        if self.kv_events_config is None:
+            return None
+        from weft.engine.controller.event_publisher import KvEventsConfig
+
+        return KvEventsConfig.parse(self.kv_events_config)
 
     def _key(self) -> str | None:
         """What clients must send. A secret that is mounted as a file often ends in a newline, which none can send."""

@@ -8,7 +8,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -276,3 +276,35 @@ def stop_on_sigterm() -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT of a process that stops with exit code 0. A context manager, for the main thread.
+
+    The first one raises KeyboardInterrupt, so that what was started is stopped, and later ones do nothing. Once `stop`
+    is set, each calls that instead.
+
+    Attributes:
+        stop: ends the serving process in order.
+        asked: whether KeyboardInterrupt was raised; a destructor may have swallowed it.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] | None = None
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stop is not None:
+            self.stop()
+        elif not self.asked:
+            self.asked = True
+            raise KeyboardInterrupt

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 
-from weft import __version__
 from weft.cli.command import COMMANDS, EXTRAS, UserError, parse
+from weft.place.spec import LayoutError, PlacementError
+from weft.server.log import asked_format, print_error, stderr_as_log
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -17,6 +19,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] in ("--version", "-V", "version"):
+        from weft import __version__
+
         print(f"weft {__version__}")
         return 0
     if arguments[0] == "bench" and arguments[1:2] in ([], ["-h"], ["--help"]):
@@ -27,6 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"weft: no command {arguments[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     rest = arguments[len(name.split()) :]
+    if name == "serve":
+        with stderr_as_log(asked_format(rest)):
+            return _run(name, rest)
+    return _run(name, rest)
+
+
+def _run(name: str, rest: list[str]) -> int:
     try:
         module = importlib.import_module(f"weft.cli.cmd_{name.replace(' ', '_')}")
         code = int(parse(module.Command, name, rest).run())
@@ -37,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         if package == "weft":
             raise
         what = f"'weft[{EXTRAS[name]}]'" if name in EXTRAS else package
-        print(f"weft: {name} needs the package {package}; pip install {what}", file=sys.stderr)
+        print_error(f"{name} needs the package {package}; pip install {what}")
         return 2
     except BrokenPipeError:  # who reads the output has left, as `head` does; Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -45,19 +56,24 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except UserError as error:
-        print(f"weft: {error}", file=sys.stderr)
+        print_error(error)
+        return 2
+    except (LayoutError, PlacementError) as error:
+        print_error(error)
         return 2
     except Exception as error:
-        # Imported here, not above: `weft --help` must not wait for torch.
+        # Imported here, not above: `weft --help` and errors of options must not wait for torch.
         from weft.comm.transport import CommError
         from weft.engine.config import EngineError
         from weft.models.model_config import ModelError
-        from weft.place.spec import LayoutError, PlacementError
 
-        if not isinstance(error, CommError | EngineError | LayoutError | ModelError | PlacementError):
+        if isinstance(error, CommError | EngineError | ModelError):
+            print_error(error)
+            return 2 if isinstance(error, ModelError) else 1
+        if name != "serve":
             raise
-        print(f"weft: {error}", file=sys.stderr)
-        return 1 if isinstance(error, CommError | EngineError) else 2
+        logging.getLogger("weft").critical("weft serve ends with an error", exc_info=error)
+        return 1
 
 
 def usage(prefix: str = "") -> str:

@@ -5,19 +5,21 @@ for `page_size` tokens of each rank, `span = page_size · ranks` tokens of the s
 tokens in order: its token number j lies in page `table[j // page_size]` at offset `j % page_size`, so that attention
 over a rank's tokens is attention over an ordinary paged cache of `length` tokens.
 
-All functions take integers or tensors of them, and with tensors the host does not wait.
+All functions take integers or tensors of them, and with tensors the host does not wait. torch is imported by those
+that make tensors: options are checked without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-Whole = TypeVar("Whole", int, Tensor)
+Whole = TypeVar("Whole", int, "Tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Interleave:
         Slot page · span + offset becomes page · page_size + local offset; −1 where another rank holds the token, or
         where the slot is −1, which stores nothing.
         """
+        import torch
+
         page, offset = slots // self.span, slots % self.span
         mine = (slots >= 0) & (self.owner(offset) == place)
         return torch.where(mine, page * self.page_size + self.local(offset), -1)
@@ -86,6 +90,8 @@ class Interleave:
         lengths: of the sequences. Returns the number of tokens of each rank, and for each sequence the row of each of
         its tokens, int64 `[length]`.
         """
+        import torch
+
         held = [[self.length(n, place) for n in lengths] for place in range(self.ranks)]
         rows, begins = [], [sum(map(sum, held[:place])) for place in range(self.ranks)]
         for at, length in enumerate(lengths):
@@ -97,6 +103,4 @@ class Interleave:
 
 
 def _clip(value: Whole, limit: int) -> Whole:
-    if isinstance(value, Tensor):
-        return value.clamp(0, limit)
-    return min(max(value, 0), limit)
+    return min(max(value, 0), limit) if isinstance(value, int) else value.clamp(0, limit)

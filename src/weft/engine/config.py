@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from weft.assets import embedded_model_dir
 from weft.attention.backend_registry import ANY_BACKEND, backends
@@ -24,8 +24,9 @@ from weft.engine.engine_options import (
     RequestOptions,
 )
 from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.model_config import ModelConfig
-from weft.models.registry import load_config, registry
+
+if TYPE_CHECKING:
+    from weft.models.model_config import ModelConfig
 
 
 class EngineError(RuntimeError):
@@ -134,6 +135,8 @@ class EngineConfig(
 
     def read_model(self) -> ModelConfig:
         """The model's config.json, read. Raises ModelError."""
+        from weft.models.registry import load_config, registry  # not above: options are checked without torch
+
         found = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
         split, float8 = self.split_vocabulary == "on", self.float8 == "on"

@@ -24,7 +24,7 @@ from weft.engine.controller.rank_executors import make_executor
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.messages import Step
 from weft.engine.output.output_processor import OutputProcessor
-from weft.engine.output.request_output import OutputCallback, RequestOutput, prepare
+from weft.engine.output.request_output import Named, OutputCallback, RequestOutput, prepare
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.request import EQUALS, FinishReason, SamplingParams, Sequence, Sharing
@@ -147,10 +147,10 @@ class Engine(OfOneProcess):
             raise ValueError(f"{len(requests)} completions are asked for at once (prompts × n); the limit is {limit}")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         context = min(self.max_model_len, self.config.cached_tokens)
-        outputs = []
+        outputs, checked = [], dict[tuple[int, ...], Named]()
         for prompt, params, callback in requests:
             seed = self._seeds.getrandbits(62)
-            outputs.append(prepare(prompt, params, callback, seed, context, self.text_processor))
+            outputs.append(prepare(prompt, params, callback, seed, context, self.text_processor, checked))
             outputs[-1].name, outputs[-1].sequence.sharing, outputs[-1].sequence.deadline = name, sharing, deadline
         with self._number:
             for output in outputs:

@@ -119,6 +119,20 @@ class SamplingParams:
         named = self.logit_bias or self.allowed_token_ids is not None or self.logprobs is not None
         return not (named or self.depends_on_output)
 
+    @cached_property
+    def bad_endings(self) -> dict[int, dict[tuple[int, ...], set[int]]]:
+        """By their number, the tokens before the last one of bad words, and the tokens that may not follow them."""
+        found: dict[int, dict[tuple[int, ...], set[int]]] = {}
+        for word in self.bad_words:
+            found.setdefault(len(word) - 1, {}).setdefault(word[:-1], set()).add(word[-1])
+        return found
+
+    @property
+    def named(self) -> int:
+        """Number of tokens and words that it names."""
+        lists = self.stop_token_ids, self.logit_bias, self.bad_words, self.allowed_token_ids or ()
+        return sum(map(len, lists))
+
     def tokens_of(self, name: str) -> set[int]:
         """The tokens that a parameter names."""
         if name == "logit_bias":

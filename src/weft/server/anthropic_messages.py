@@ -19,7 +19,7 @@ from weft.server.engine_client import usage
 from weft.server.errors import AnthropicBody, ApiError, anthropic_body, client_names, described
 from weft.server.items import ChatMessages
 from weft.server.parsed_output import ParsedOutput, respond
-from weft.server.protocol import Body, Text, Texts, not_too_many
+from weft.server.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Body, Metadata, Text, Texts, limited_to
 from weft.server.tool_formats import Call
 from weft.server.tools import Parser
 from weft.server.wire import json_response
@@ -173,9 +173,9 @@ class CountRequest(Body):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"speed": ("standard",)}
 
     model: str | None = None
-    messages: Annotated[list[InputMessage], Field(min_length=1), BeforeValidator(not_too_many)]
+    messages: Annotated[list[InputMessage], Field(min_length=1), limited_to(MAX_ITEMS)]
     system: TextOrBlocks = ""
-    tools: list[InputTool] = Field(default_factory=list)
+    tools: Annotated[list[InputTool], limited_to(MAX_NAMED)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -215,12 +215,12 @@ class MessagesRequest(CountRequest):
     """POST /v1/messages. metadata: its user_id distinguishes clients in the queue."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: Texts = Field(default_factory=list)
+    stop_sequences: Annotated[Texts, limited_to(MAX_STOPS)] = Field(default_factory=list)
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    metadata: dict[str, Text] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
 
     @property
     def slow(self) -> bool:

@@ -20,7 +20,7 @@ from weft.engine.profiling import MIN_STEPS, NotWatched, record
 from weft.models.model_config import ModelError
 from weft.server import errors, extras, router_routes
 from weft.server.anthropic_messages import Messages
-from weft.server.bodies import SLOW_AT_ONCE
+from weft.server.bodies import LARGE_AT_ONCE, SLOW_AT_ONCE
 from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
@@ -65,7 +65,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    app.state.slow = anyio.CapacityLimiter(SLOW_AT_ONCE)
+    app.state.slow, app.state.large = anyio.CapacityLimiter(SLOW_AT_ONCE), anyio.CapacityLimiter(LARGE_AT_ONCE)
     errors.install(app)
     templates = templates or Templates(engine.tokenizer.special_tokens_map)
     _probe(engine.tokenizer, templates)

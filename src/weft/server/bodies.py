@@ -10,7 +10,6 @@ from typing import Any, TypeVar, get_type_hints
 
 import anyio
 import msgspec
-from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -26,8 +25,9 @@ QUICK = 2**16
 messages. A thread takes longer to hear of it, and many of them keep each other and the engine's thread waiting."""
 SMALL = 4096
 """Bytes of a body of which texts are made into tokens there, too."""
-SLOW_AT_ONCE = 2
-"""Bodies that ask for what takes long."""
+SLOW_AT_ONCE = LARGE_AT_ONCE = 2
+"""Bodies that ask for what takes long, and bodies of more than `QUICK` bytes: more threads of Python take no less time,
+and leave less of the interpreter's lock to the event loop and the engine."""
 MAX_VALUES = 2**20
 """Values in a body: the parser lets no other thread run until it has read them all."""
 MAX_CONTAINERS = 2**17
@@ -41,11 +41,21 @@ NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application
 async def work_on(request: Request, function: Callable[[B], T], body: B) -> T:
     """What the function makes of a body; on a thread where that may take long, so that streams go on meanwhile.
 
-    Bodies that are slow wait for each other, not on threads that others need.
+    Bodies that are slow wait for each other, and so do large ones, not on threads that others need.
     """
-    if body.slow:
-        return await anyio.to_thread.run_sync(function, body, limiter=request.app.state.slow)
-    return function(body) if request.state.small else await run_in_threadpool(function, body)
+    try:
+        if request.state.small and not body.slow:
+            return function(body)
+        return await anyio.to_thread.run_sync(function, body, limiter=_limiter(request, body))
+    except RecursionError as error:
+        raise ApiError(400, "the body is nested too deeply; send it flatter") from error
+
+
+def _limiter(request: Request, body: Body) -> anyio.CapacityLimiter | None:
+    """What a body waits for; None: anyio's own threads."""
+    state = request.app.state
+    limiter: anyio.CapacityLimiter | None = state.slow if body.slow else state.large if request.state.large else None
+    return limiter
 
 
 class JsonRoute(APIRoute):
@@ -71,9 +81,10 @@ class JsonRoute(APIRoute):
             if not IS_JSON.match(request.headers.get("content-type", "")):  # browsers ask before they send it elsewhere
                 raise ApiError(400, NO_OBJECT)
             data = b"".join([piece async for piece in request.stream()])
-            quick = len(data) <= QUICK
-            body = check(data) if quick else await run_in_threadpool(check, data)
-            request.state.small = len(data) <= SMALL or (quick and body.tokenised)
+            large = request.state.large = len(data) > QUICK
+            limiter = request.app.state.large
+            body = await anyio.to_thread.run_sync(check, data, limiter=limiter) if large else check(data)
+            request.state.small = not (large or body.heavy) and (len(data) <= SMALL or body.tokenised)
             return body
 
         async def handle(request: Request) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Valida
 from weft.engine.output.grammar import Grammars
 from weft.server.errors import ApiError, Names, client_names, field_errors
 from weft.server.message_shape import COMMON_ROLES, MessageShape
-from weft.server.protocol import Body, CommonRequest, Text, not_too_many
+from weft.server.protocol import MAX_ITEMS, MAX_NAMED, Body, CommonRequest, Text, limited_to
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
 
@@ -181,33 +181,35 @@ class ChatRequest(CommonRequest):
         "function_call": ("none", "auto"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(not_too_many)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), limited_to(MAX_ITEMS)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], limited_to(MAX_NAMED)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: Text | None = Field(None, min_length=1)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], limited_to(MAX_NAMED)] = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
     separate_reasoning: bool = True
     _names: Names = PrivateAttr(default_factory=dict)
 
-    @property
+    @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """The functions that the output may call."""
+        return [function.model_dump(exclude_none=True) for function in self._functions]
+
+    @property
+    def _functions(self) -> list[Function]:
         if self.tool_choice == "none":
             return []
-        tools, allowed = self.tools, self.allowed
-        if allowed is not None:
-            tools = [tool for tool in tools if tool.function.name in allowed]
-        return [t.function.model_dump(exclude_none=True) for t in tools]
+        allowed = self.allowed
+        return [t.function for t in self.tools if allowed is None or t.function.name in allowed]
 
     @property
     def allowed(self) -> set[str] | None:
@@ -261,7 +263,7 @@ class ChatRequest(CommonRequest):
     @property
     def strict(self) -> bool:
         """Whether calls in the output follow the functions' schemas: all of them, where one is strict."""
-        return any(function.get("strict") for function in self.offered)
+        return any(function.strict for function in self._functions)
 
     def calls_grammar(
         self, form: ToolFormat | None, grammars: Grammars, *, bare: bool = False, any_whitespace: bool = False

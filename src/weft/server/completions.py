@@ -271,7 +271,9 @@ class Service:
         params: SamplingParams,
         style: render.Style,
     ) -> Response:
-        choice_params = [replace(params, seed=None if params.seed is None else params.seed + i) for i in range(body.n)]
+        choice_params = [
+            params if params.seed is None else replace(params, seed=params.seed + i) for i in range(body.n)
+        ]
         jobs = [(prompt, each) for prompt in prompts for each in choice_params]
         head = {"id": f"{style.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model_name}
         sharing = self.sharing(body, request)

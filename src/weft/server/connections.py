@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import resource
 from typing import Any, ClassVar, Literal
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from weft.server.errors import ApiError
 from weft.server.options import Options
 
+log = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before any other code runs."""
 SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
@@ -25,6 +28,19 @@ TOO_LONG = ApiError(431, f"the headers of a request are larger than {MAX_HEADERS
 
 class TooLong(Exception):
     """Raised in a callback of the parser, which stops there."""
+
+
+class CloseDelimited(RequestResponseCycle):
+    """A response to HTTP/1.0, which knows no chunks: one without a length ends where the connection does."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                self.chunked_encoding = False
+                self._open_end = True
+        elif getattr(self, "_open_end", False) and message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class Connection(HttpToolsProtocol):
@@ -85,6 +101,11 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
         self._count(len(name) + len(value) + len(b": \r\n"))
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.__class__ = CloseDelimited  # uvicorn makes it, and has begun no response by now
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(TOO_LONG if self._headers > MAX_HEADERS else NO_HTTP)
 
@@ -110,6 +131,8 @@ class Connection(HttpToolsProtocol):
         """Responds to what never reaches the application, and closes. Amid another response it only closes."""
         if self.transport.is_closing():
             return
+        fields = {"outcome": "refused", "status": error.status, "reason": error.message}
+        log.info("request", extra={"fields": fields | {"client": self.client[0] if self.client else None}})
         if not (self.has_request and self.cycle.response_started):
             response = error.response()
             lines = [b"%b: %b" % header for header in (*response.raw_headers, (b"connection", b"close"))]

@@ -163,9 +163,9 @@ class EngineClient:
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
         try:
-            if sum(map(len, prompts)) <= QUICK_TOKENS:
+            if sum(map(len, prompts)) + sum(each.named for each in params) <= QUICK_TOKENS:
                 submit()
-            else:  # the engine checks each token of each prompt
+            else:  # the engine checks each token of each prompt, and those that parameters name
                 await run_in_threadpool(submit)
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):

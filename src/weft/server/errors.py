@@ -17,6 +17,9 @@ from starlette.types import Scope
 from weft.engine.config import EngineError
 from weft.engine.request import ContextExceeded
 
+MAX_MESSAGE = 2000
+"""Characters of an error's text."""
+
 
 class ErrorDetail(BaseModel):
     """param: the parameter at fault."""
@@ -74,6 +77,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ):
+        if len(message) > MAX_MESSAGE:  # it may repeat what the client sent
+            message = f"{message[:MAX_MESSAGE]}…"
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers
@@ -147,25 +152,28 @@ def unknown_model(asked: str, served: str) -> ApiError:
 def install(app: FastAPI) -> None:
     """Gives each expected error of the application that shape; see `weft.server.record.as_api_error` for others."""
 
+    def refuse(request: Request, error: ApiError) -> JSONResponse:
+        request.state.refusal = error  # for the line in the log
+        return error.response(route_path(request.scope))
+
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error.response(route_path(request.scope))
+        return refuse(request, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return field_errors(error.errors(), error.body).response(route_path(request.scope))
+        return refuse(request, field_errors(error.errors(), error.body))
 
     @app.exception_handler(EngineError)
     async def engine_failed(request: Request, error: EngineError) -> JSONResponse:
-        return ApiError(503, str(error)).response(route_path(request.scope))
+        return refuse(request, ApiError(503, str(error)))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is no path {request.url.path} here; GET /openapi.json names those that there are"
-        refusal = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-        return refusal.response(route_path(request.scope))
+        return refuse(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import re
 import secrets
 import uuid
@@ -16,9 +18,15 @@ from weft.server.options import Options
 from weft.server.record import as_api_error, refused
 
 OPEN_PATHS = ("/health", "/metrics")
-"""Paths that need no API key: probes and scrapers have none."""
+"""Paths that need no API key and no allowed host: probes and scrapers have none."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """What is taken as a client's own request id, and so may stand in a log."""
+
+
+def trim_memory() -> None:
+    """Gives freed memory back to the system, where the C library can."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class Guard:
@@ -50,13 +58,16 @@ class Guard:
                 begun = True
                 response_headers = MutableHeaders(scope=message)
                 response_headers["X-Request-Id"] = request_id
+                if path.startswith("/v1/messages"):
+                    response_headers["request-id"] = request_id  # Anthropic's clients show this one
                 if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
                     response_headers["Connection"] = "close"
                 if message["status"] >= 400 and "record" not in state and path not in OPEN_PATHS:
-                    refused(self._metrics, request_id, scope["path"], message["status"])
+                    refused(self._metrics, scope, message["status"])
             await send(message)
 
-        if refusal := self._refusal(path, headers):
+        if refusal := self._refusal(path, scope["http_version"], headers):
+            state["refusal"] = refusal
             return await refusal.response(path)(scope, receive, reply)
 
         async def limited() -> Message:
@@ -78,10 +89,17 @@ class Guard:
         finally:
             if (record := state.get("record")) is not None:
                 record.end()
+            if state.get("large"):  # glibc keeps what its threads have freed of a large body
+                asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
-    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+    def _refusal(self, path: str, version: str, headers: Headers) -> ApiError | None:
         """Why a request is not even read."""
-        key = self._options.api_key
+        host, key = headers.get("host"), self._options.api_key
+        if host is None and version == "1.1":
+            return ApiError(400, "a request of HTTP/1.1 has a Host header; add it")
+        if path not in OPEN_PATHS and not self._options.allows_host(host or ""):
+            message = f"the host {host!r} is not served here; start weft serve with --allowed-hosts {host or 'NAME'}"
+            return ApiError(400, message, code="host_not_allowed")
         if key is not None and path not in OPEN_PATHS:
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             # Anthropic's clients send x-api-key.

@@ -16,6 +16,9 @@ ReasoningParser = Literal["auto", "think", "off"]
 HEADER_TEXT = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 """What every client can send as part of a header, and every server gets as it was sent."""
 
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+"""Names that clients on this host have for it."""
+
 MAY_BE_ZERO = ("drain_s", "max_stored_mb")
 
 
@@ -36,6 +39,9 @@ class Options:
     """Path prefix under which a proxy shows this server, such as /llm; requests may come with it or without."""
     cors_origins: tuple[str, ...] = ()
     """Web pages that may call the server from a browser, such as https://app.example; * for all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in the Host header by which clients may call the server, such as api.example or *.example; names of the
+    loopback interface always may, and so may probes of /health and /metrics. Left out, all."""
     max_body_mb: int = 8
     """Largest request, in MiB; streams pause while it is parsed."""
     max_connections: int = 4096
@@ -78,6 +84,23 @@ class Options:
     def max_stored_bytes(self) -> int:
         return int(self.max_stored_mb * 2**20)
 
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """What connections are encrypted with; None: nothing. Raises OSError, ValueError."""
+        if self.ssl_certfile is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+        return context
+
+    def allows_host(self, header: str) -> bool:
+        """Whether a Host header names a host that may be called."""
+        name = re.sub(r":\d+$", "", header).lower().rstrip(".")
+        allowed = (*LOOPBACK, *map(str.lower, self.allowed_hosts))
+        return not self.allowed_hosts or any(
+            name == each or each == "*" or (each.startswith("*.") and name.endswith(each[1:])) for each in allowed
+        )
+
     def check(self) -> None:
         """ValueError in one line for a value out of range."""
         for name, value in vars(self).items():
@@ -97,6 +120,9 @@ class Options:
         for origin in self.cors_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
                 raise ValueError(f"{origin!r} in cors_origins is no origin such as https://app.example, nor *")
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[\w.-]+|\[[0-9a-fA-F:.]+\]", host):
+                raise ValueError(f"{host!r} in allowed_hosts is no host name such as api.example or *.example, nor *")
 
     def _check_certificate(self) -> None:
         if self.ssl_certfile is None:
@@ -104,7 +130,7 @@ class Options:
                 raise ValueError("ssl_keyfile needs ssl_certfile, the certificate of this key")
             return
         try:  # an encrypted key is refused: nobody is there to be asked for its password
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password="")
+            _ = self.tls
         except OSError as error:
             files = " and ".join(str(file) for file in (self.ssl_certfile, self.ssl_keyfile) if file is not None)
             why = f"{error.strerror or error}; they must be PEM files that belong together, the key without a password"

@@ -59,10 +59,16 @@ class Prompts:
         if body.chat_template is not None and not self._takes_templates:
             message = "chat_template is not taken here; start weft serve with --trust-request-chat-template"
             raise ApiError(400, message, param="chat_template")
-        if self._kept(body) is None:
+        whole = self._kept(body) is None
+        if whole and (count := len(body.messages)) > self._engine.max_model_len:  # none is less than a token
+            raise self._too_long(f"{count} messages", "messages")
+        if whole:
             characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
             self.check_length(characters, "messages")
-        return body.prompt(self._tokenizer, self._templates)
+        text = body.prompt(self._tokenizer, self._templates)
+        if whole:
+            self.check_length(len(text), "messages")
+        return text
 
     def encode(self, text: str, special: bool) -> list[int]:
         """A text's tokens; special: with those that the tokenizer puts around it."""
@@ -85,9 +91,12 @@ class Prompts:
     def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
         """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
         if characters > prompts * self._engine.max_model_len * self._longest_token:
-            context = f"This model's maximum context length is {self._engine.max_model_len} tokens"
-            message = f"{context}. However, {characters} characters cannot fit. Please shorten {param}."
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
+            raise self._too_long(f"{characters} characters", param)
+
+    def _too_long(self, what: str, param: str) -> ApiError:
+        context = f"This model's maximum context length is {self._engine.max_model_len} tokens"
+        message = f"{context}. However, {what} cannot fit. Please shorten {param}."
+        return ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _kept(self, body: CommonRequest) -> int | None:
         """How many of a prompt's last tokens are kept; None: all. -1 keeps what fits beside the output."""

@@ -3,6 +3,7 @@ for those that change no output."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -12,22 +13,38 @@ from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError, of_value
 
 MAX_ITEMS = 2**16
-"""Messages of a chat, or prompts of a completion."""
+"""Messages of a chat, items of a response, choices of a grammar, tokens that a mask allows or that are made text."""
+MAX_NAMED = 1024
+"""Tokens and words that each step of a request looks at, and functions that a chat template writes."""
+MAX_STOPS, MAX_STOP_TEXT = 16, 4096
+"""Stop strings of a request, and characters of each: every increment is compared with all of them."""
+MAX_WORDS_TEXT = 2**16
+"""Characters of all bad words."""
+MAX_PAIRS = 16
+"""Pairs of metadata, as in OpenAI's API: the events of a stream repeat them."""
+MAX_NAME = 1024
+"""Characters of `user` and `cache_salt`, which are kept with the request."""
 
 
 Text = str
 """What clients write. Halves of surrogate pairs are refused before (`weft.server.bodies.decode`)."""
 
 
-def not_too_many(values: Any) -> Any:
-    """Before each is looked at: a long list of little takes much more memory than its text."""
-    if isinstance(values, list | dict) and len(values) > MAX_ITEMS:
-        raise ValueError(f"{len(values)} items; at most {MAX_ITEMS}")
-    return values
+def limited_to(limit: int) -> BeforeValidator:
+    """Counts a list's items, or an object's members, before each is looked at: a long list of little takes much more
+    memory than its text."""
+
+    def check(values: Any) -> Any:
+        if isinstance(values, list | dict) and len(values) > limit:
+            raise ValueError(f"{len(values)} items; at most {limit}")
+        return values
+
+    return BeforeValidator(check)
 
 
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
+Metadata = Annotated[dict[str, Text], limited_to(MAX_PAIRS)]
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 HARMLESS |= {"prompt_cache_retention", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"}
 """Fields of a request that are accepted and change no output."""
@@ -52,6 +69,11 @@ class Body(BaseModel):
     @property
     def tokenised(self) -> bool:
         """Whether its prompts are token ids, of which nothing else has to be made."""
+        return False
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it is more work than its length says."""
         return False
 
     @model_validator(mode="before")
@@ -90,7 +112,7 @@ class StructuredOutputs(Body):
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None
-    choice: Texts | None = None
+    choice: Annotated[Texts, limited_to(MAX_ITEMS)] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
 
@@ -114,9 +136,9 @@ class ResponseFormat(Body):
 class SharedRequest(Body):
     """What says how a request shares the engine with others (`weft.engine.request.Sharing`)."""
 
-    user: Text | None = None
+    user: Text | None = Field(None, max_length=MAX_NAME)
     priority: int = 0
-    cache_salt: Text = Field("", min_length=1, max_length=1024)
+    cache_salt: Text = Field("", min_length=1, max_length=MAX_NAME)
 
 
 class SamplingFields(Body):
@@ -128,24 +150,33 @@ class SamplingFields(Body):
     stop: Text | Texts | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[int, float], BeforeValidator(not_too_many)] = {}
+    logit_bias: Annotated[dict[int, float], limited_to(MAX_NAMED)] = {}
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: Tokens = []
-    bad_words: Texts = []
-    allowed_token_ids: Tokens | None = None
+    stop_token_ids: Annotated[Tokens, limited_to(MAX_NAMED)] = []
+    bad_words: Annotated[Texts, limited_to(MAX_NAMED)] = []
+    allowed_token_ids: Annotated[Tokens, limited_to(MAX_ITEMS)] | None = None
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
 
+    @property
+    def heavy(self) -> bool:
+        """Each bad word is encoded."""
+        return bool(self.bad_words)
+
     def sampling(self, text_processor: TextProcessor, **more: Any) -> SamplingParams:
         """The engine's parameters; `more` of them as they are. ApiError 400 for a value out of range."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > 16:
-            raise ApiError(400, f"stop: {len(stop)} strings are given; at most 16", param="stop")
+        if len(stop) > MAX_STOPS:
+            raise ApiError(400, f"stop: {len(stop)} strings are given; at most {MAX_STOPS}", param="stop")
+        if (longest := max(map(len, stop), default=0)) > MAX_STOP_TEXT:
+            raise ApiError(400, f"stop: a string of {longest} characters; at most {MAX_STOP_TEXT}", param="stop")
+        if (characters := sum(map(len, self.bad_words))) > MAX_WORDS_TEXT:
+            raise ApiError(400, f"bad_words: {characters} characters; at most {MAX_WORDS_TEXT}", param="bad_words")
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
         sampling = text_processor.defaults | {name: value for name, value in given.items() if value is not None}
         if "top_k" in sampling:
@@ -160,7 +191,7 @@ class SamplingFields(Body):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
                 logit_bias=tuple(self.logit_bias.items()),
-                bad_words=tuple(w for word in self.bad_words for w in _spellings(word, text_processor.tokenizer)),
+                bad_words=_spellings(self.bad_words, text_processor.tokenizer),
                 allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
                 keep_stop=self.include_stop_str_in_output or self.no_stop_trim,
                 keep_special=not self.skip_special_tokens,
@@ -178,7 +209,7 @@ class GrammarFields(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None
     guided_regex: Text | None = None
-    guided_choice: Texts | None = None
+    guided_choice: Annotated[Texts, limited_to(MAX_ITEMS)] | None = None
     guided_grammar: Text | None = None
     json_schema: Any = None
     regex: Text | None = None
@@ -220,9 +251,11 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
 
 
-def _spellings(word: str, tokenizer: Any) -> set[tuple[int, ...]]:
-    """A word's tokens at the start of a text and after a space."""
-    return {tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")}
+def _spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Tokens of each word at the start of a text and after a space."""
+    texts = [space + word.lstrip() for word in words for space in ("", " ")]
+    made = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    return tuple(dict.fromkeys(map(tuple, made)))
 
 
 class CompletionRequest(CommonRequest):
@@ -268,4 +301,4 @@ class DetokenizeRequest(Body):
 
     harmless = HARMLESS
     model: str | None = None
-    tokens: Annotated[Tokens, BeforeValidator(not_too_many)]
+    tokens: Annotated[Tokens, limited_to(MAX_ITEMS)]

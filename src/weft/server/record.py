@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from weft.engine.request import Output
 from weft.server.errors import ApiError
@@ -16,19 +17,36 @@ from weft.server.metrics import Metrics
 log = logging.getLogger(__name__)
 
 
-def refused(metrics: Metrics, request_id: str, path: str, status: int) -> None:
+MAX_REASON = 300
+"""Characters of an error in the log."""
+
+
+def refused(metrics: Metrics, scope: Scope, status: int) -> None:
     """A request got an error response before it had a Record."""
     outcome = "error" if status == 500 else "refused"
     metrics.refused(outcome)
-    log.info("request", extra={"fields": {"id": request_id, "path": path, "outcome": outcome, "status": status}})
+    state = scope["state"]
+    head = {"id": state["request_id"], "path": scope["path"], "outcome": outcome, "status": status}
+    log.info("request", extra={"fields": head | _why(state) | {"client": _client(scope)}})
 
 
-def as_api_error(error: Exception, state: Mapping[str, Any]) -> ApiError:
+def _why(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Members of a line that say why a request got an error."""
+    error: ApiError | None = state.get("refusal")
+    return {"reason": error.message[:MAX_REASON], "param": error.param} if error else {}
+
+
+def _client(scope: Scope) -> str | None:
+    return scope["client"][0] if scope.get("client") else None
+
+
+def as_api_error(error: Exception, state: MutableMapping[str, Any]) -> ApiError:
     """The error that a client gets. An unexpected one is logged and becomes the outcome of the request.
 
     state: the request's, with `request_id`, and `record` where there is one.
     """
     if isinstance(error, ApiError):
+        state["refusal"] = error
         return error
     log.error("request %s ends with an error", state["request_id"], exc_info=error)
     if (record := state.get("record")) is not None:
@@ -43,7 +61,7 @@ class Record:
     """
 
     def __init__(self, metrics: Metrics, request: Request, prompts: Sequence[Sequence[int]]):
-        self._metrics, self._began = metrics, time.perf_counter()
+        self._metrics, self._scope, self._began = metrics, request.scope, time.perf_counter()
         self._last = [self._began] * len(prompts)
         self._outputs: list[Output | None] = [None] * len(prompts)
         self._first: float | None = None
@@ -86,4 +104,5 @@ class Record:
             "first_token_s": None if self._first is None else round(self._first - self._began, 4),
             "total_s": round(seconds, 4),
         }
-        log.info("request", extra={"fields": fields})
+        why = _why(self._scope["state"])
+        log.info("request", extra={"fields": fields | why | {"client": _client(self._scope)}})

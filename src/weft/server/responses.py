@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -21,7 +21,17 @@ from weft.server.engine_client import usage
 from weft.server.errors import ApiError, Names, client_names
 from weft.server.items import ChatMessages
 from weft.server.parsed_output import ParsedOutput, respond
-from weft.server.protocol import HARMLESS, Body, JsonSchema, SharedRequest, Text
+from weft.server.protocol import (
+    HARMLESS,
+    MAX_ITEMS,
+    MAX_NAMED,
+    Body,
+    JsonSchema,
+    Metadata,
+    SharedRequest,
+    Text,
+    limited_to,
+)
 from weft.server.stored import Store, Stored
 from weft.server.tool_formats import Call
 from weft.server.tools import Parser
@@ -93,7 +103,7 @@ class ResponsesRequest(SharedRequest):
     }
 
     model: str | None = None
-    input: Text | list[dict[str, Any]]
+    input: Annotated[Text | list[dict[str, Any]], limited_to(MAX_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -102,15 +112,15 @@ class ResponsesRequest(SharedRequest):
     min_p: float | None = None
     repetition_penalty: float | None = None
     stream: bool = False
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Annotated[list[dict[str, Any]], limited_to(MAX_NAMED)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
-    include: list[Include] = Field(default_factory=list)
+    include: Annotated[list[Include], limited_to(MAX_NAMED)] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    metadata: dict[str, Text] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, Any], limited_to(MAX_NAMED)] = Field(default_factory=dict)
+    metadata: Metadata = Field(default_factory=dict)
     store: bool | None = None
     previous_response_id: Text | None = None
 
@@ -162,7 +172,6 @@ class ResponsesRequest(SharedRequest):
             body["response_format"] = {"type": kind} | ({"json_schema": form} if kind == "json_schema" else form)
         tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
         return chat_of(body, FIELDS | tools | messages.names)
-
 
     def _tool_choice(self) -> Any:
         """As chats have it: what stands beside the type is an object of its own there."""

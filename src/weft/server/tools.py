@@ -104,9 +104,10 @@ class BareParser:
         if self._parser is None:
             self._held += text
             start = self._held.lstrip()
-            if not last and len(start) < len(self._begin) and self._begin.startswith(start):
+            if not last and self._begin.startswith(start):
                 return OutputDelta()
-            self._parser = self._calls if start.startswith(self._begin) else self._text
+            calls = len(start) > len(self._begin) and start.startswith(self._begin)
+            self._parser = self._calls if calls else self._text
             text = self._held
         return self._parser.push(text, last)
 

@@ -100,7 +100,10 @@ class Grammar:
         that is not empty.
         """
         mask = self._matcher.compute_bitmask()
-        return bytes(a & b for a, b in zip(mask, allowed, strict=False)) if allowed else mask
+        if not allowed:
+            return mask
+        both = int.from_bytes(mask, "little") & int.from_bytes(allowed, "little")
+        return both.to_bytes(len(allowed), "little")
 
     def accept(self, token: int) -> bool:
         """Takes the next token; True where the text is complete and nothing can follow.

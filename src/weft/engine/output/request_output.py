@@ -19,6 +19,10 @@ from weft.kv.tokens import token_array
 
 OutputCallback = Callable[["RequestOutput"], None]
 log = logging.getLogger(__name__)
+NAMED = ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
+"""Parameters that name tokens."""
+Named = tuple[frozenset[int], bytes]
+"""A request's end tokens, and the mask of the tokens that may come; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +217,7 @@ def prepare(
     seed: int,
     context: int,
     text_processor: TextProcessor,
+    checked: dict[tuple[int, ...], Named] | None = None,
 ) -> RequestOutput:
     """The output of a new request, before its first token and without a request number.
 
@@ -226,6 +231,7 @@ def prepare(
         seed: for a request that brings none.
         context: limit of tokens of the prompt and the output together.
         text_processor: of the model.
+        checked: what is known of the choices before of one request, which share the lists of their parameters.
     """
     if not prompt:
         raise ValueError("prompt is empty; give at least one token")
@@ -236,7 +242,31 @@ def prepare(
     vocabulary = text_processor.vocabulary
     if min(prompt) < 0 or max(prompt) >= vocabulary:
         raise ValueError(f"prompt: its tokens must be between 0 and {vocabulary - 1}")
-    for name in ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
+    key = (*(id(getattr(params, name)) for name in NAMED), params.ignore_eos, params.min_tokens > 0)
+    checked = {} if checked is None else checked
+    if key not in checked:
+        checked[key] = _check_named(params, text_processor)
+    ends, allowed = checked[key]
+    sequence = Sequence(
+        request=0,
+        tokens=token_array(prompt),
+        prompt_tokens=len(prompt),
+        params=params,
+        seed=seed if params.seed is None else params.seed & (2**62 - 1),
+        max_tokens=max_output if params.max_tokens is None else params.max_tokens,
+        end_ids=ends,
+        allowed=allowed,
+        grammar=None if params.grammar is None else text_processor.grammars.start(params.grammar),
+    )
+    keep = params.keep_stop, params.keep_special
+    text = TextStream(text_processor.detokenizer, params.stop, *keep)
+    watch = params.watch() if params.watch else None
+    return RequestOutput(sequence, callback, text, text_processor.ends, watch=watch)
+
+
+def _check_named(params: SamplingParams, text_processor: TextProcessor) -> Named:
+    vocabulary = text_processor.vocabulary
+    for name in NAMED:
         if any(not 0 <= token < vocabulary for token in params.tokens_of(name)):
             raise ValueError(f"{name}: its tokens must be between 0 and {vocabulary - 1}")
     ends = frozenset() if params.ignore_eos else text_processor.ends
@@ -247,18 +277,4 @@ def prepare(
         ends if params.min_tokens else set()
     ):
         raise ValueError("allowed_token_ids: it leaves no token that bad_words and min_tokens allow too")
-    sequence = Sequence(
-        request=0,
-        tokens=token_array(prompt),
-        prompt_tokens=len(prompt),
-        params=params,
-        seed=seed if params.seed is None else params.seed & (2**62 - 1),
-        max_tokens=max_output if params.max_tokens is None else params.max_tokens,
-        end_ids=ends,
-        allowed=bits(allowed, vocabulary) if allowed else b"",
-        grammar=None if params.grammar is None else text_processor.grammars.start(params.grammar),
-    )
-    keep = params.keep_stop, params.keep_special
-    text = TextStream(text_processor.detokenizer, params.stop, *keep)
-    watch = params.watch() if params.watch else None
-    return RequestOutput(sequence, callback, text, text_processor.ends, watch=watch)
+    return ends, bits(allowed, vocabulary) if allowed else b""

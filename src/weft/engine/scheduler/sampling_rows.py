@@ -62,7 +62,9 @@ def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
 
 def _banned(sequence: Sequence) -> tuple[int, ...]:
     """End tokens before min_tokens, and the last token of each bad word after its other tokens."""
-    p, output = sequence.params, sequence.tokens[sequence.prompt_tokens :].tolist() if sequence.params.bad_words else []
+    p, output = sequence.params, sequence.tokens
     banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()
-    banned |= {word[-1] for word in p.bad_words if output[len(output) - len(word) + 1 :] == list(word[:-1])}
+    for length, endings in p.bad_endings.items() if p.bad_words else ():
+        if length <= sequence.output_tokens:
+            banned |= endings.get(tuple(output[len(output) - length :]), set())
     return tuple(sorted(banned))

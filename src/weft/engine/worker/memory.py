@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import gc
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -104,13 +105,19 @@ def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: to
         )
 
 
-def check_cache(specs: Mapping[str, Spec], config: EngineConfig, dtype: torch.dtype, free: int) -> None:
-    """The same for a cache of a given size. dtype: as for `cache_bytes`."""
-    if (need := cache_bytes(specs, groups_of(specs, config), config, dtype)) > free:
+def check_cache(specs: Mapping[str, Spec], config: EngineConfig, dtype: torch.dtype, free: int | None = None) -> None:
+    """The same for a cache of a given size. dtype: as for `cache_bytes`. free: of a GPU; None: the rank runs on a CPU,
+    where it may have its share of the host's memory.
+    """
+    need, where = cache_bytes(specs, groups_of(specs, config), config, dtype), "free beside the weights a GPU has"
+    advice = "lower --kv-tokens, or leave it out for as many as fit"
+    if free is None:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.ranks_of_host
+        where, advice = "a rank of this host has", "lower --kv-tokens"
+    if need > free:
         raise LayoutError(
-            f"a cache of {config.cached_tokens} tokens takes {need / GIB:.1f} GiB, and beside the weights a GPU has "
-            f"{free / GIB:.1f} GiB free: {(need - free) / GIB:.1f} GiB are missing; lower --kv-tokens, or leave it out "
-            "for as many as fit"
+            f"a cache of {config.cached_tokens} tokens takes {need / GIB:.1f} GiB, and {where} "
+            f"{free / GIB:.1f} GiB: {(need - free) / GIB:.1f} GiB are missing; {advice}"
         )
 
 

@@ -130,6 +130,8 @@ class Worker:
         elif self.on_gpu:
             torch.cuda.empty_cache()  # memory that loading used
             check_cache(specs, config, kv_dtype, torch.cuda.mem_get_info()[0])
+        else:
+            check_cache(specs, config, kv_dtype)
         self.groups = groups_of(specs, config)
         self.runner = make(self.groups)
         self.profiler = RankProfiler(self.runner)

@@ -1,0 +1,102 @@
+"""The port while the model loads: it is taken at once, and every request gets 503 until the server has its place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import ssl
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+log = logging.getLogger(__name__)
+MAX_UNREAD, MAX_CLIENTS = 2**20, 64
+"""Bytes of a refused body that are read, so that its client reads the refusal; connections that are served at once."""
+RETRY_S = 5
+"""When clients should try again."""
+SHUTDOWN_POLL_S = 0.05
+
+
+class Refusal(BaseHTTPRequestHandler):
+    """The response to every request: 503, in the shape of the server's errors, `/health` in that of its states.
+
+    It needs the standard library alone: what the server is made of takes seconds to import.
+    """
+
+    protocol_version = "HTTP/1.1"
+    timeout = 10.0  # seconds for each read and write
+
+    def _refuse(self) -> None:
+        path = self.path.partition("?")[0]
+        message = "the model is still loading; try again"
+        body: dict[str, Any] = {"message": message, "type": "server_error", "param": None, "code": "loading"}
+        body = {"error": body}
+        if path.startswith("/v1/messages"):
+            body = {"type": "error", "error": {"type": "overloaded_error", "message": message}}
+        if path != "/health":
+            fields = {"path": path, "outcome": "refused", "status": 503, "reason": message}
+            log.info("request", extra={"fields": fields | {"client": self.client_address and self.client_address[0]}})
+        data = json.dumps({"status": "loading"} if path == "/health" else body).encode()
+        self.send_response_only(503)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Retry-After", str(RETRY_S))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+            length = self.headers.get("Content-Length", "0")
+            self.rfile.read(min(int(length) if length.isdecimal() else 0, MAX_UNREAD))
+
+    do_GET = do_HEAD = do_POST = do_DELETE = do_OPTIONS = do_PUT = do_PATCH = _refuse
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Writes nothing: `_refuse` has written what matters."""
+
+
+class Loading(ThreadingHTTPServer):
+    """Refuses what is asked on a listening socket, on threads, until the context ends; the socket stays open.
+
+    tls: what the server will encrypt connections with.
+    """
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None = None):
+        super().__init__(listener.getsockname(), Refusal, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self._tls = tls
+        self._places = threading.Semaphore(MAX_CLIENTS)
+
+    def process_request(self, request: object, client_address: object) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)  # type: ignore[arg-type]
+        else:  # clients that send nothing must not fill the process with threads
+            self.shutdown_request(request)  # type: ignore[arg-type]
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+        finally:
+            self._places.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        if self._tls is None:
+            return super().finish_request(request, client_address)
+        request.settimeout(Refusal.timeout)
+        with self._tls.wrap_socket(request, server_side=True) as encrypted:
+            super().finish_request(encrypted, client_address)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Does nothing: a client that has gone is no fault of the server."""
+
+    def __enter__(self) -> Loading:
+        self.socket.setblocking(False)  # a client that has left again must not hold up the end
+        threading.Thread(target=self.serve_forever, args=(SHUTDOWN_POLL_S,), name="weft-loading", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.shutdown()

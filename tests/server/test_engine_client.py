@@ -35,7 +35,7 @@ async def waiting(engine: Any, gone: asyncio.Event, count: int) -> asyncio.Task[
 
     async def collect() -> list[str]:
         state, url = SimpleNamespace(small=True), SimpleNamespace(path="/")
-        request: Any = SimpleNamespace(receive=receive, state=state, url=url)
+        request: Any = SimpleNamespace(receive=receive, state=state, url=url, scope={"state": {}})
         stream = EngineClient(engine, Metrics(engine)).generate(request, [[1]] * count, [SamplingParams()] * count)
         return [output.text async for _, output in stream]
 
@@ -67,7 +67,7 @@ def test_what_a_client_does_not_read_is_bounded(choices: int, limit: int) -> Non
     async def main() -> None:
         engine = QuietEngine()
         state, url = SimpleNamespace(small=True), SimpleNamespace(path="/")
-        request: Any = SimpleNamespace(receive=asyncio.Event().wait, state=state, url=url)
+        request: Any = SimpleNamespace(receive=asyncio.Event().wait, state=state, url=url, scope={"state": {}})
         params = [SamplingParams()] * choices
         stream = EngineClient(engine, Metrics(engine)).generate(request, [[1]] * choices, params)
         first = asyncio.create_task(anext(stream))

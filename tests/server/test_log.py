@@ -66,6 +66,7 @@ def test_a_full_disk_and_a_pipe_that_nobody_reads_hold_nobody_up() -> None:
 
 def test_all_that_is_printed_is_json_from_the_first_line_on() -> None:
     err = io.StringIO()
+    logging.captureWarnings(False)  # a test before may have begun it, and pytest has undone what it did
     with contextlib.redirect_stderr(err):
         with stderr_as_log(asked_format(["--port", "0", "--log-format", "json"])):
             print("two\nlines", file=sys.stderr, flush=True)

@@ -26,8 +26,9 @@ from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import Options
+from weft.server.parsers import EndingParser, parser
 from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
-from weft.server.tools import EndingParser, OutputDelta, parser
+from weft.server.tools import OutputDelta
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 THINKS = "{# <tool_call> <think> #}" + UNMARKED

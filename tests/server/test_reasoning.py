@@ -23,10 +23,11 @@ from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.options import Options, ReasoningParser
 from weft.server.parsed_output import ParsedOutput
+from weft.server.parsers import parser
 from weft.server.reasoning import Start, ThoughtParser, after_thought, start_of
 from weft.server.responses import ResponsesRequest
 from weft.server.tool_formats import TOOL_FORMATS
-from weft.server.tools import OutputDelta, parser
+from weft.server.tools import OutputDelta
 
 HERMES = next(form for form in TOOL_FORMATS if form.marks == ("<tool_call>",))
 THOUGHT = "<think>\nHm, a<b.\n\nSo </thin\n</think>\n\n"
@@ -56,11 +57,11 @@ def test_reasoning_effort_is_the_templates(
         ResponsesRequest.model_validate({"input": "hi", "reasoning": {"effort": effort, "summary": "auto"}}).chat(),
         MessagesRequest.model_validate(message).chat(),
     ]
-    said = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}\n"
+    said = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}|"
     shown = said + "{{ reasoning_effort }},{{ enable_thinking }},{{ thinking }}"
 
     def prompt(chat: ChatRequest) -> str:
-        return chat.prompt(quiet.tokenizer, shared_templates(quiet)).rpartition("\n")[2]
+        return chat.prompt(quiet.tokenizer, shared_templates(quiet)).rpartition("|")[2]
 
     for chat in bodies:
         quiet.tokenizer.chat_template = shown

@@ -21,8 +21,9 @@ from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.options import Options
+from weft.server.parsers import parser
 from weft.server.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
-from weft.server.tools import OutputDelta, parser
+from weft.server.tools import OutputDelta
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 TOOLS: Any = [

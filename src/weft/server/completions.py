@@ -23,6 +23,7 @@ from weft.server.chats import ChatRequest
 from weft.server.engine_client import Choice, EngineClient, usage
 from weft.server.errors import ApiError, client_names, unknown_model
 from weft.server.options import Options
+from weft.server.parsers import EndingParser, parser
 from weft.server.prompts import Prompts
 from weft.server.protocol import CommonRequest, CompletionRequest, SharedRequest, StreamOptions
 from weft.server.reasoning import BEGIN, END, Start, ThoughtParser, WithoutThought, after_thought, start_of
@@ -30,7 +31,7 @@ from weft.server.record import as_api_error
 from weft.server.structure import Asked, grammar_of
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
-from weft.server.tools import EndingParser, Parser, parser
+from weft.server.tools import Parser
 from weft.server.wire import EventStream, event, json_response
 
 QUICK_LOGPROBS = 256

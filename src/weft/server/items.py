@@ -1,15 +1,49 @@
-"""Items that go into POST /v1/responses, checked, and the messages of a chat that they stand for."""
+"""Objects inside a request of POST /v1/responses: its options, its items, and the messages that these stand for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from weft.server.chats import TextPart, only_text, text_of
+from weft.server.chats import Effort, TextPart, only_text, text_of
 from weft.server.errors import ApiError, field_errors
-from weft.server.protocol import Body, Text
+from weft.server.protocol import Body, JsonSchema, Text
+
+
+class TextFormat(JsonSchema):
+    """As `weft.server.protocol.ResponseFormat`, but that what it says of a schema stands beside its type."""
+
+    type: Text
+
+
+class TextConfig(Body):
+    """verbosity: no model here knows any, so only the one that models know without it is taken."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: TextFormat | None = None
+
+
+class ReasoningConfig(Body):
+    """effort: as a chat's. The whole thought is returned, so there is no summary of it."""
+
+    harmless = frozenset({"summary", "generate_summary"})
+
+    effort: Effort | None = None
+
+
+Include = Literal[
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+"""More of items that no model here writes, and thoughts in a form that clients cannot read: here they can."""
 
 
 class Item(Body):

@@ -15,18 +15,16 @@ from pydantic import Field
 
 from weft.engine.request import Output
 from weft.server.bodies import JsonRoute, work_on
-from weft.server.chats import ChatRequest, Effort, chat_of
+from weft.server.chats import ChatRequest, chat_of
 from weft.server.completions import ChatJob, Service
 from weft.server.engine_client import usage
 from weft.server.errors import ApiError, Names, client_names
-from weft.server.items import ChatMessages
+from weft.server.items import ChatMessages, Include, ReasoningConfig, TextConfig
 from weft.server.parsed_output import ParsedOutput, respond
 from weft.server.protocol import (
     HARMLESS,
     MAX_ITEMS,
     MAX_NAMED,
-    Body,
-    JsonSchema,
     Metadata,
     SharedRequest,
     Text,
@@ -54,40 +52,6 @@ FIELDS = {
     "response_format.json_schema": "text.format",
 }
 """The names that a chat's fields have here."""
-
-
-class TextFormat(JsonSchema):
-    """As `weft.server.protocol.ResponseFormat`, but that what it says of a schema stands beside its type."""
-
-    type: Text
-
-
-class TextConfig(Body):
-    """verbosity: no model here knows any, so only the one that models know without it is taken."""
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
-
-    format: TextFormat | None = None
-
-
-class ReasoningConfig(Body):
-    """effort: as a chat's. The whole thought is returned, so there is no summary of it."""
-
-    harmless = frozenset({"summary", "generate_summary"})
-
-    effort: Effort | None = None
-
-
-Include = Literal[
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-]
-"""More of items that no model here writes, and thoughts in a form that clients cannot read: here they can."""
 
 
 class ResponsesRequest(SharedRequest):

@@ -16,7 +16,7 @@ Literal = Callable[[str], str]
 Schema = Callable[[Any], str]
 """A JSON schema as `%json` of Lark takes it."""
 MAX_DEPTH = 4
-"""Of nested choices between schemas that are told apart outside of JSON."""
+"""Of nested choices between schemas that are distinguished outside of JSON."""
 
 
 def literals(named: Collection[str], rules: Mapping[str, str] = {}) -> Literal:

@@ -76,7 +76,7 @@ def program(comm: Communicator, draw: random.Random, own: random.Random, backend
     return Program(calls, read, run, torch.compile(run, backend=backend, fullgraph=True, dynamic=draw.random() < 0.5))
 
 
-def mixed_calls(programs: int, total: int, backends: tuple[str, ...]) -> None:
+def mixed_calls(programs: int, total: int, backends: tuple[str, ...], device: str = "cpu") -> None:
     """So many programs, run in random order until all ranks have made `total` calls."""
     with (
         torch._dynamo.config.patch(recompile_limit=2 * programs),  # they share their code
@@ -84,8 +84,8 @@ def mixed_calls(programs: int, total: int, backends: tuple[str, ...]) -> None:
     ):
         draw, own = random.Random(37), random.Random(comm.rank)
         made = [program(comm, draw, own, backends[i % len(backends)]) for i in range(programs)]
-        inputs = [[call.given(comm.rank) for call in each.calls] for each in made]
-        expected = [[each.calls[i].expected(comm.rank) + 1 for i in each.read] for each in made]
+        inputs = [[call.given(comm.rank).to(device) for call in each.calls] for each in made]
+        expected = [[each.calls[i].expected(comm.rank).to(device) + 1 for i in each.read] for each in made]
         for _ in range(total // CALLS):
             at, eager, between = draw.randrange(programs), draw.random() < 0.3, draw.random() < 0.2
             given = (made[at].plain if eager else made[at].compiled)(inputs[at])

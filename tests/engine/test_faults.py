@@ -241,7 +241,7 @@ def test_a_forked_process_has_no_engine_and_leaves_its_parents_alone(model_dir: 
 @pytest.mark.parametrize("ids", [(257,), (-1,), (2**70,)])
 def test_stop_tokens_that_no_rank_could_ban_are_refused(model_dir: Path, ids: tuple[int, ...]) -> None:
     with Engine(config(model_dir)) as engine:
-        with pytest.raises(ValueError, match="stop_token_ids must be between 0 and 256"):
+        with pytest.raises(ValueError, match="stop_token_ids: its tokens must be between 0 and 256"):
             engine.generate([[1]], SamplingParams(min_tokens=2, max_tokens=3, stop_token_ids=ids))
         assert engine.generate([[1]], GREEDY)[0].finish_reason == "length"
 

@@ -119,7 +119,8 @@ def test_a_plugin_with_a_model_that_cannot_be_built_is_named(homemade: Path) -> 
     (homemade / "family.py").write_text(broken)
     config = EngineConfig(model=homemade, plugins=(str(homemade / "family.py"),))
     with pytest.raises(
-        ModelError, match=rf"^plugin {homemade}/family\.py, line 10, builds no model from .*config\.json: At"
+        ModelError,
+        match=rf"^{homemade}/config\.json: plugin {homemade}/family\.py, line 10, builds no model from config\.json: At",
     ):
         check_plans(config, config.read_model())
 

@@ -114,7 +114,7 @@ def test_a_line_for_each_request(served: Served, caplog: pytest.LogCaptureFixtur
     assert (one["path"], one["outcome"], one["prompt_tokens"], one["completion_tokens"]) == (C, "length", 3, 2)
     assert 0 <= one["queue_s"] <= one["first_token_s"] <= one["total_s"]
     assert lines["two"]["outcome"] == "refused" and lines["two"]["first_token_s"] is None
-    assert "fit" in lines["two"]["reason"] and lines["two"]["client"] == one["client"] == "127.0.0.1"
+    assert "maximum context length" in lines["two"]["reason"] and lines["two"]["client"] == one["client"] == "127.0.0.1"
     json.dumps(lines)
     outcomes = {s.labels["outcome"]: s.value for s in metrics["weft_requests"].samples if s.name.endswith("_total")}
     assert outcomes["length"] >= 1 and outcomes["refused"] >= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from server.conftest import Served, serve
 from server.test_tools import TEMPLATE, TOOLS
 from weft.engine.engine import Engine
+from weft.server.templates import Templates
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a b "}]
 
@@ -82,3 +84,41 @@ def test_what_a_template_may_not_do(
     assert response.status_code == 400 and error in response.json()["error"]["message"], response.text
     monkeypatch.setattr("weft.server.templates.RENDER_S", 240.0)
     assert tokens(trusting, chat_template="{{ messages[0].content }}") == "hi", "the next one is served"
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_of_the_model_that_does_not_end_holds_nobody_else_up(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Health and completions are served meanwhile, and the next chat afterwards."""
+    endless = "{% if messages[-1].content == 'loop' %}" + LOOP + "{% endif %}" + TEMPLATE
+    monkeypatch.setattr(served.engine.tokenizer, "chat_template", endless)
+    hello = {"messages": MESSAGES[:1], "max_tokens": 1}
+    with served.http() as http:
+        assert http.post("/v1/chat/completions", json=hello).status_code == 200  # its shape is known now
+        found: list[Any] = []
+
+        def loop() -> None:
+            with served.http() as mine:
+                body = hello | {"messages": [{"role": "user", "content": "loop"}]}
+                found.append(mine.post("/v1/chat/completions", json=body))
+
+        rendering, ask = threading.Event(), Templates._ask
+
+        def asked(self: Templates, *args: Any) -> Any:
+            rendering.set()
+            return ask(self, *args)
+
+        monkeypatch.setattr(Templates, "_ask", asked)
+        thread = threading.Thread(target=loop)
+        thread.start()
+        assert rendering.wait(60)
+        assert http.get("/health").status_code == 200
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        assert not found, "they came while it was rendered"
+        thread.join()
+        assert found[0].status_code == 400 and found[0].json()["error"]["param"] == "messages"
+        assert "it takes longer than 2 s" in found[0].json()["error"]["message"]
+        assert http.post("/v1/chat/completions", json=hello).status_code == 200

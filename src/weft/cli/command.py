@@ -118,7 +118,8 @@ class EngineArguments:
     def arguments(self) -> list[str]:
         """The arguments by which a command gets these options; what it has by default is left out."""
         preset = [] if self.preset is None else ["--preset", self.preset]
-        return [*preset, *(text for options in self._groups() for text in _arguments_of(options))]
+        revision = [] if self.revision is None else ["--revision", self.revision]
+        return [*preset, *revision, *(text for options in self._groups() for text in _arguments_of(options))]
 
     def _groups(self) -> tuple[EngineOptions, ...]:
         return self.model, self.layout, self.cache, self.requests, self.ranks, self.communication, self.cluster

@@ -224,8 +224,8 @@ class MessagesRequest(CountRequest):
 
     @property
     def slow(self) -> bool:
-        called = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
-        return called or (self.output_config is not None and self.output_config.format is not None)
+        """As a chat."""
+        return True
 
     def _sampling(self) -> dict[str, Any]:
         names = ("max_tokens", "temperature", "top_p", "top_k")

@@ -19,7 +19,6 @@ from weft.server.tool_formats import ToolFormat, tool_format_of
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 OUR_ARGUMENTS |= {"continue_final_message"}
 """Of a chat template: what `chat_template_kwargs` may not set."""
-USUAL_ROLES = frozenset({*COMMON_ROLES, "developer"})
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Types of parts that are text, in chats and responses."""
@@ -224,8 +223,8 @@ class ChatRequest(CommonRequest):
 
     @property
     def slow(self) -> bool:
-        unusual = any(message.role not in USUAL_ROLES for message in self.messages)  # probes may be needed
-        return unusual or self.must_call or self.strict or self.chat_template is not None or super().slow
+        """Its prompt is rendered in another process."""
+        return True
 
     @property
     def names(self) -> Names:

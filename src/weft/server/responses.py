@@ -90,9 +90,8 @@ class ResponsesRequest(SharedRequest):
 
     @property
     def slow(self) -> bool:
-        """The items before may be many."""
-        named = self.tool_choice not in ("none", "auto")
-        return named or self.text.format is not None or self.previous_response_id is not None
+        """As a chat; the items before may be many."""
+        return True
 
     @property
     def items(self) -> list[dict[str, Any]]:

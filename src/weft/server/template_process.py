@@ -1,5 +1,4 @@
-"""A process that renders probes with the model's chat template, and everything with templates of requests:
-`python -m weft.server.template_process DESCRIPTOR`.
+"""A process that renders chat templates: `python -m weft.server.template_process DESCRIPTOR PID`.
 
 Its memory is limited, and it is killed where it takes too long (`weft.server.templates`).
 

@@ -1,5 +1,6 @@
-"""Chat templates: the model's, and those that requests bring, which are rendered in a process with limits of time and
-memory. That process also finds out which messages a template takes."""
+"""Chat templates: the model's and those that requests bring, rendered in a process with limits of time and memory.
+
+That process also finds out which messages a template takes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from weft.server.errors import ApiError
 from weft.server.message_shape import Message, MessageShape
 
 RENDER_S = 2.0
-"""For a template of a request, and for the wait for those of others."""
+"""To render one prompt; also the wait for others' prompts, for a template that a request brings."""
 PROBE_S = 10.0
 """For all probes with a template: fifty at most, of a millisecond each on a machine that is not busy."""
 START_S = 60.0
@@ -45,19 +46,18 @@ class Templates:
         """Return the text that a template makes of messages and so on, which are JSON.
 
         Args:
-            own: it is the model's template, without limits; otherwise a request's.
+            own: it is the model's template, for which requests wait longer; otherwise a request's.
 
         ApiError 400 for a template that fails or takes more than it may, 503 where others' are being rendered.
         """
         asked = {**self._special, **arguments, "conversations": [messages], "chat_template": template}
         if not own:
             return str(self._made("text", asked))
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            return str(render_jinja_template(**asked)[0][0])
-        except Exception as error:  # whatever a template makes of messages that it does not expect
-            raise ApiError(400, f"the model's chat template refuses the messages: {error}", param="messages") from error
+        result = self._result("text", asked, RENDER_S, START_S)
+        if "error" in result:
+            message = f"the model's chat template refuses the messages: {result['error']}"
+            raise ApiError(400, message, param="messages")
+        return str(result["text"])
 
     def _shape(self, template: str) -> MessageShape:
         """Return the shape of messages that a template takes. ApiError as `render`."""
@@ -71,15 +71,19 @@ class Templates:
         return bool(self._made("drops", asked))
 
     def _made(self, what: str, asked: Mapping[str, Any], limit_s: float = RENDER_S) -> Any:
-        if not self._lock.acquire(timeout=limit_s):
-            raise ApiError(503, "chat templates of other requests are being rendered; try again")
-        try:
-            result = self._ask(json.dumps({"what": what, **asked}).encode(), limit_s)
-        finally:
-            self._lock.release()
+        result = self._result(what, asked, limit_s, limit_s)
         if "error" in result:
             raise ApiError(400, f"chat_template: {result['error']}", param="chat_template")
         return result[what]
+
+    def _result(self, what: str, asked: Mapping[str, Any], limit_s: float, wait_s: float) -> dict[str, Any]:
+        request = json.dumps({"what": what, **asked}).encode()
+        if not self._lock.acquire(timeout=wait_s):
+            raise ApiError(503, "chat templates of other requests are being rendered; try again")
+        try:
+            return self._ask(request, limit_s)
+        finally:
+            self._lock.release()
 
     def _start(self) -> None:
         self._connection, there = multiprocessing.Pipe()

@@ -101,7 +101,7 @@ def test_a_group_holds_dcp_times_as_many_tokens(shapes: Any) -> None:
     prompt = prompts()[1][:20] * 2
     with Engine(config(directory, **layout, dcp=2)) as engine:
         assert len(engine.generate([prompt], GREEDY)[0].token_ids) == 12
-    with Engine(config(directory, **layout)) as engine, pytest.raises(ValueError, match="32 tokens. .* 40 in the prompt"):
+    with Engine(config(directory, **layout)) as engine, pytest.raises(ValueError, match="40 in the prompt"):
         engine.generate([prompt], GREEDY)
 
 

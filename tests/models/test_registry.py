@@ -118,10 +118,8 @@ def test_a_plugin_with_a_model_that_cannot_be_built_is_named(homemade: Path) -> 
     broken = PLUGIN.replace("    pass", "    def build(self, b):\n        return self.nothing(b)")
     (homemade / "family.py").write_text(broken)
     config = EngineConfig(model=homemade, plugins=(str(homemade / "family.py"),))
-    with pytest.raises(
-        ModelError,
-        match=rf"^{homemade}/config\.json: plugin {homemade}/family\.py, line 10, builds no model from config\.json: At",
-    ):
+    file = rf"^{homemade}/config\.json: plugin {homemade}/family\.py, line 10"
+    with pytest.raises(ModelError, match=rf"{file}, builds no model from config\.json: At"):
         check_plans(config, config.read_model())
 
 

@@ -115,3 +115,14 @@ def test_an_output_with_a_grammar_of_its_own_begins_with_calls_or_has_none(quiet
         for at in range(0, len(output), size):
             found += shown.push(output[at : at + size], last=at + size >= len(output))
         assert len(found.calls) == calls and found.text.strip() == ("" if calls else output)
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS], ids=["alone", "tools"])
+def test_an_output_with_a_grammar_of_its_own_has_no_channels(quiet: QuietEngine, tools: Any) -> None:
+    """What looks like a mark of one is in its strings."""
+    quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}" + UNMARKED
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    body = {"messages": HELLO, "tools": tools, "response_format": {"type": "json_object"}}
+    assert service.chat_job(ChatRequest.model_validate(body)).parsers is None
+    parsers = service.chat_job(ChatRequest.model_validate(body | {"response_format": {"type": "text"}})).parsers
+    assert parsers is not None and parsers().push(THOUGHT + "<|channel|>final<|message|>Yes.", last=True).text == "Yes."

@@ -157,15 +157,15 @@ class Service:
     def _parts(self, body: ChatRequest, prompt: str) -> OutputFormat:
         template = body.template(self.engine.tokenizer)
         form = tool_format_of(template)
+        bare = not body.must_call and grammar_of(body) is not None
         if form and form.channels:
             if not body.separate_reasoning:
                 message = "separate_reasoning must be true: the output of this model has a channel for it"
                 raise ApiError(400, message, param="separate_reasoning")
-            return OutputFormat(form, None)
+            return OutputFormat(None if bare else form, None)  # such a grammar has no channels
         begun = body.messages[-1].text if body.continue_final_message else ""
         start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
         form = form if body.offered else None
-        bare = not body.must_call and grammar_of(body) is not None
         return OutputFormat(form if form and (form.begin or not bare) else None, start, bare)
 
     def _thinks(self, template: str) -> bool:

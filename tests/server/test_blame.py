@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from server.conftest import QuietEngine, serve
-from server.test_message_shape import QWEN_3
+from server.test_message_shape import GPT_OSS, QWEN_3
 from weft.engine.output.grammar import grammar
 from weft.engine.output.request_output import prepare
 from weft.engine.request import ContextExceeded, SamplingParams
@@ -69,11 +69,19 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def test_the_field_at_fault(quiet: QuietEngine) -> None:
-    quiet.tokenizer.chat_template = QWEN_3
+EFFORTS: list[tuple[str, dict[str, Any], str]] = [
+    (H, {"reasoning_effort": "none"}, "reasoning_effort"),
+    (R, {"reasoning": {"effort": "none"}}, "reasoning.effort"),
+    (M, {"output_config": {"effort": "none"}}, "output_config.effort"),
+]
+
+
+@pytest.mark.parametrize("template, cases", [(QWEN_3, CASES), (GPT_OSS, EFFORTS)], ids=["qwen3", "gpt-oss"])
+def test_the_field_at_fault(quiet: QuietEngine, template: str, cases: Any) -> None:
+    quiet.tokenizer.chat_template = template
     for served in serve(quiet):
         with served.http() as http:
-            for path, body, field in CASES:
+            for path, body, field in cases:
                 response = http.post(path, json=ASKED[path] | body)
                 error = response.json()["error"]
                 assert response.status_code == 400 and "\n" not in error["message"], (body, error)

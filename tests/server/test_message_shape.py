@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from server.conftest import Served
 from weft.server.message_shape import Message, MessageShape, find
+from weft.server.responses import ResponsesRequest
 
 TOOLS = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
 RESULT = "{% elif m.role == 'tool' %}<R>{{ m.content }}"
@@ -165,6 +166,24 @@ def test_results_without_known_ids_belong_to_calls_by_order() -> None:
         built = shape.built([{"role": "assistant", "content": "", "tool_calls": calls}, *said])
         texts = [m["content"] or m["tool_calls"][0]["function"]["arguments"]["city"] for m in built]
         assert " ".join(texts) == wanted
+
+
+def test_items_of_one_output_are_one_message() -> None:
+    """A text, a thought and calls, in any order; otherwise a template has turns that the model never wrote."""
+    call, call_2 = ({"type": "function_call", "call_id": name, "name": "f"} for name in "12")
+    result, user = {"type": "function_call_output", "call_id": "1", "output": "r"}, {"role": "user", "content": "hi"}
+    text, thought = {"role": "assistant", "content": "I look."}, {"type": "reasoning", "content": [{"text": "Hm."}]}
+    for items, wanted in [
+        ([thought, text, call, call_2, result], [("I look.", "Hm.", 2), ("r", "", 0)]),
+        ([call, text, result], [("I look.", "", 1), ("r", "", 0)]),
+        ([thought, call, thought, call_2, result], [("", "Hm.Hm.", 2), ("r", "", 0)]),
+        ([thought, user, thought, text], [("", "Hm.", 0), ("hi", "", 0), ("I look.", "Hm.", 0)]),
+        ([text, text, {"type": "reasoning"}, user], [("I look.", "", 0), ("I look.", "", 0), ("hi", "", 0)]),
+        ([call, result, call_2], [("", "", 1), ("r", "", 0), ("", "", 1)]),
+    ]:
+        made = [m.plain() for m in ResponsesRequest.model_validate({"input": [user, *items]}).chat().messages]
+        found = [(m["content"], m.get("reasoning_content", ""), len(m.get("tool_calls", ()))) for m in made]
+        assert found == [("hi", "", 0), *wanted]
 
 
 # Over HTTP

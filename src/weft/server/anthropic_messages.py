@@ -26,12 +26,12 @@ from weft.server.wire import json_response
 
 Kind = Literal["text", "thinking", "tool_use"]
 
-
 FIELDS = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
     "tool_choice.function": "tool_choice",
+    "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
 }

@@ -289,13 +289,9 @@ class ChatRequest(CommonRequest):
                 raise _not_a_tool(name)
         several = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
         try:
-            return form.grammar(
-                functions,
-                several,
-                grammars.named,
-                among_text=not (self.must_call or bare),
-                any_whitespace=any_whitespace,
-            )
+            among_text = not (self.must_call or bare)
+            named = grammars.named
+            return form.grammar(functions, several, named, among_text=among_text, any_whitespace=any_whitespace)
         except ValueError as error:
             at = next((at for at, tool in enumerate(self.tools) if tool.function.strict), 0)
             message = f"tools.{at}.function.strict is not supported with this tokenizer: {error}; leave it out"

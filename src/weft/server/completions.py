@@ -31,7 +31,7 @@ from weft.server.record import as_api_error
 from weft.server.structure import Asked, grammar_of
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
-from weft.server.tools import Parser
+from weft.server.tools import ChannelParser, Parser
 from weft.server.wire import EventStream, event, json_response
 
 QUICK_LOGPROBS = 256
@@ -47,11 +47,13 @@ class OutputFormat(NamedTuple):
         form: of tool calls; None: there are none.
         start: where a thought begins; None: there is none.
         bare: the text follows a grammar of its own, so that calls stand at its beginning or nowhere.
+        begun: the message that the output continues, with its header, in a form with channels.
     """
 
     form: ToolFormat | None
     start: Start | None
     bare: bool = False
+    begun: str = ""
 
 
 class ChatJob(NamedTuple):
@@ -157,15 +159,16 @@ class Service:
     def _parts(self, body: ChatRequest, prompt: str) -> OutputFormat:
         template = body.template(self.engine.tokenizer)
         form = tool_format_of(template)
+        bare = not body.must_call and grammar_of(body) is not None
         if form and form.channels:
             if not body.separate_reasoning:
                 message = "separate_reasoning must be true: the output of this model has a channel for it"
                 raise ApiError(400, message, param="separate_reasoning")
-            return OutputFormat(form, None)
+            begun = prompt.rpartition(ChannelParser.START)[2] if body.continue_final_message else ""
+            return OutputFormat(None if bare else form, None, begun=begun)  # such a grammar has no channels
         begun = body.messages[-1].text if body.continue_final_message else ""
         start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
         form = form if body.offered else None
-        bare = not body.must_call and grammar_of(body) is not None
         return OutputFormat(form if form and (form.begin or not bare) else None, start, bare)
 
     def _thinks(self, template: str) -> bool:
@@ -180,12 +183,14 @@ class Service:
 
     def _parsers(self, body: ChatRequest, parts: OutputFormat) -> Callable[[], Parser] | None:
         """What makes a parser for each choice; None where it is all text."""
-        form, start, bare = parts
+        form, start, bare, begun = parts
         hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
 
         def made() -> Parser:
             one_call = not body.parallel_tool_calls
             found = parser(form, body.offered, hidden, one_call=one_call, bare=bare)
+            if begun:
+                found.push(begun, last=False)
             if start:
                 found = ThoughtParser(found, start, hidden)
             return found if body.include_reasoning else WithoutThought(found)
@@ -194,14 +199,8 @@ class Service:
 
     def _chat_params(self, body: ChatRequest, parts: OutputFormat) -> SamplingParams:
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
-        params = self._params(
-            body,
-            form=form,
-            start=parts.start,
-            max_tokens=body.output_limit,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-        )
+        more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
+        params = self._params(body, form=form, start=parts.start, max_tokens=body.output_limit, **more)
         marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
         if not self.engine.text_processor.special.isdisjoint(marks):
             params = replace(params, keep_special=True)  # the parser finds the parts by them

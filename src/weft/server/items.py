@@ -124,18 +124,16 @@ class ChatMessages:
 
     def add_items(self, items: Sequence[dict[str, Any]], place: str) -> None:
         """Appends the messages of items, in a list at this place. ApiError 400 for an item that cannot be served."""
-        thought = ""
+        first = len(self.made)
         for at, value in enumerate(items):
             here = f"{place}.{at}"
             item = _checked(value, here)
-            if isinstance(item, Reasoning):
-                thought += "".join(part.text for part in item.content)
-                continue
             message = _message(item)
-            if thought and message["role"] == "assistant":  # the chat template may use it
-                message, thought = message | {"reasoning_content": thought}, ""
-            if "tool_calls" in message and self.made and "tool_calls" in self.made[-1]:
-                self.made[-1]["tool_calls"] += message["tool_calls"]  # calls at once are one message
+            if isinstance(item, Reasoning) and not any(message["reasoning_content"]):
+                continue
+            if len(self.made) > first and _continues(self.made[-1], message):
+                for name in message.keys() - {"role"}:
+                    self.made[-1].setdefault(name, []).extend(message[name])
             else:
                 self.add(message, here)
                 if not isinstance(item, InputMessage):
@@ -143,6 +141,14 @@ class ChatMessages:
             if "tool_calls" in message:
                 calls = f"messages.{len(self.made) - 1}.tool_calls"
                 self.names |= {calls: here, f"{calls}.{len(self.made[-1]['tool_calls']) - 1}.function": here}
+        for message in self.made[first:]:
+            message |= {name: "".join(message[name]) for name in ("content", "reasoning_content") if name in message}
+
+
+def _continues(last: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Return whether both are parts of one output: a thought, a text and calls. Two texts are two messages."""
+    one = (last["role"], message["role"]) == ("assistant", "assistant")
+    return one and ("tool_calls" in last or "tool_calls" in message or not last["content"])
 
 
 def _checked(value: dict[str, Any], place: str) -> Item:
@@ -158,10 +164,13 @@ def _checked(value: dict[str, Any], place: str) -> Item:
 
 
 def _message(item: Item) -> dict[str, Any]:
+    """Return its message, with a list of texts for each text: further items may add to it."""
     if isinstance(item, InputMessage):
-        return {"role": item.role, "content": text_of(item.content)}
+        return {"role": item.role, "content": [text_of(item.content)] if item.content else []}
+    if isinstance(item, Reasoning):  # the chat template may use it
+        return {"role": "assistant", "content": [], "reasoning_content": [part.text for part in item.content]}
     if isinstance(item, FunctionCallOutput):
-        return {"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)}
+        return {"role": "tool", "tool_call_id": item.call_id, "content": [text_of(item.output)]}
     assert isinstance(item, FunctionCall)
     function = {"name": item.name, "arguments": item.arguments}
-    return {"role": "assistant", "tool_calls": [{"id": item.call_id, "function": function}]}
+    return {"role": "assistant", "content": [], "tool_calls": [{"id": item.call_id, "function": function}]}

@@ -42,12 +42,12 @@ PARTS: dict[Kind, dict[str, Any]] = {
 """What items of text are made of."""
 PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs"}
 
-
 FIELDS = {
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
     "tool_choice.function": "tool_choice",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
 }

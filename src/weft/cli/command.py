@@ -21,6 +21,7 @@ from weft.assets import embedded_model_dir, preset_dir
 from weft.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
 from weft.cli.config_file import file_arguments
 from weft.cli.other_engines import hint, renamed
+from weft.cli.progress import start_said
 from weft.cli.ray_hosts import node_0
 from weft.cli.several_hosts import with_launcher
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
@@ -229,7 +230,9 @@ def model_dir(
     from weft.models.hub import snapshot
 
     try:
-        return snapshot(str(model), revision, weights=weights)
+        with start_said() as start:
+            start.what = f"fetching {model} from the hub"
+            return snapshot(str(model), revision, weights=weights)
     except ValueError as error:
         raise UserError(str(error)) from error
 

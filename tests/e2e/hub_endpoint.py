@@ -19,7 +19,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class Hub:
     """Repositories by name. gated: those with files that nobody gets. fetched: files that were asked for, with bodies.
 
-    status: of every reply, if not None.
+    status: of every reply, if not None. stuck: a file that is sent up to its first byte, and `asked` is set.
     """
 
     repositories: dict[str, Path]
@@ -27,6 +27,9 @@ class Hub:
     fetched: list[str] = field(default_factory=list)
     status: int | None = None
     address: str = ""
+    stuck: str | None = None
+    asked: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
@@ -75,7 +78,13 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             if body:
                 hub.fetched.append(file[3])
-            self._send(200, path.read_bytes(), {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT}, body)
+            headers = {"ETag": f'"{_etag(path)}"', "X-Repo-Commit": COMMIT}
+            if body and file[3] == hub.stuck:
+                self._send(200, b"", headers | {"Content-Length": str(path.stat().st_size)})
+                hub.asked.set()
+                hub.ended.wait()
+                return None
+            self._send(200, path.read_bytes(), headers, body)
 
         def _send(self, status: int, data: bytes, headers: dict[str, str] | None = None, body: bool = True) -> None:
             self.send_response(status)
@@ -92,6 +101,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
         try:
             yield hub
         finally:
+            hub.ended.set()
             server.shutdown()
             thread.join()
 

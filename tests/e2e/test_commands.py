@@ -28,7 +28,8 @@ from weft.assets import embedded_model_dir
 from weft.cli import cmd_demo, cmd_serve
 from weft.cli.command import EngineArguments, UserError, parse
 from weft.cli.other_engines import ADVICE
-from weft.cli.start import start_engine, start_said
+from weft.cli.progress import start_said
+from weft.cli.start import start_engine
 from weft.engine.config import EngineConfig
 from weft.models import directory
 from weft.place.spec import Mesh
@@ -229,6 +230,9 @@ def test_options_of_a_file(tmp_path: Path) -> None:
     assert (found.http.served_model_name, found.http.request_timeout_s, found.http.api_key) == (("c",), 1000.0, "007")
     other = parse(cmd_serve.Command, "serve", [str(ROOT / "examples/tiny_model"), f"--config={file}", "--overlap"])
     assert (other.model, other.port, other.engine.requests.overlap) == (ROOT / "examples/tiny_model", 7001, True)
+    file.write_text("api-key: -x\nserved-model-name: [-y]\nallowed-hosts: [a.b, c.d]\ncors-origins: []\n")
+    http = parse(cmd_serve.Command, "serve", ["--config", str(file)]).http
+    assert (http.api_key, http.served_model_name, http.allowed_hosts) == ("-x", ("-y",), ("a.b", "c.d"))
 
 
 @pytest.mark.parametrize(
@@ -242,6 +246,14 @@ def test_options_of_a_file(tmp_path: Path) -> None:
         ("port: [1\n", "is not YAML: while parsing"),
         ("attn-dp: 0\n", "attn_dp is 0"),
         ("\x00\n", "is not YAML"),
+        ("port: 1\nattn_tp: 2\nattn-tp: 1\n", "line 3: attn-tp is there twice"),
+        ("host: [127.0.0.1, other]\n", "line 1: host takes one value, not a list"),
+        ("served-model-name: [a, --port, '9']\n", "holds '--port'; in a list no value may begin with a dash"),
+        ("served-model-name: &a [*a]\n", "line 1: served-model-name holds a list in a list"),
+        ("served-model-name: " + "[" * 5000 + "]" * 5000, "is nested too deeply to be read"),
+        ("kv-events-config: {a: 2020-01-01}\n", "line 1: kv-events-config cannot be written as JSON"),
+        ("kv-events-config: {a: !b c}\n", "kv-events-config cannot be read: could not determine a constructor"),
+        ("overlap: !b c\n", "line 1: overlap cannot be read: could not determine a constructor"),
     ],
 )
 def test_a_file_of_options_that_cannot_be_read(tmp_path: Path, text: str, said: str) -> None:
@@ -252,6 +264,16 @@ def test_a_file_of_options_that_cannot_be_read(tmp_path: Path, text: str, said: 
     file.write_text("port: x\n")
     code, _, err = weft_here("serve", "--config", str(file))
     assert code == 2 and "--port" in err and f"weft: this is an option of --config {file}\n" in err
+
+
+@pytest.mark.parametrize("text", ["log-format: json\nport: -5\n", "prot: 2\nlog_format: json\n"])
+def test_errors_have_the_log_format_of_a_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    code, _, err = weft_here("serve", "--config", str(file))
+    assert code == 2 and json.loads(err)["event"].startswith("weft: ")
+    code, _, err = weft_here("serve", "--config", str(file), "--log_format", "text")
+    assert code == 2 and err.startswith("weft: ")
 
 
 def test_old_names_of_options_still_work() -> None:

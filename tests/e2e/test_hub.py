@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -123,3 +126,19 @@ def test_a_hub_that_fails_is_a_line(hub: Hub, monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "cache").write_text("a file where a folder should be")
     code, _, err = weft_here("plan", "org/tiny")
     assert code == 2 and "name another folder with HF_HOME" in err.splitlines()[-1], err
+
+
+def test_a_signal_ends_a_download(hub: Hub) -> None:
+    """Threads that wait for the hub do not hold the end up, and `serve` leaves with 0."""
+    hub.stuck = "model.safetensors"
+
+    def leave() -> None:
+        if hub.asked.wait(60):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    code, _, err = weft_here("serve", "org/tiny", "--port", "0")
+    thread.join()
+    assert hub.asked.is_set() and code == 0, err
+    assert not multiprocessing.active_children()

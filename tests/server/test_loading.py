@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from weft.server.sockets import bind
 def loading() -> Iterator[tuple[Loading, httpx.Client]]:
     with (
         bind("127.0.0.1", 0) as listener,
-        Loading(listener) as found,
+        Loading(listener, root_path="/llm") as found,
         httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=60) as client,
     ):
         yield found, client
@@ -41,8 +42,22 @@ def test_each_request_gets_503_while_the_model_loads() -> None:
             refused = client.request(method, path, content=b"x" * 100_000 if method == "POST" else b"")
             assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
             assert refused.json()["error"]["code"] == "loading"
-        refused = client.post("/v1/messages", json={"messages": []})
-        assert refused.json()["error"]["type"] == "overloaded_error" and refused.status_code == 503
+        for path in ("/v1/messages", "/llm/v1/messages"):
+            refused = client.post(path, json={"messages": []})
+            assert refused.json()["error"]["type"] == "overloaded_error" and refused.status_code == 503
+        assert client.get("/llm/health").json() == {"status": "loading"}
+        assert client.request("BREW", "/v1/models").json()["error"]["code"] == "loading"
+
+
+def test_what_is_no_request_gets_an_error_while_the_model_loads() -> None:
+    with loading() as (found, _):
+        for bad in (b"GET / HTTP/9.9\r\n\r\n", b"a b c d\r\n\r\n", b"GET /".ljust(2**16 + 1, b"x")):
+            with socket.create_connection(found.socket.getsockname(), timeout=60) as connection:
+                connection.sendall(bad)
+                with connection.makefile("rb") as response:
+                    head, _, body = response.read().partition(b"\r\n\r\n")
+            assert b"application/json" in head
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_clients_that_send_nothing_do_not_fill_the_process() -> None:

@@ -79,4 +79,5 @@ def test_all_that_is_printed_is_json_from_the_first_line_on() -> None:
     assert [line["event"] for line in lines[:2]] == ["two", "lines"]
     assert "a warning" in lines[2]["event"] and lines[3] == lines[3] | {"event": "event", "n": 1}
     assert [(line["level"], line["event"]) for line in lines[4:]] == [("ERROR", "an error"), ("ERROR", "weft: it ends")]
-    assert asked_format(["--log-format=json"]) == "json" and asked_format(["--log-format"]) == "text"
+    assert asked_format(["--log-format=json"]) == asked_format(["--log_format", "json"]) == "json"
+    assert asked_format(["--log-format"]) == "text"

@@ -91,7 +91,7 @@ class Command:
             raise UserError(str(error)) from error
         with (
             listener,
-            Loading(listener, options.tls) as loading,
+            Loading(listener, options.tls, options.root_path) as loading,
             agents(config, self.ray),
             start_engine(config, kv_events) as engine,
         ):

@@ -21,6 +21,7 @@ from weft.assets import embedded_model_dir, preset_dir
 from weft.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
 from weft.cli.config_file import file_arguments
 from weft.cli.other_engines import hint, renamed
+from weft.cli.progress import start_said
 from weft.cli.ray_hosts import node_0
 from weft.cli.several_hosts import with_launcher
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
@@ -36,6 +37,7 @@ from weft.engine.engine_options import (
 )
 from weft.models.directory import is_gguf, no_model, on_hub, packaged
 from weft.plugins import PluginError
+from weft.server.log import LogStream, asked_format
 
 T = TypeVar("T")
 
@@ -136,10 +138,11 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     if starts_engine and (advice := hint(arguments)) is not None:
         raise UserError(advice)
     file = _value_of("--config", arguments) if "config" in hints else []
-    try:
-        written = file_arguments(Path(file[0]), command) if file else []
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    written, fault = file_arguments(Path(file[0]), command) if file else ([], None)
+    if isinstance(sys.stderr, LogStream):
+        sys.stderr.log_format = asked_format([*written, *arguments])
+    if fault is not None:
+        raise UserError(fault)
     shown: dict[str, Any] = {"prog": f"weft {name}", "description": inspect.getdoc(command)}
     shown["registry"] = _with_plugins([*written, *arguments])
     if written:
@@ -227,7 +230,9 @@ def model_dir(
     from weft.models.hub import snapshot
 
     try:
-        return snapshot(str(model), revision, weights=weights)
+        with start_said() as start:
+            start.what = f"fetching {model} from the hub"
+            return snapshot(str(model), revision, weights=weights)
     except ValueError as error:
         raise UserError(str(error)) from error
 

@@ -1,12 +1,52 @@
-"""Progress bars on stderr."""
+"""What is said on stderr while something takes long: a progress bar, or lines where that is no terminal."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+SAY_S = 5.0
+"""Seconds between two lines that say how far the start is."""
+
+
+class Start:
+    """How far it is. what: is being done; part: the fraction of it that is done, None where nothing can be counted."""
+
+    def __init__(self) -> None:
+        self.what = "importing what the engine is made of"
+        self.part: float | None = None
+
+    def __str__(self) -> str:
+        return self.what if self.part is None else f"{self.what}: {self.part:.0%}"
+
+
+@contextmanager
+def start_said(pause_s: float = SAY_S) -> Iterator[Start]:
+    """Says every few seconds how far a start is, unless stderr is a terminal."""
+    start, ended = Start(), threading.Event()
+
+    def say() -> None:
+        while not ended.wait(pause_s):
+            print(f"weft: {start}", file=sys.stderr, flush=True)
+
+    if not sys.stderr.isatty():
+        threading.Thread(target=say, name="weft-start", daemon=True).start()
+    try:
+        yield start
+    finally:
+        ended.set()
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
     """A bar that vanishes when it is done; nothing where stderr is no terminal. columns: left out, rich's own."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
@@ -33,17 +38,40 @@ def snapshot(name: str, revision: str | None, *, weights: bool = True) -> Path:
     Raises ValueError in one line that says what to do. huggingface_hub shows the progress, and reads HF_ENDPOINT,
     HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
     """
+    forks = get_context("fork")
+    found, sender = forks.Pipe(duplex=False)
+    child = forks.Process(target=_send_snapshot, args=(sender, name, revision, weights), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        directory, line = found.recv()
+    except EOFError as error:
+        raise ValueError(f"the download of {name} was ended from outside; start it again") from error
+    finally:  # by a signal, too, which threads that wait for the hub do not see
+        child.kill()
+        child.join()
+    if line is not None:
+        raise ValueError(line)
+    assert isinstance(directory, Path)
+    return directory
+
+
+def _send_snapshot(sender: Connection, name: str, revision: str | None, weights: bool) -> None:
+    """Send the directory and None, or None and one line about an error. In a process of its own."""
+    signal(SIGINT, SIG_IGN)  # of a terminal, which the parent gets too
+    if not sys.stderr.isatty():  # no thread writes a log here, and bars are for terminals
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     wanted = [*CONFIG, *TEXT, INDEX] if weights else [*CONFIG]
     try:
         directory = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=FOLDERS))
         if weights and (files := _weights(directory)):
             snapshot_download(name, revision=directory.name, allow_patterns=files)  # of the same commit
     except Exception as error:  # those of its HTTP client and of Xet share no base
-        raise ValueError(_line(name, revision, error)) from error
+        return sender.send((None, _line(name, revision, error)))
     if not (directory / "config.json").is_file():
         advice = f"for a GGUF file of it, run `hf download {name} FILE.gguf`, and name the file that it prints"
-        raise ValueError(f"{name} on the hub has no config.json; {advice}")
-    return directory
+        return sender.send((None, f"{name} on the hub has no config.json; {advice}"))
+    sender.send((directory, None))
 
 
 def _weights(directory: Path) -> list[str]:

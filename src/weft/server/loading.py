@@ -9,7 +9,7 @@ import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 log = logging.getLogger(__name__)
 MAX_UNREAD, MAX_CLIENTS = 2**20, 64
@@ -29,7 +29,7 @@ class Refusal(BaseHTTPRequestHandler):
     timeout = 10.0  # seconds for each read and write
 
     def _refuse(self) -> None:
-        path = self.path.partition("?")[0]
+        path = self.path.partition("?")[0].removeprefix(cast(Loading, self.server).root_path)
         message = "the model is still loading; try again"
         body: dict[str, Any] = {"message": message, "type": "server_error", "param": None, "code": "loading"}
         body = {"error": body}
@@ -37,9 +37,16 @@ class Refusal(BaseHTTPRequestHandler):
             body = {"type": "error", "error": {"type": "overloaded_error", "message": message}}
         if path != "/health":
             fields = {"path": path, "outcome": "refused", "status": 503, "reason": message}
-            log.info("request", extra={"fields": fields | {"client": self.client_address and self.client_address[0]}})
-        data = json.dumps({"status": "loading"} if path == "/health" else body).encode()
-        self.send_response_only(503)
+            client = self.client_address[0] if self.client_address else None
+            log.info("request", extra={"fields": fields | {"client": client}})
+        self._respond(503, {"status": "loading"} if path == "/health" else body)
+        if self.command != "HEAD":
+            length = self.headers.get("Content-Length", "0")
+            self.rfile.read(min(int(length) if length.isdecimal() else 0, MAX_UNREAD))
+
+    def _respond(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response_only(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Retry-After", str(RETRY_S))
@@ -47,10 +54,17 @@ class Refusal(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
-            length = self.headers.get("Content-Length", "0")
-            self.rfile.read(min(int(length) if length.isdecimal() else 0, MAX_UNREAD))
 
-    do_GET = do_HEAD = do_POST = do_DELETE = do_OPTIONS = do_PUT = do_PATCH = _refuse
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("do_"):  # any method
+            return self._refuse
+        raise AttributeError(name)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Responds to what cannot be read as a request."""
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        self.close_connection, self.request_version = True, self.protocol_version  # the version may be what is wrong
+        self._respond(code, {"error": error})
 
     def log_message(self, format: str, *args: object) -> None:
         """Writes nothing: `_refuse` has written what matters."""
@@ -59,16 +73,16 @@ class Refusal(BaseHTTPRequestHandler):
 class Loading(ThreadingHTTPServer):
     """Refuses what is asked on a listening socket, on threads, until the context ends; the socket stays open.
 
-    tls: what the server will encrypt connections with.
+    tls: what the server will encrypt connections with. root_path: as `Options.root_path`.
     """
 
     daemon_threads, block_on_close = True, False
 
-    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None = None):
+    def __init__(self, listener: socket.socket, tls: ssl.SSLContext | None = None, root_path: str = ""):
         super().__init__(listener.getsockname(), Refusal, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
-        self._tls = tls
+        self._tls, self.root_path = tls, root_path
         self._places = threading.Semaphore(MAX_CLIENTS)
 
     def process_request(self, request: object, client_address: object) -> None:

@@ -171,7 +171,7 @@ def print_error(error: object) -> None:
 def asked_format(arguments: Sequence[str]) -> LogFormat:
     """The format that a command line asks for, before it is parsed: errors in it have that format too."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--log-format", default="text")
+    parser.add_argument("--log-format", "--log_format", default="text")
     with contextlib.suppress(argparse.ArgumentError):
         return "json" if parser.parse_known_args(arguments)[0].log_format == "json" else "text"
     return "text"

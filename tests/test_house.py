@@ -25,7 +25,7 @@ ROOMS = {
 """Each room in the order of imports, with the beginnings of its paths; the longest that fits counts."""
 LIBRARY_KERNELS = "__init__ float8_rows launch merge moe_permute overlap rms_norm"
 """The Triton kernels that the library launches."""
-BUDGETS = {"library": 10_600, "engine": 21_420, "serve": 8_780, "bench": 5_830}
+BUDGETS = {"library": 10_600, "engine": 21_420, "serve": 8_790, "bench": 5_830}
 """Maximum lines of Python. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
 KNOWN_BACKWARD_IMPORTS = {

@@ -30,7 +30,7 @@ FIRST_TOKEN = 16
 """Token ids below are mostly special ones."""
 JSON = {"Content-Type": "application/json"}
 LATENCIES = ("tpot", "ttft", "itl", "e2el")
-"""As they are reported. TPOT is first, as most ITL are 0 where a server or a network sends tokens in clumps."""
+"""Metrics in the order of the report: TPOT first, as most ITL are 0 where tokens are sent in clumps."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one request. error: what was wrong, or nothing. times: of the pieces, in seconds since it was sent. unknown:
-    kinds of pieces, as StreamedCompletion names them."""
+    """Measurements of one request. error: what was wrong, or nothing. times: seconds from the sending to each piece.
+    unknown: kinds of pieces, as StreamedCompletion names them."""
 
     error: str
     times: tuple[float, ...]

@@ -128,7 +128,7 @@ class Command:
         return 0
 
     def _url(self, listener: socket.socket) -> str:
-        """Where clients find the server."""
+        """Return the URL at which clients find the server."""
         if self.uds is not None:
             return f"unix:{self.uds}"
         host, port = listener.getsockname()[:2]

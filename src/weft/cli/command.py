@@ -245,7 +245,7 @@ def model_name(model: Path | None, found: Path) -> str:
 
 
 def _without_hub(model: Path | None, preset: str | None, revision: str | None) -> Path | None:
-    """What `model_dir` finds on this host; None for a name on the hub. Raises UserError."""
+    """Return the directory of a model on this host; None for a name on the hub. Raises UserError."""
     if model is not None and preset is not None:
         raise UserError(f"give {model} or --preset {preset}, not both")
     if model is not None and on_hub(model):

@@ -1,4 +1,4 @@
-"""What is said on stderr while something takes long: a progress bar, or lines where that is no terminal."""
+"""Progress on stderr while something takes long: a bar, or lines where stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAY_S = 5.0
 
 
 class Start:
-    """How far it is. what: is being done; part: the fraction of it that is done, None where nothing can be counted."""
+    """Progress of a start. what: the step it is at; part: the fraction done, None where nothing is counted."""
 
     def __init__(self) -> None:
         self.what = "importing what the engine is made of"

@@ -221,7 +221,7 @@ class ShmTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol says. tag: of the caller; ranks that give different ones make different calls."""
+        """Merge as the protocol says. tag: of the caller; ranks with different tags raise CommError."""
         check_merge(self, out, lse, group)
         if out.stride(2) != 1 or out.is_neg():
             out = _plain(out)

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help setup smollm2 demo wheel test test-nightly test-processors test-gpu test-gpu-parts test-mutants plugin-contracts lint docs counts clean
+.PHONY: help setup smollm2 demo wheel test test-nightly test-processors test-gpu test-gpu-parts test-mutants chaos plugin-contracts lint docs counts clean
 help:
 	@echo "make demo   serve the embedded model on 4 ranks and ask it word problems; ARGS=\"--dcp 2\" for more"
 	@echo "            ARGS=\"--model smollm2\" downloads and serves a model of 135 M parameters (93 MB)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make test-gpu-parts PARTS=\"peer soak\"   that, sanitizers and soaks, in parts of nine minutes; without PARTS: which"
 	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"place --jobs 2\""
+	@echo "make chaos  inject faults into a server under load; ARGS=\"--attn-dp 2 --attn-tp 2\", ARGS=--help"
 	@echo "make plugin-contracts  compare the plug-ins with vLLM's and SGLang's wheels; ARGS=\"vllm-0.33.0\""
 	@echo "make docs   build the documentation site into build/site; every link is checked"
 	@echo "make wheel  build dist/*.whl and the source distribution; kernels are compiled ahead, those for GPUs by nvcc"
@@ -20,14 +21,14 @@ help:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml bench/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Weft needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' \
 	  || { echo "$(PYTHON) lacks venv. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing packages into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]' -e bench
 	@touch $@
 
 # Its own requirements are llama.cpp to compile, and a client: Weft needs the file alone.
@@ -60,11 +61,14 @@ test-processors: setup
 
 # With the Python at hand: GPU machines bring their own torch.
 test-gpu:
-	@PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest tests/gpu --ignore tests/gpu/test_emulated.py \
+	@PYTHONPATH=src:bench/src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest tests/gpu --ignore tests/gpu/test_emulated.py \
 	  -o cache_dir=/dev/null -rs > gpu-tests.log 2>&1; status=$$?; cat gpu-tests.log; exit $$status
 
 test-gpu-parts:
 	@$(PYTHON) tests/gpu/parts.py $(or $(PARTS),--list) $(ARGS)
+
+chaos: setup
+	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 # Half an hour on two cores: for changes to tests, and now and then.
 test-mutants: setup
@@ -84,8 +88,8 @@ docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "built build/site"
 
 counts:
-	@printf 'Python lines: src %s, tests %s, benchmarks %s; benchmarks/results %s\n' $$(for files in 'src/*.py' 'tests/*.py' \
-	  'benchmarks/*.py' 'benchmarks/results/*'; do git ls-files "$$files" | xargs cat | wc -l; done)
+	@printf 'Python lines: src %s, bench %s, tests %s; bench/results %s\n' $$(for files in 'src/*.py' 'bench/*.py' \
+	  'tests/*.py' 'bench/results/*'; do git ls-files "$$files" | xargs cat | wc -l; done)
 
 clean:
 	rm -rf $(VENV)

@@ -15,9 +15,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = {"README.md": "index.md"} | {
-    name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "tests/README.md", "benchmarks/README.md")
+    name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "tests/README.md", "bench/README.md")
 }
-OUTSIDE |= {name: name for path in ROOT.glob("benchmarks/results/*") if (name := str(path.relative_to(ROOT)))}
+OUTSIDE |= {name: name for path in ROOT.glob("bench/results/*") if (name := str(path.relative_to(ROOT)))}
 """Files of the repository, and where the site has them."""
 HERE = {there: name for name, there in OUTSIDE.items()}
 

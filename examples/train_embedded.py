@@ -3,7 +3,7 @@
     python examples/train_embedded.py --out /tmp/embedded --device cuda
     python examples/train_embedded.py --out /tmp/smoke --steps 5 --problems 2000 --rows 8 --eval 16  # any CPU
 
-It makes the problems (weft.evals.word_problems), trains a tokenizer on the training split, trains the model on
+It makes the problems (weft_bench.word_problems), trains a tokenizer on the training split, trains the model on
 conversations of a few problems, saves an ordinary Hugging Face folder, loads that folder again and reports the
 exact match on held-out problems: unseen phrases and unseen numbers. The seeds are fixed, so --steps alone decides
 the result up to rounding; --minutes ends the schedule early on a clock.
@@ -35,7 +35,7 @@ from transformers import (
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 from transformers.utils.logging import disable_progress_bar
 
-from weft.evals.word_problems import Problem, extract, generate, prompt
+from weft_bench.word_problems import Problem, extract, generate, prompt
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SYSTEM = f"{START}system\nYou are a helpful assistant.{END}\n"

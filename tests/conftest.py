@@ -32,7 +32,7 @@ LONGEST = (
     "comm/test_shm.py",
     "e2e/test_layouts.py",
     "e2e/test_serve.py",
-    "e2e/test_chaos.py",
+    "chaos/test_chaos.py",
     "e2e/test_measuring.py",
     "engine/test_faults.py",
     "library/test_planned.py",

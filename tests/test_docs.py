@@ -18,7 +18,7 @@ from weft.cli.command import parse
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weft"
-FOLDERS = (".", "docs", "docs/api", "benchmarks", "tests")
+FOLDERS = (".", "docs", "docs/api", "bench", "tests")
 PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 
 
@@ -39,7 +39,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page: Path) -> None:
-    for name in re.findall(r"`((?:src|tests|benchmarks|examples)/[^`\s:]+)`", page.read_text()):
+    for name in re.findall(r"`((?:src|tests|bench|examples)/[^`\s:]+)`", page.read_text()):
         assert list(ROOT.glob(name.removesuffix("/"))), name
 
 
@@ -99,13 +99,13 @@ def test_the_design_page_has_the_order_of_imports() -> None:
 def test_results_that_are_kept_are_cited() -> None:
     """Raw figures that no page cites are deleted; those that pages cite are there, as links and named files resolve."""
     pages = " ".join(page.read_text() for page in PAGES)
-    kept = [path.name for path in (ROOT / "benchmarks" / "results").iterdir()]
+    kept = [path.name for path in (ROOT / "bench" / "results").iterdir()]
     assert not [name for name in kept if name not in pages]
 
 
 def test_every_benchmark_is_in_the_list_of_them() -> None:
-    listed = (ROOT / "benchmarks" / "README.md").read_text().partition("## Results")[0]
-    folder = ROOT / "benchmarks"
+    listed = (ROOT / "bench" / "README.md").read_text().partition("## Results")[0]
+    folder = ROOT / "bench" / "scripts"
     scripts = {path for path in folder.glob("*.*") if path.suffix != ".md"}
     scripts |= {path for path in folder.glob("*/*.py") if "__main__" in path.read_text()}
     assert {f"`{path.relative_to(folder)}`" for path in scripts} == set(re.findall(r"^\| (`[^`]+`)", listed, re.M))

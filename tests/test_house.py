@@ -14,24 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from test_layout import FILES, MODULES, SOURCE, circles, imports, parsed
+from test_layout import FILES, MODULES, ROOT, circles, imports, name_of, parsed
 
 ROOMS = {
     "library": "__init__ plugins place comm dcp hidden stream library tune kernels",
     "engine": "kv attention models assets engine kernels/triton",
     "serve": "server cli",
-    "bench": "bench profiler evals cli/cmd_bench_ cli/cmd_chaos cli/cmd_reproduce cli/cmd_profile cli/cmd_eval",
+    "bench": "weft_bench",
 }
 """Each room in the order of imports, with the beginnings of its paths; the longest that fits counts."""
 LIBRARY_KERNELS = "__init__ float8_rows launch merge moe_permute overlap rms_norm"
 """The Triton kernels that the library launches."""
-BUDGETS = {"library": 10_600, "engine": 21_420, "serve": 8_790, "bench": 5_830}
-"""Maximum lines of Python. Goals: 9,500, 16,000, 5,000 and 6,000."""
+BUDGETS = {"library": 10_600, "engine": 21_420, "serve": 8_630, "bench": 10_150}
+"""Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
-KNOWN_BACKWARD_IMPORTS = {
-    ("cli/cmd_demo.py", "weft.evals"),
-    ("cli/cmd_demo.py", "weft.evals.word_problems"),
-}
 KNOWN_FOLDER_CIRCLES = {
     frozenset(f"engine{name}" for name in ("", "/controller", "/hosts", "/output", "/scheduler", "/worker")),
 }
@@ -44,7 +40,7 @@ KNOWN_TWINS = set(TWINS.split())
 
 
 def room_of(path: Path) -> str:
-    name = str(path.relative_to(SOURCE))
+    name = name_of(path)
     starts = {start: room for room, found in ROOMS.items() for start in found.split()}
     starts |= {f"kernels/triton/{kernel}.py": "library" for kernel in LIBRARY_KERNELS.split()}
     return starts[max((start for start in starts if name.startswith(start)), key=len)]
@@ -56,24 +52,26 @@ def test_every_file_has_a_room() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_keep_to_their_budgets(room: str) -> None:
-    lines = sum(len(path.read_text().splitlines()) for path in FILES if room_of(path) == room)
+    scripts = sorted((ROOT / "bench" / "scripts").rglob("*.py")) if room == "bench" else []
+    files = [path for path in FILES if room_of(path) == room]
+    lines = sum(len(path.read_text().splitlines()) for path in (*files, *scripts))
     assert lines <= BUDGETS[room], "look for what the addition replaces, or move something out"
 
 
 def test_imports_between_rooms_run_one_way() -> None:
     order = list(ROOMS)
     backward = {
-        (str(path.relative_to(SOURCE)), name)
+        (name_of(path), name)
         for path in FILES
         for name in imports(path) & MODULES.keys() - {"weft"}
         if order.index(room_of(MODULES[name])) > order.index(room_of(path))
     }
-    assert backward == KNOWN_BACKWARD_IMPORTS
+    assert not backward
 
 
 def test_no_folders_import_each_other_in_a_circle() -> None:
     def folder(path: Path) -> str:
-        return str(path.parent.relative_to(SOURCE))
+        return str(Path(name_of(path)).parent)
 
     graph: dict[str, set[str]] = {folder(path): set() for path in FILES}
     for path in FILES:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from weft.bench.nccl_window import NcclWindowTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
 from weft.place.spec import Mesh
+from weft_bench.nccl_window import NcclWindowTransport
 
 MESH, BYTES = Mesh(2, 1, 2, 1), 11 * 512
 

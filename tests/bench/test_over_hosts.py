@@ -15,8 +15,6 @@ import torch
 
 from e2e.here import weft_here
 from engine.test_agents import free_port
-from weft.bench import collectives_hosts
-from weft.bench.hosts_rig import arguments, joined_hosts
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config import EngineConfig, EngineError
@@ -27,6 +25,8 @@ from weft.place.cost import ETHERNET, costs, host_table
 from weft.place.spec import Mesh
 from weft.tune import cpu_costs as tune
 from weft.tune import host_costs as tune_hosts
+from weft_bench import collectives_hosts
+from weft_bench.hosts_rig import arguments, joined_hosts
 
 SIZES = [4096]
 

@@ -16,7 +16,7 @@ from e2e.here import weft_here
 from weft.engine.messages import Profiled
 from weft.engine.profiling import NotWatched, Recording, Window, merge_traces, watch
 from weft.place.spec import Mesh
-from weft.profiler.breakdown import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
+from weft_bench.breakdown import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
 
 PAIR = Mesh(1, 2, 2, 1)
 PEER = "void weft::exchange<__nv_bfloat16, 2, 1>(weft::Call)"

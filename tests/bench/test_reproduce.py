@@ -17,17 +17,17 @@ from e2e.here import weft_here
 from weft.assets import preset_dir
 from weft.attention import backend_registry
 from weft.attention.backend_registry import BACKENDS, Needs, backends
-from weft.bench import reproduce
-from weft.bench.reproduce import Figures, Measured, better, config_of, measure
-from weft.bench.seeds import DEEPSEEK_V2_CACHE, SEEDS
-from weft.bench.setups import Load, Profile, Row, Seed, Setup
-from weft.cli import cmd_reproduce
 from weft.cli.command import UserError
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.startup import declared_caches
 from weft.engine.worker.memory import weight_bytes
 from weft.kv.cache_spec import Latent
+from weft_bench import reproduce
+from weft_bench.commands import cmd_reproduce
+from weft_bench.reproduce import Figures, Measured, better, config_of, measure
+from weft_bench.seeds import DEEPSEEK_V2_CACHE, SEEDS
+from weft_bench.setups import Load, Profile, Row, Seed, Setup
 
 SETUPS = {f"{name} small": seed.small for name, seed in SEEDS.items()}
 SETUPS |= {f"{name} {n}": seed.large(n) for name, seed in SEEDS.items() for n in (2, 4, 8) if n >= seed.min_ranks}

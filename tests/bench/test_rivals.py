@@ -1,4 +1,4 @@
-"""benchmarks/rivals: the checkpoint that engines serve, engines that do not start, the table, and a dry run."""
+"""bench/scripts/rivals: the checkpoint that engines serve, engines that do not start, the table, and a dry run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.models.load import dummy_model, load_model
 from weft.models.registry import load_config
 from weft.place.spec import Mesh
 
-RIVALS = Path(__file__).parents[2] / "benchmarks" / "rivals"
+RIVALS = Path(__file__).parents[2] / "bench" / "scripts" / "rivals"
 SMALL = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
 SMALL |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 400}
 
@@ -317,5 +317,5 @@ def test_a_dry_run(tmp_path: Path) -> None:
     assert order == [("weft", 0), ("weft-2", 0), ("weft-2", 1), ("weft", 1)] * 2
     assert all(row["failed"] == 0 and row["completed"] == (2, 40)[i // 4] for i, row in enumerate(found["rows"]))
     assert all(start["cache_tokens"] == 65536 for start in found["starts"]) and "weft / best other" in done.stdout
-    places = (str(tmp_path), sys.executable, str(RIVALS.parents[1]))
+    places = (str(tmp_path), sys.executable, str(RIVALS.parents[2]))
     assert not any(place in (tmp_path / "compare.json").read_text() for place in places), "paths of one machine"

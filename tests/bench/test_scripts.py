@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ fit the sources: each shows its help, and step_cpu.py, which replaces parts, runs."""
+"""The scripts of bench/scripts fit the sources: each shows its help, and step_cpu.py, which replaces parts, runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "benchmarks").rglob("*.py"))
+SCRIPTS = sorted((Path(__file__).parents[2] / "bench" / "scripts").rglob("*.py"))
 SCRIPTS = [script for script in SCRIPTS if "__main__" in script.read_text()]  # others are parts of these
 
 

@@ -16,9 +16,9 @@ import pytest
 from aiohttp import web
 
 from e2e.here import weft_here
-from weft.bench.client_processes import send_from
-from weft.bench.serving import Job, Outcome, RequestSpec, Server, Workload, arrivals, send, summary
-from weft.bench.streamed_completion import LoadError, StreamedCompletion
+from weft_bench.client_processes import send_from
+from weft_bench.serving import Job, Outcome, RequestSpec, Server, Workload, arrivals, send, summary
+from weft_bench.streamed_completion import LoadError, StreamedCompletion
 
 Events = AsyncIterator[dict[str, Any] | str]
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from support import small_config
 
-from weft.bench.step_bytes import decode_step_bytes
 from weft.kernels.float8 import FLOAT8
 from weft.models.load import build_model
 from weft.models.model_config import ModelConfig
 from weft.models.registry import read_config
 from weft.place.spec import Mesh
+from weft_bench.step_bytes import decode_step_bytes
 
 ONE, BF16 = Mesh(1, 1, 1, 1), torch.bfloat16
 

@@ -14,8 +14,8 @@ from engine.test_engine import GREEDY, prompts
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
-from weft.evals import word_problems
 from weft.place.spec import LayoutError
+from weft_bench import word_problems
 
 SHAPES = {
     "two heads": ("qwen2_moe", dict(num_key_value_heads=2)),

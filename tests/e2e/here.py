@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+from collections.abc import Callable
 
 from weft.cli import main
 
 
-def weft_here(*arguments: str) -> tuple[int, str, str]:
+def weft_here(*arguments: str, command: Callable[[list[str]], int] = main.main) -> tuple[int, str, str]:
     """Exit code, stdout, stderr."""
     handler = signal.getsignal(signal.SIGTERM)
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
-            code = main.main(list(arguments))
+            code = command(list(arguments))
         except SystemExit as end:
             code = int(end.code or 0)
         finally:

@@ -25,8 +25,9 @@ from rich.progress import Progress, TaskID
 
 from e2e.here import weft_here
 from weft.assets import embedded_model_dir
-from weft.cli import cmd_demo, cmd_serve
+from weft.cli import cmd_serve
 from weft.cli.command import EngineArguments, UserError, parse
+from weft.cli.command_table import commands as all_commands
 from weft.cli.other_engines import ADVICE
 from weft.cli.progress import start_said
 from weft.cli.start import start_engine
@@ -34,6 +35,7 @@ from weft.engine.config import EngineConfig
 from weft.models import directory
 from weft.place.spec import Mesh
 from weft.server.options import Options
+from weft_bench.commands import cmd_demo
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -286,7 +288,7 @@ def test_old_names_of_options_still_work() -> None:
 WITHOUT_TORCH = """
 import sys
 from weft.cli.main import main
-starts = ["serve"], ["generate"], ["eval"], ["profile"], ["chaos"]
+starts = ["serve"], ["generate"], ["eval"], ["profile"]
 bad = ["/nowhere"], ["--attn-dp", "2", "--ep", "3"], ["--preset", "gpt-oss-20b"], ["--tp", "2"]
 for command in starts:
     for options in bad:
@@ -323,8 +325,8 @@ def test_an_api_key_is_taken_without_the_newline_of_its_file(monkeypatch: pytest
 
 
 def test_no_option_of_ours_is_taken_for_another_engines() -> None:
-    for name in ("serve", "generate", "eval", "profile", "chaos"):
-        command = importlib.import_module(f"weft.cli.cmd_{name}").Command
+    for name in ("serve", "generate", "eval", "profile"):
+        command = importlib.import_module(all_commands()[name].module).Command
         own = {f.name for f in dataclasses.fields(command) if f.name != "engine"}
         ours = {name.replace("_", "-") for name in own | EngineArguments().values().keys()}
         assert ours & ADVICE.keys() == {"model"}  # which is no option, but the first argument

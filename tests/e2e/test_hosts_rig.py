@@ -19,12 +19,12 @@ from typing import Any, cast
 
 import pytest
 
+from chaos.__main__ import main
+from chaos.chaos_hosts import HostsChaos, KeptAgent
 from e2e.here import weft_here
 from engine.conftest import WAIT_S
-from weft.bench.chaos_hosts import HostsChaos, KeptAgent
-from weft.bench.hosts_rig import Host, arguments, joined_hosts, started_by
-from weft.bench.server_process import ServerError
-from weft.cli.main import main
+from weft_bench.hosts_rig import Host, arguments, joined_hosts, started_by
+from weft_bench.server_process import ServerError
 
 WEFT = (sys.executable, "-m", "weft.cli.main")
 LAYOUT = ("--attn-dp", "2", "--attn-tp", "2", "--device", "cpu", "--kv-tokens", "2048")
@@ -131,10 +131,10 @@ def test_a_process_that_is_not_refused_is_seen(hosts: tuple[Host, ...], said: st
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_chaos_over_two_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each kind of fault once; `weft chaos --hosts 2 --faults 60` is the long form."""
+    """Each kind of fault once; `make chaos ARGS="--hosts 2 --faults 60"` is the long form."""
     kinds = 16
     asked = ["--hosts", "2", "--faults", str(kinds), "--bound-factor", "60", "--json", str(tmp_path / "report.json")]
-    code = main(["chaos", *asked, "--clients", "2", "--tokens", "24"])
+    code = main([*asked, "--clients", "2", "--tokens", "24"])
     found = json.loads((tmp_path / "report.json").read_text())
     assert code == 0 and found["passed"], json.dumps(found, indent=1)
     assert {row["count"] for row in found["faults"].values()} == {1} and len(found["faults"]) == kinds

@@ -10,7 +10,7 @@ import pytest
 from server.conftest import Served, serve
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.evals import word_problems
+from weft_bench import word_problems
 
 LAYOUTS = {
     "1x1": dict(executor="thread"),

@@ -18,10 +18,10 @@ import pytest
 
 from e2e.here import weft_here
 from weft.assets import embedded_model_dir
-from weft.bench.hosts_rig import joined_hosts
 from weft.cli import ray_hosts
 from weft.cli.command import EngineArguments
 from weft.engine.config import EngineConfig
+from weft_bench.hosts_rig import joined_hosts
 
 TWO = ("--attn-tp", "2", "--device", "cpu", "--nnodes", "2", "--ray")
 PROMPT = ("generate", "--prompt", "Tom has 3 apples", "--max-tokens", "8")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from weft.bench.server_process import ServerProcess, forker_of
 from weft.server.sockets import bind
+from weft_bench.server_process import ServerProcess, forker_of
 
 KEY = "a key that no command line shows"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from chaos.__main__ import main as chaos
 from e2e.here import weft_here
 from weft.cli.command import EngineArguments
 from weft.cli.several_hosts import first_host, with_launcher
@@ -85,8 +86,8 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], environ: dict[str, s
 
 
 def test_chaos_says_where_hosts_may_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.bench.hosts_rig.shutil.which", lambda name: None)
-    code, _, err = weft_here("chaos", "--hosts", "2")
+    monkeypatch.setattr("weft_bench.hosts_rig.shutil.which", lambda name: None)
+    code, _, err = weft_here("--hosts", "2", command=chaos)
     missing = "no namespaces here: the programs unshare, nsenter, mount, ip are missing"
     assert (code, err) == (2, f"weft: --hosts makes hosts of namespaces, as root with CAP_SYS_ADMIN: {missing}\n")
 
@@ -106,9 +107,9 @@ def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
     assert code == 2 and err.startswith("weft: dcp=2: the ranks of a dcp group must hold the same key-value heads"), err
     code, _, err = weft_here("generate", "--prompt", "x", *both, "--node-rank", "1")
     assert (code, err) == (2, "weft: hosts=2 does not divide the 1 ranks; nearest that do: 1\n")
-    code, _, err = weft_here("chaos", *two, *both, "--node-rank", "0")
+    code, _, err = weft_here(*two, *both, "--node-rank", "0", command=chaos)
     assert (code, err) == (2, "weft: chaos makes its hosts on this machine: give --hosts in place of --nnodes\n")
-    code, _, err = weft_here("chaos", *two, "--hosts", "3")
+    code, _, err = weft_here(*two, "--hosts", "3", command=chaos)
     assert (code, err) == (2, "weft: hosts=3 does not divide the 2 ranks; nearest that do: 2\n")
     code, _, err = weft_here("doctor", "--nnodes", "2", "--node-rank", "0")
     assert code == 2 and err.startswith("weft: --nnodes 2 takes --master-addr"), err

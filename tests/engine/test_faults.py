@@ -232,7 +232,7 @@ def test_a_forked_process_has_no_engine_and_leaves_its_parents_alone(model_dir: 
         expected = engine.generate([[1, 2]], params)[0].token_ids
         belongs = f"this Engine belongs to process {os.getpid()}, from which this process was forked"
         for name in ("generate", "comm_report", "wait", "reset_cache", "state", "drain"):
-            assert in_a_fork(lambda name=name: getattr(engine, name)) .startswith(f"EngineError: {name}: {belongs}")
+            assert in_a_fork(lambda name=name: getattr(engine, name)).startswith(f"EngineError: {name}: {belongs}")
         assert in_a_fork(lambda: engine.close()) == "None"
         assert engine.generate([[1, 2]], params)[0].token_ids == expected
         assert engine.state == "serving" and engine.stats().failures == 0

@@ -14,7 +14,7 @@ from engine.test_hybrids import FAMILIES
 from weft.engine.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.request import SamplingParams
-from weft.evals import word_problems
+from weft_bench import word_problems
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 GREEDY = SamplingParams(max_tokens=90, temperature=0.0)

@@ -108,7 +108,7 @@ def test_over_hosts_one_of_the_transports_crosses_them() -> None:
 
 
 def test_windows_of_nccl_are_a_plugin_of_benchmarks() -> None:
-    known = transports(["weft.bench.nccl_window"])
+    known = transports(["weft_bench.nccl_window"])
     assert known["nccl_window"].name == NCCL.name and not known["nccl_window"].auto
     assert automatic(known, "cuda", 2) == (PEER, NCCL)
 

@@ -59,7 +59,7 @@ def soak(name: str, model: str, *arguments: str) -> Command:
     device = ("--device", "{device}", "--dtype", "float32")
     served = (*([f"{{scratch}}/{model}"] if model else []), *device, *arguments)
     options = ("--json", f"{{out}}/{name}.json", "--serve-arguments")
-    return Command(name, ("benchmarks/soak.py", *small, *options, *served))
+    return Command(name, ("bench/scripts/soak.py", *small, *options, *served))
 
 
 ELSEWHERE = ("emulated", "merge_emulated", "lanes", "compile", "triton_compile")  # on CPUs
@@ -119,7 +119,7 @@ PARTS = {
         "CPU time of a step, without a model and of one",
         2,
         (
-            Command("step-cpu", ("benchmarks/step_cpu.py", "--pause-ms", "2")),
+            Command("step-cpu", ("bench/scripts/step_cpu.py", "--pause-ms", "2")),
             *(
                 Command(
                     f"profile-{n}",
@@ -135,7 +135,7 @@ PARTS = {
         (
             Command(
                 "before-after",
-                ("benchmarks/gpu_before_after.py", "--before", "{before}", "--json", "{out}/before-after.json"),
+                ("bench/scripts/gpu_before_after.py", "--before", "{before}", "--json", "{out}/before-after.json"),
             ),
         ),
     ),
@@ -186,7 +186,12 @@ def run(command: Command, values: dict[str, str], environment: dict[str, str], d
 
 def run_part(part: Part, values: dict[str, str], seconds: float) -> list[tuple[str, str, float]]:
     """Of each command its name, how it ended, and seconds."""
-    path = os.pathsep.join([f"{REPOSITORY}/src", f"{REPOSITORY}/tests", *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [
+            *(f"{REPOSITORY}/{name}" for name in ("src", "bench/src", "tests")),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
+    )
     environment = os.environ | NO_MULTICAST | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(part.gpus)))}
     deadline, ended = time.monotonic() + seconds, []

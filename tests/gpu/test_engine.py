@@ -31,10 +31,10 @@ from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.open_transports import cost_model, open_transports, untuned
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Finish, Worker
-from weft.evals import word_problems
 from weft.kv.tokens import token_array
 from weft.place.chain import Counts
 from weft.place.spec import LayoutError
+from weft_bench import word_problems
 
 GPUS = torch.cuda.device_count()
 LAYOUTS = {

@@ -20,7 +20,7 @@ import torch
 from engine.test_agents import free_port
 from weft.engine.config import EngineConfig
 from weft.engine.startup import load_tokenizer
-from weft.evals import word_problems
+from weft_bench import word_problems
 
 GPUS = torch.cuda.device_count()
 PROBLEMS = word_problems.generate("heldout", 6, seed=7)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.bench.server_process import ServerProcess
-from weft.evals import word_problems
+from weft_bench import word_problems
+from weft_bench.server_process import ServerProcess
 
 GPUS = torch.cuda.device_count()
 LAYOUTS = {"1x1": "", "1x2": "--attn-tp 2 --ep 2 --moe-tp 1", "2x1": "--attn-dp 2"}

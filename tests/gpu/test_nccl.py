@@ -12,7 +12,6 @@ import torch.multiprocessing as mp
 from support import small_model
 
 from comm.oracle import check_calls, check_edges
-from weft.bench.nccl_window import NcclWindowTransport
 from weft.comm.peer import PeerTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
@@ -23,6 +22,7 @@ from weft.models.load import load_model
 from weft.models.registry import load_config
 from weft.place.cost import costs
 from weft.place.spec import Mesh
+from weft_bench.nccl_window import NcclWindowTransport
 
 GPUS = torch.cuda.device_count()
 MESHES = [m for m in (Mesh(2, 1, 2, 1), Mesh(1, 2, 1, 2), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1)) if m.world <= GPUS]

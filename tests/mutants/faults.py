@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """name: what is wrong then. file: below src/weft, in which `old` stands once; new: what is put in its place.
+    """A mistake, and the tests that must see it.
 
-    tests: as pytest takes them, some of which must fail.
+    Attributes:
+        name: says what is wrong with it.
+        file: below src/weft; a file of weft-bench begins with weft_bench/.
+        old: occurs once in the file, and is replaced by `new`.
+        tests: arguments of pytest; at least one of the tests must fail.
     """
 
     name: str
@@ -17,6 +21,11 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The file in a folder that holds both packages."""
+        return self.file if self.file.startswith("weft_bench/") else f"weft/{self.file}"
 
 
 EXHAUSTIVE, EXPERTS = "tests/place/test_exhaustive.py", "tests/place/test_experts.py"
@@ -731,17 +740,17 @@ OWN = [
     ),
     Fault(
         "time for each token counts the first",
-        "bench/serving.py",
+        "weft_bench/serving.py",
         "(last - first) / (self.output_tokens - 1)",
         "(last - first) / self.output_tokens",
         ("tests/bench/test_serving.py",),
     ),
     Fault(
         "an answer in digits need not agree with its words",
-        "evals/word_problems.py",
+        "weft_bench/word_problems.py",
         "return value if str(value) == digits and number_words(value) == words else None",
         "return value if str(value) == digits else None",
-        ("tests/test_word_problems.py::test_an_answer_counts_only_where_digits_and_words_agree",),
+        ("tests/bench/test_word_problems.py::test_an_answer_counts_only_where_digits_and_words_agree",),
     ),
 ]
 """Drawn over the whole tree."""

@@ -41,7 +41,7 @@ LIBRARIES = ("torch", "transformers", "hypothesis.strategies", "fastapi", "uvico
 def planted(free: Queue[Path], fault: Fault) -> str:
     """How the fault's tests end with it. free: copies of the sources that nobody uses."""
     began, sources = time.monotonic(), free.get()
-    path = sources / "weft" / fault.file
+    path = sources / fault.path
     text = path.read_text()
     outcome = "stale"
     if text.count(fault.old) == 1:
@@ -97,7 +97,9 @@ def main() -> int:
         free = manager.Queue()
         for job in range(given.jobs):
             ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-            free.put(Path(shutil.copytree(ROOT / "src", COPIES / str(job), ignore=ignored)))
+            for folder in (ROOT / "src", ROOT / "bench" / "src"):
+                shutil.copytree(folder, COPIES / str(job), ignore=ignored, dirs_exist_ok=True)
+            free.put(COPIES / str(job))
         outcomes = Counter(pool.map(partial(planted, free), chosen))
     print(", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()))
     return int(outcomes["caught"] < len(chosen))

@@ -1,4 +1,4 @@
-"""What commands share: the list of them, the engine's options, and how a dataclass becomes a command."""
+"""Parts that commands share: the engine's options, and how a dataclass becomes a command."""
 
 from __future__ import annotations
 
@@ -40,26 +40,6 @@ from weft.plugins import PluginError
 from weft.server.log import LogStream, asked_format
 
 T = TypeVar("T")
-
-COMMANDS = {
-    "serve": "serve a model over HTTP, OpenAI-compatible",
-    "generate": "complete prompts on the terminal",
-    "eval": "score a model on held-out word problems",
-    "plan": "print the collectives that a layout needs, and what they cost",
-    "tune": "measure this host: the table by which the planner chooses",
-    "bench collectives": "time every edge of Weft's own transport beside others, and the floor",
-    "bench dcp": "time the merge of attention over shards of the keys, by each algorithm",
-    "bench latency": "time first and next tokens of a request, transport by transport",
-    "bench serving": "load an OpenAI-compatible server: throughput and latencies",
-    "profile": "watch decode steps on every rank: collectives, kernels, idle",
-    "chaos": "inject faults into a server under load: nothing may be lost, hang or stay behind",
-    "reproduce": "run what the pull requests measured that Weft grew from",
-    "doctor": "look at this host: what will be slow, and why",
-    "demo": "serve the embedded model on 4 ranks and ask it word problems",
-}
-
-EXTRAS = {"serve": "serve", "demo": "demo", "bench serving": "bench", "profile": "bench"}
-"""The extra with the packages that a command imports beside those that Weft always brings."""
 
 UNNAMED = tyro.conf.arg(name="")
 """Of options that stand in a group of their own in the help, and have no prefix."""

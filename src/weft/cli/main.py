@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 
-from weft.cli.command import COMMANDS, EXTRAS, UserError, parse
+from weft.cli.command import UserError, parse
+from weft.cli.command_table import OF_BENCH, CommandEntry, commands
 from weft.place.spec import LayoutError, PlacementError
 from weft.server.log import asked_format, print_error, stderr_as_log
 
@@ -23,31 +24,34 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(f"weft {__version__}")
         return 0
-    if arguments[0] == "bench" and arguments[1:2] in ([], ["-h"], ["--help"]):
-        print(usage("bench "))
-        return 0 if arguments[1:] else 2
-    name = next((c for c in COMMANDS if arguments[: len(c.split())] == c.split()), None)
+    known = commands(arguments[0])
+    name = next((c for c in known if arguments[: len(c.split())] == c.split()), None)
     if name is None:
-        print(f"weft: no command {arguments[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        group = f"{arguments[0]} "
+        if arguments[1:2] in ([], ["-h"], ["--help"]) and any(each.startswith(group) for each in known):
+            print(usage(group))
+            return 0 if arguments[1:] else 2
+        print(f"weft: {_unknown(arguments[0], list(known))}", file=sys.stderr)
         return 2
     rest = arguments[len(name.split()) :]
     if name == "serve":
         with stderr_as_log(asked_format(rest)):
-            return _run(name, rest)
-    return _run(name, rest)
+            return run_command(name, known[name], rest)
+    return run_command(name, known[name], rest)
 
 
-def _run(name: str, rest: list[str]) -> int:
+def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
+    """Run one command with its arguments; return the exit code. An error that a user can correct becomes one line."""
     try:
-        module = importlib.import_module(f"weft.cli.cmd_{name.replace(' ', '_')}")
+        module = importlib.import_module(entry.module)
         code = int(parse(module.Command, name, rest).run())
         sys.stdout.flush()
         return code
     except ModuleNotFoundError as error:
         package = (error.name or "weft").split(".")[0]
-        if package == "weft":
+        if package.startswith("weft"):
             raise
-        what = f"'weft[{EXTRAS[name]}]'" if name in EXTRAS else package
+        what = package if entry.extra is None else f"'weft[{entry.extra}]'"
         print_error(f"{name} needs the package {package}; pip install {what}")
         return 2
     except BrokenPipeError:  # who reads the output has left, as `head` does; Python must not flush into it at exit
@@ -76,6 +80,12 @@ def _run(name: str, rest: list[str]) -> int:
         return 1
 
 
+def _unknown(name: str, known: list[str]) -> str:
+    if name in OF_BENCH and not any(each.split()[0] == name for each in known):
+        return f"{name} is a command of weft-bench; pip install 'weft[bench]'"
+    return f"no command {name!r}; one of {', '.join(known)}"
+
+
 def usage(prefix: str = "") -> str:
     """The list of commands, or of those with names that begin so."""
     lines = [
@@ -84,7 +94,7 @@ def usage(prefix: str = "") -> str:
         "usage: weft COMMAND [MODEL_DIR] [OPTIONS]",
         "",
     ]
-    lines += [f"  {name:19}{what}" for name, what in COMMANDS.items() if name.startswith(prefix)]
+    lines += [f"  {name:19}{entry.summary}" for name, entry in commands().items() if name.startswith(prefix)]
     return "\n".join([*lines, "", "`weft COMMAND --help` explains a command. MODEL_DIR left out: the embedded model."])
 
 

@@ -1,7 +1,7 @@
 """What a step costs, by transport: a preset, or a table measured on the host by `weft tune`.
 
 Presets are latency plus bytes over bandwidth (the α-β model of Hockney, doi:10.1016/S0167-8191(06)80021-9): starting
-points for planning, from public datasheets and the measurements under `benchmarks/`.
+points for planning, from public datasheets and the measurements under `bench/results`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from weft.place.show import columns
 T = TypeVar("T")
 KEYS_SHARE, LATENT_SHARE = 0.6, 0.3
 """Fractions of the memory bandwidth that decode attention reaches on keys and values, and on latent vectors (one H200:
-benchmarks/results/gpu_kernels_h200_2026-11-22.json)."""
+bench/results/gpu_kernels_h200_2026-11-22.json)."""
 PROBE_BYTES = 1 << 26
 """From so many bytes to twice as many, the time of local work grows by the bandwidth alone."""
 MAX_TOKENS = 1 << 24

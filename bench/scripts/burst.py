@@ -1,0 +1,198 @@
+"""What first tokens wait for in the server when many prompts come at once, beside the steps themselves: no GPU.
+
+The server, its engine's thread and the scheduler are those of `weft serve`, with ranks that reply after a made-up time
+(that of `waves.py`, unless --row-us and --step-ms say otherwise); the clients are `weft bench serving`, another
+process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and what they share if
+they come evenly; how long the ranks had no step until the last prompt was sent to them, and how long after the first
+request the first step came that is at least half full; CPU seconds of the server. --switch-ms sets the interval after
+which a thread that waits for Python's lock asks for it, which `weft serve` shortens.
+
+    python bench/scripts/burst.py --clients 256 --input-len 1024
+
+    git worktree add ../before COMMIT
+    python bench/scripts/burst.py --trees ../before/src src --runs 3
+
+runs two source trees in turn, each by its own checkout's copy of this script, and prints the medians of their runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from weft.assets import embedded_model_dir
+from weft.engine import engine as engine_module
+from weft.engine.config import EngineConfig
+from weft.engine.controller.executor import Executor
+from weft.engine.engine import Engine
+from weft.engine.messages import AskReport, GroupRows, Ran, Report, Result, Step, decode_from_rank, encode
+from weft.kv.cache_spec import CacheGroup, Rule
+from weft.server import app, run
+from weft.server.engine_client import EngineClient
+from weft.server.metrics import Metrics
+from weft.server.options import Options
+from weft.server.sockets import bind
+
+TOKEN = 70
+
+
+class TimedRanks(Executor):
+    """One rank that replies with the same token for every row, when its step is over.
+
+    without_step: seconds between steps, up to the step with the last prompt. full_step: when the first step that is at
+    least half full came.
+    """
+
+    def __init__(self, config: EngineConfig, seconds: Callable[[GroupRows], float]):
+        super().__init__(config)
+        self.groups = (CacheGroup(Rule(), config.num_pages),)
+        self._seconds, self._free, self._pauses, self.without_step = seconds, 0.0, 0.0, 0.0
+        self.full_step = float("nan")
+
+    def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
+        self._results = [type(self._in_flight)()]
+        self._replies = deque[tuple[float, bytes]]()
+
+    def _send_all(self, message: Any) -> None:
+        if not isinstance(message, Step):
+            return
+        encode(message)
+        now, rows = time.monotonic(), message.groups[0]
+        if math.isnan(self.full_step) and 2 * rows.count >= self.config.batch_tokens:
+            self.full_step = now
+        self._pauses += max(0.0, now - self._free) if self._free else 0.0
+        self._free = max(now, self._free) + self._seconds(rows)
+        self.without_step = self._pauses if rows.joins else self.without_step
+        ran = Ran(message.number, message.counts, 7, 9)
+        self._replies.append((self._free, encode(Result(0, ran, (TOKEN,) * len(rows.sampled_rows)))))
+
+    def _receive(self, *_: float) -> Any:
+        if not self._replies:
+            time.sleep(0.001)
+            return None
+        over, reply = self._replies.popleft()
+        time.sleep(max(0.0, over - time.monotonic()))
+        return decode_from_rank(reply)
+
+    def _launch(self, poll: Any) -> None: ...
+    def _stop_ranks(self, grace_s: float) -> None: ...
+    def _send(self, rank: int, message: Any) -> None:
+        if isinstance(message, AskReport):
+            self._replies.append((0.0, encode(Report((), ()))))
+
+    def _dead(self, *, killed: bool = False) -> None: ...
+
+
+def measure(asked: argparse.Namespace) -> dict[str, float]:
+    """The figures of one burst."""
+    made: list[TimedRanks] = []
+
+    def seconds(rows: GroupRows) -> float:
+        if rows.chunks:
+            return (asked.step_ms + asked.row_us * rows.count / 1e3) / 1e3
+        return 0.0015 + 0.00012 * min(len(rows.decode_rows), 60)
+
+    def make(config: EngineConfig) -> TimedRanks:
+        made.append(TimedRanks(config, seconds))
+        return made[-1]
+
+    engine_module.make_executor = make  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        model = Path(shutil.copytree(embedded_model_dir(), Path(folder) / "model"))
+        changed = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1 << 15}
+        (model / "config.json").write_text(json.dumps(changed))
+        length = asked.input_len + asked.output_len + 8
+        config = EngineConfig(
+            model=model, executor="thread", max_running=asked.clients, max_batch_tokens=asked.batch_tokens,
+            max_model_len=length, kv_tokens=(asked.clients + 8) * (length + 16),
+        )  # fmt: skip
+        options = Options()
+        with bind("127.0.0.1", 0) as listener, Engine(config) as engine:
+            client = EngineClient(engine, Metrics(engine), None)
+            server = run.Server(app.create_app(client, "burst", options), client, options)
+            run.prepare_interpreter()
+            if asked.switch_ms is not None:
+                sys.setswitchinterval(asked.switch_ms / 1e3)
+            arrivals, submit_all = [], engine.submit_all
+
+            def submit(*given: Any, **more: Any) -> list[int]:
+                arrivals.append(time.monotonic())
+                return submit_all(*given, **more)
+
+            engine.submit_all = submit  # type: ignore[method-assign]
+            serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            serving.start()
+            began = time.process_time()
+            found = _load(f"http://127.0.0.1:{listener.getsockname()[1]}", asked)
+            cpu = time.process_time() - began
+            server.stop()
+            serving.join()
+    mean, last = found["mean_ttft_ms"], found["p99_ttft_ms"]
+    figures = {"ttft_mean_ms": mean, "ttft_p99_ms": last, "ttft_shared_ms": 2 * mean - last}
+    figures |= {"ranks_idle_ms": 1e3 * made[0].without_step, "full_step_ms": 1e3 * (made[0].full_step - arrivals[0])}
+    figures["server_cpu_s"] = cpu
+    return {name: round(value, 2) for name, value in figures.items()}
+
+
+def _load(url: str, asked: argparse.Namespace) -> Any:
+    command = [sys.executable, "-m", "weft.cli.main", "bench", "serving", "--base-url", url, "--num-warmups", "0"]
+    command += ["--num-prompts", str(asked.clients), "--random-input-len", str(asked.input_len)]
+    command += ["--random-output-len", str(asked.output_len), "--ignore-eos", "--json"]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def _script_of(tree: Path) -> str:
+    """Return the copy of this script in the checkout of a tree, which may be older than the folder bench/."""
+    folders = (tree.parent / "bench" / "scripts", tree.parent / "benchmarks")
+    return str(next(path for folder in folders if (path := folder / Path(__file__).name).exists()))
+
+
+def compare(asked: argparse.Namespace) -> None:
+    """Runs both trees in turn and prints the medians of their figures."""
+    options = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in vars(asked).items()
+        if name not in ("trees", "runs") and value is not None
+    ]
+    runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+    for _ in range(asked.runs):
+        for name, tree in zip(runs, asked.trees, strict=True):
+            path = os.pathsep.join([str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
+            where = os.environ | {"PYTHONPATH": path}
+            command = [sys.executable, _script_of(tree), *options]
+            runs[name].append(json.loads(subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True).stdout))
+    for figure in runs["before"][0]:
+        before, after = (statistics.median(each[figure] for each in of) for of in runs.values())
+        print(f"{figure:16}{before:10.2f}{after:10.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=256)
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--step-ms", type=float, default=3.0, help="of a step with prompts, beside its rows")
+    parser.add_argument("--row-us", type=float, default=4.5, help="of each row of a step with prompts")
+    parser.add_argument("--switch-ms", type=float, help="left out, that of weft serve; Python's own is 5")
+    parser.add_argument("--trees", type=Path, nargs=2, help="source folders of two checkouts: before, after")
+    parser.add_argument("--runs", type=int, default=3, help="of each tree")
+    asked = parser.parse_args()
+    compare(asked) if asked.trees else print(json.dumps(measure(asked)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Time between tokens, and prompts read a second, of the engine on GPUs: a preset's shape with made-up weights.
+
+Every case, a layout with what carries its exchanges and the plan that they follow, is a fresh engine, in a process of
+its own that is ended after `--case-timeout` seconds. Its sequences have `--context` tokens each and answer greedily
+without an end; the time between one step's tokens and the next is taken at the listener, once all of them answer.
+Prompts are read with answers of one token. Experts gather or dispatch (with carrier peer alone).
+
+Carriers are transports, or a plan: auto (peer and NCCL, chosen edge by edge), peer, nccl, `nccl_window` (NCCL on
+registered memory, whose captured kernels have been seen to race), or `naive`: the plan of all-reduces that every other
+is compared with, carried as auto. With NCCL every DP group exchanges its graph's whole capacity
+(`weft.comm.step_rows`).
+
+equal_tokens says for each carrier that ran before in the same layout, and for the same one in its turns before, how
+much of the answers was the same: of each answer, the part up to the first token that differs. All cases have the same
+weights and prompts, so a carrier that gives wrong sums shows. Right ones differ too, the later the less they differ:
+they round sums otherwise, and a token may hang on that.
+
+floor_ms is the least time of a step: the bytes of `weft_bench.step_bytes` at the bandwidth of a kernel that only reads.
+
+Prints a line of JSON a measurement, and writes them all, with the cases that failed. What a step is made of, `weft
+profile` says.
+
+    python bench/scripts/gpu_decode.py --layouts 1x2,2x1 2x1,2x1 --batches 1 16 64 256 --carriers auto nccl naive
+    python bench/scripts/gpu_decode.py --layouts 2x1,2x1 --carriers peer --moe-exchange gather dispatch
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.assets import preset_dir
+from weft.cli.command import stop_on_sigterm
+from weft.engine.config import EngineConfig
+from weft.engine.device import dtype_of, kv_dtype_of
+from weft.engine.engine import Engine
+from weft.engine.output.request_output import RequestOutput
+from weft.engine.output.results import whole
+from weft.engine.request import SamplingParams
+from weft.tune.host import describe_host
+from weft_bench.step_bytes import decode_step_bytes
+
+WAIT_S = 120.0
+TRANSPORTS = ("auto", "peer", "nccl", "nccl_window", "naive")
+Send = Callable[[Any], None]
+Outputs = list[list[int]]
+
+
+def layout(text: str) -> dict[str, int]:
+    """`1x2,2x1`: attn_dp × attn_tp, ep × moe_tp."""
+    dp_tp, ep_tp = text.split(",")
+    (dp, tp), (ep, moe_tp) = (map(int, half.split("x")) for half in (dp_tp, ep_tp))
+    return {"attn_dp": dp, "attn_tp": tp, "ep": ep, "moe_tp": moe_tp}
+
+
+def reply(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]], Outputs]:
+    """Has prompts of random tokens answered: when that began, when each sequence's tokens came (seconds), and they."""
+    generator = torch.Generator().manual_seed(batch)
+    limit = min(5000, engine.model_config.vocab_size)
+    prompts = torch.randint(10, limit, (batch, context), generator=generator).tolist()
+    times: list[list[float]] = [[] for _ in prompts]
+    ended: dict[int, RequestOutput] = {}
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+    def listener(at: int) -> Any:
+        def listen(reply: RequestOutput) -> None:
+            if reply.end is not None:
+                ended[at] = reply
+            times[at].append(time.perf_counter())
+
+        return listen
+
+    began = time.perf_counter()
+    engine.submit_all([(prompt, params, listener(at)) for at, prompt in enumerate(prompts)])
+    while any(len(t) < tokens for t in times) and time.perf_counter() < began + WAIT_S:
+        if engine.wait(0.01):
+            raise RuntimeError(f"the engine has ended: {engine.error}")
+    if any(len(t) < tokens for t in times):
+        raise RuntimeError(f"{batch} sequences were not answered in {WAIT_S:.0f} s")
+    return began, times, [list(whole(ended[at]).token_ids) for at in range(batch)]
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes a second at which one GPU reads 4 GiB of its memory; on CPUs, 256 MiB."""
+    whole = torch.ones((1 << 28) if device == "cuda" else (1 << 24), 4, device=device)
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        whole.amax().item()
+        times.append(time.perf_counter() - began)
+    return whole.numel() * 4 / min(times)
+
+
+def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[str, float], Outputs]:
+    """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer; the tokens."""
+    _, times, answers = reply(engine, batch, context, tokens)
+    last_start = max(t[0] for t in times)
+    gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a > last_start]
+    gaps = gaps[len(gaps) // 10 :]
+    itl = statistics.median(gaps)
+    p99 = sorted(gaps)[int(len(gaps) * 0.99)]
+    return {"itl_ms": itl * 1e3, "itl_p99_ms": p99 * 1e3, "tokens_s": batch / itl}, answers
+
+
+def prefill(engine: Engine, prompts: int, context: int) -> dict[str, float]:
+    """Prompt tokens read a second, from the first prompt's coming until the last one's first token."""
+    began, times, _ = reply(engine, prompts, context, 1)
+    seconds = max(t[0] for t in times) - began
+    return {"prefill_tokens_s": prompts * context / seconds}
+
+
+def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
+    """A case: sends a pair a measurement, its row and the answers; of prompts that were read there are none."""
+    began, sizes, carrier = time.perf_counter(), layout(case["layout"]), case["carrier"]
+    limit = max([*args.batches, args.prefill, 1])
+    config = EngineConfig(
+        model=preset_dir(case["preset"]),
+        load_format="dummy",
+        num_layers=args.num_layers,
+        device=args.device,
+        transport="auto" if carrier == "naive" else carrier,
+        plugins=("weft_bench.nccl_window",) if carrier == "nccl_window" else (),
+        plan="naive" if carrier == "naive" else "cheapest",
+        moe_exchange=case["moe_exchange"],
+        split_vocabulary=case["split_vocabulary"],
+        kv_dtype=case["kv_dtype"],
+        cuda_graphs=case["graphs"],
+        overlap=not args.no_overlap,
+        max_running=limit,
+        max_choices=limit,
+        max_batch_tokens=8192,
+        max_model_len=max(args.context, 64) + args.tokens + 16,
+        kv_tokens=(args.context + args.tokens + 32) * limit,
+        prefix_cache=False,
+        **sizes,
+    )
+    model, bandwidth = config.read_model(), args.bandwidth
+
+    def floor_ms(batch: int) -> float:
+        size = decode_step_bytes(model, config.mesh, dtype_of(config), batch, args.context, kv_dtype_of(config))
+        return size / bandwidth * 1e3
+
+    with Engine(config) as engine:
+        case = case | {"start_s": round(time.perf_counter() - began, 1)}
+        reply(engine, 2 * sizes["attn_dp"], 64, 12)  # warm
+        for index in range(args.turns):
+            for batch in args.batches:
+                found, answers = decode(engine, batch, args.context, args.tokens)
+                found["floor_ms"] = floor_ms(batch)
+                send((case | {"what": "decode", "batch": batch, "turn": index} | found, answers))
+            if args.prefill and carrier != "nccl_window":  # which copies every tensor of an eager step twice
+                found = prefill(engine, args.prefill, args.context)
+                send((case | {"what": "prefill", "batch": args.prefill, "turn": index} | found, None))
+
+
+def apart(timeout_s: float, work: Callable[..., None], *given: Any) -> Iterator[Any]:
+    """What `work(send, *given)` sends, in a process of its own, which is ended after timeout_s seconds.
+
+    Raises RuntimeError with the reason where it failed, TimeoutError where it was ended.
+    """
+    context = multiprocessing.get_context("fork")  # with all that is imported; nothing runs yet, on no GPU either
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_apart, args=(there, work, given))
+    process.start()
+    there.close()
+    deadline, late = time.monotonic() + timeout_s, False
+    try:
+        while here.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                what, value = here.recv()
+            except EOFError:
+                process.join(10)
+                if process.exitcode:
+                    raise RuntimeError(f"its process ended with exit code {process.exitcode}") from None
+                return
+            if what == "failed":
+                raise RuntimeError(value)
+            yield value
+        late = True
+        raise TimeoutError(f"not done after {timeout_s:g} s")
+    finally:
+        process.join(0 if late else 10)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            time.sleep(3)  # its ranks see within half a second that it is gone
+
+
+def _apart(there: Connection, work: Callable[..., None], given: tuple[Any, ...]) -> None:
+    try:
+        work(lambda value: there.send(("value", value)), *given)
+    except Exception as error:
+        there.send(("failed", f"{type(error).__name__}: {error}"))
+    there.close()
+
+
+def same(one: Outputs, other: Outputs) -> float:
+    """The share of all tokens that come before the first that differs, of each answer."""
+    before = 0
+    for x, y in zip(one, other, strict=True):
+        before += next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+    return before / sum(map(len, one))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="+", default=["qwen3-30b-a3b"])
+    parser.add_argument("--num-layers", type=int, default=None)
+    parser.add_argument("--layouts", nargs="+", default=["1x2,2x1"])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 16, 64])
+    parser.add_argument("--carriers", nargs="+", default=["auto"], choices=TRANSPORTS)
+    parser.add_argument("--moe-exchange", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
+    parser.add_argument("--split-vocabulary", nargs="+", default=["off"], choices=["off", "on"])
+    parser.add_argument("--kv-dtypes", nargs="+", default=["auto"], choices=["auto", "fp8_e4m3"], help="of the cache")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--prefill", type=int, default=0, help="prompts of the context's length to read; 0: none")
+    parser.add_argument("--turns", type=int, default=1, help="how often each measurement is made")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="each step waits for the tokens of the one before")
+    parser.add_argument("--case-timeout", type=float, default=300.0, help="seconds")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    stop_on_sigterm()
+    [(host, args.bandwidth)] = apart(60.0, lambda send: send((describe_host(), read_bandwidth(args.device))))
+    rows: list[dict[str, Any]] = []
+    drawn: dict[tuple[Any, ...], dict[str, Outputs]] = {}
+    # Carriers in turn, so that one that hangs in every layout costs the others nothing.
+    choices = args.moe_exchange, args.split_vocabulary, args.kv_dtypes
+    cases = itertools.product(args.presets, args.carriers, args.layouts, *choices)
+    for preset, carrier, shape, experts, split, kv in cases:
+        case = {"preset": preset, "layout": shape, "carrier": carrier, "moe_exchange": experts}
+        case |= {"split_vocabulary": split, "kv_dtype": kv}
+        many = {each: len(given) > 1 for each, given in zip((experts, split, kv), choices, strict=True)}
+        name = " ".join([carrier, *(what for what in many if many[what])])
+        case |= {"graphs": not (args.eager or args.device == "cpu"), "context": args.context}
+        try:
+            for row, answers in apart(args.case_timeout, measure, args, case):
+                if answers is not None:
+                    others = drawn.setdefault((preset, shape, row["batch"]), {})
+                    row["equal_tokens"] = {name: round(same(answers, other), 4) for name, other in others.items()}
+                    others[name] = answers
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+        except (RuntimeError, TimeoutError) as error:  # one that fails must not take the others' figures along
+            rows.append(case | {"what": "failed", "error": str(error)})
+            print(f"{preset} {shape} {carrier}: {error}", file=sys.stderr, flush=True)
+        if args.json:
+            head = {"host": host, "arguments": {k: str(v) for k, v in vars(args).items()}}
+            args.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Writes a checkpoint with made-up weights, as Hugging Face lays it out, for engines that are compared.
+
+Its weights are those of `weft serve --load-format dummy`. Experts are chosen by weights, so engines that serve the same
+checkpoint route alike. Its tokenizer has a token for every number of the vocabulary. A GPU makes the tensors, if there
+is one, and several files are written at once.
+
+    python bench/scripts/rivals/checkpoint.py /dev/shm/model --preset qwen3-30b-a3b --num-layers 24
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from weft.assets import preset_dir
+from weft.models.load import DummyTensor, dummy_checkpoint
+from weft.models.registry import FAMILIES, load_config
+
+DTYPE = torch.bfloat16
+FILE_BYTES = 1 << 30
+"""Of a file's tensors, at least."""
+THREADS = 8
+
+
+def write_checkpoint(folder: Path, source: Path, num_layers: int | None = None) -> int:
+    """Writes the model of source's config.json, with its first so many layers (None: all). Returns bytes of weights.
+
+    Raises ModelError for a model that cannot be written, OSError where the folder has too little space.
+    """
+    tensors = dummy_checkpoint(load_config(source, FAMILIES, num_layers))
+    total = sum(map(_bytes, tensors))
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < total:
+        raise OSError(f"{folder} has {free >> 30} GiB free, the weights take {-(-total >> 30)}: lower --num-layers")
+    fields = json.loads((source / "config.json").read_text())
+    if num_layers is not None:
+        fields["num_hidden_layers"] = num_layers
+    (folder / "config.json").write_text(json.dumps(fields, indent=1))
+    _write_tokenizer(folder, fields["vocab_size"])
+    files = _files(tensors)
+    names = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(_write, [folder / name for name in names], files))
+    places = {tensor.source.name: name for name, file in zip(names, files, strict=True) for tensor in file}
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def _bytes(tensor: DummyTensor) -> int:
+    return torch.Size(tensor.source.shape).numel() * DTYPE.itemsize
+
+
+def _files(tensors: Sequence[DummyTensor]) -> list[list[DummyTensor]]:
+    files: list[list[DummyTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if size >= FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += _bytes(tensor)
+    return files
+
+
+def _write(path: Path, tensors: Sequence[DummyTensor]) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = {tensor.source.name: tensor.make(DTYPE, device).cpu() for tensor in tensors}
+    save_file(made, path, metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """The bytes, as every byte-level tokenizer has them, then a word for each further number."""
+    tokens = {text: number for number, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokens |= {f"Ġ{number}": number for number in range(len(tokens), vocabulary)}
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="what it writes; a tmpfs such as /dev/shm/model is quickest")
+    parser.add_argument("--preset", default="qwen3-30b-a3b", help="the shape")
+    parser.add_argument("--num-layers", type=int, help="the first so many layers; left out, all")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    total = write_checkpoint(args.folder, preset_dir(args.preset), args.num_layers)
+    print(f"{total / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The clients of `weft_bench.serving`, in several processes where they are many: one process reads some 25,000 tokens a
+second at most, and long before that it would be the clients that are measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+
+from weft_bench.serving import Job, Outcome, Server, send
+from weft_bench.streamed_completion import LoadError
+
+CLIENTS = 32
+"""Of a process, if there are cores for more processes."""
+CORES = 4
+"""Of this host for each process: a server beside it needs most of them."""
+HEAD_START_S = 0.02
+"""In which all processes hear of the start."""
+
+
+def processes_for(clients: int) -> int:
+    """How many processes so many clients take on this host."""
+    return max(1, min(math.ceil(clients / CLIENTS), len(os.sched_getaffinity(0)) // CORES))
+
+
+async def send_from(
+    processes: int,
+    server: Server,
+    jobs: Sequence[Job],
+    max_concurrency: int | None = None,
+    done: Callable[[int, Outcome], None] = lambda at, outcome: None,
+) -> tuple[list[Outcome], float]:
+    """As `weft_bench.serving.send`, from so many processes, each with its share of the requests and of those that are
+    open at once. Raises LoadError where a process ends."""
+    if processes == 1:
+        return await send(server, jobs, max_concurrency, done)
+    context, found = mp.get_context("spawn"), dict[int, Outcome]()
+    here: list[Connection] = []
+    started = []
+    try:
+        for i in range(processes):
+            mine, theirs = context.Pipe()
+            share = None if max_concurrency is None else len(range(i, max_concurrency, processes))
+            work = theirs, server.unconnected(), jobs[i::processes], share
+            process = context.Process(target=_clients, args=work, daemon=True)
+            process.start()
+            theirs.close()
+            here.append(mine)
+            started.append(process)
+        for connection in here:
+            await asyncio.to_thread(connection.recv)  # it is ready
+        began = time.perf_counter() + HEAD_START_S  # the same clock in all processes of a host
+        for connection in here:
+            connection.send(began)
+        left = {connection: len(jobs[i::processes]) for i, connection in enumerate(here)}
+        while waiting := [connection for connection in here if left[connection]]:
+            for ready in await asyncio.to_thread(wait, waiting):
+                assert isinstance(ready, Connection)
+                place, outcome = ready.recv()
+                left[ready] -= 1
+                at = place * processes + here.index(ready)
+                found[at] = outcome
+                done(at, outcome)
+        return [found[at] for at in range(len(jobs))], time.perf_counter() - began
+    except (EOFError, ConnectionError) as error:
+        raise LoadError("a process with clients has ended") from error
+    finally:
+        for process in started:
+            process.terminate()
+            process.join()
+
+
+def _clients(connection: Connection, server: Server, jobs: Sequence[Job], share: int | None) -> None:
+    async def run() -> None:
+        async with server:
+            connection.send(None)
+            await send(server, jobs, share, lambda at, outcome: connection.send((at, outcome)), connection.recv())
+
+    asyncio.run(run())

@@ -1,0 +1,214 @@
+"""Times every edge of transport shm beside others, and the floor, in one run.
+
+Before each timed call every rank rewrites its input, as a model would, and all meet at a barrier. A figure is the
+median over a rank's calls, the slowest rank's. Implementations take turns: what disturbs the machine for a while
+disturbs all.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.transport import Epilogue, finish
+from weft.place.spec import Mesh
+from weft.tune.call_times import DTYPES, MIXED, mesh_of, time_phases
+from weft.tune.ranks import Report, all_cores, slowest
+from weft_bench.baselines import DeepSpeed, Gloo
+
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+EDGES = (
+    "all_reduce",
+    "reduce_scatterv",
+    "all_gatherv",
+    "all_to_allv",
+    "broadcast",
+    "barrier",
+    *MIXED,
+    "all_reduce+norm",
+)
+ROUNDS, ROUND_S = 5, 0.03
+FLOOR = "floor"
+
+
+@dataclass(frozen=True)
+class Case:
+    """bytes: of the largest tensor of the exchange: the input of sums and all_to_allv, the result of gathers."""
+
+    ranks: int
+    edge: str
+    dtype: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks  {self.edge:26} {self.dtype} {show_size(self.bytes):>5}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us: median µs of a call, by implementation: shm (any input), shm zero copy (input in the arena), shm in place,
+    and baselines."""
+
+    case: Case
+    us: dict[str, float]
+
+    def row(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self.case) | {"us": {k: round(v, 3) for k, v in self.us.items()}}
+
+
+def measure(
+    rank: int, directory: Path, report: Report, cases: list[Case], baselines: list[str], tuning: ShmTuning
+) -> None:
+    """A rank's part; rank 0 reports a Timing for each case."""
+    mesh, capacity = mesh_of(cases[0].ranks), max(1 << 20, *(2 * c.bytes for c in cases))
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=capacity)
+    group = tuple(range(mesh.world))
+    # Between calls of gloo a rank must not spin: gloo's own thread has to get onto the rank's core.
+    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)
+    others: list[Gloo | DeepSpeed] = []
+    if "gloo" in baselines:
+        with all_cores():
+            others.append(Gloo(mesh, rank, directory))
+    if "deepspeed" in baselines:
+        others.append(DeepSpeed(mesh.world, rank, directory, lambda: shm.barrier(group)))
+    gc.disable()
+    for case in cases:
+        timing = _case(shm, patient, mesh, others, case)
+        if rank == 0:
+            report(timing)
+        gc.collect()
+    for transport in (*others, patient, shm):
+        transport.close()
+
+
+def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Gloo | DeepSpeed], case: Case) -> Timing:
+    rank, n = shm.rank, mesh.world
+    group, dtype = tuple(range(n)), DTYPES[case.dtype]
+    elements = case.bytes // dtype.itemsize
+    width = max(1, min(2048, elements // 4))
+    rows = elements // width
+    shares = tuple(rows // n + (i < rows % n) for i in range(n))
+    per_group = tuple(rows // mesh.attn_dp + (d < rows % mesh.attn_dp) for d in range(mesh.attn_dp))
+    held = {"all_gatherv": shares[rank], MIXED[0]: per_group[mesh.group_of(rank)]}.get(case.edge, rows)
+    fresh = torch.randn(held, width).to(dtype)
+    private, arena = fresh.clone(), shm.empty(held, width, like=fresh)
+    epilogue = Epilogue(torch.randn(rows, width).to(dtype), torch.randn(width).to(dtype), 1e-6)
+    rotated = [shares[rank:] + shares[:rank]]  # rank i sends shares[(i + j) mod n] rows to rank j
+    receive = tuple(shares[(i + rank) % n] for i in range(n))
+
+    def carry(x: Tensor) -> Callable[[], object]:
+        return {
+            "all_reduce": lambda: shm.all_reduce(x, group),
+            "reduce_scatterv": lambda: shm.reduce_scatterv(x, group, shares),
+            "all_gatherv": lambda: shm.all_gatherv(x, group, shares),
+            "all_to_allv": lambda: shm.all_to_allv(x, group, rotated[0], receive),
+            "broadcast": lambda: shm.broadcast(x, group, 0),
+            "barrier": lambda: shm.barrier(group),
+            MIXED[0]: lambda: shm.all_reduce_all_gatherv(x, group, per_group),
+            MIXED[1]: lambda: shm.reduce_scatterv_all_reduce(x, group, per_group),
+            "all_reduce+norm": lambda: shm.all_reduce(x, group, epilogue),
+        }[case.edge]
+
+    implementations: dict[str, tuple[Tensor, Callable[[], object]]] = {"shm": (private, carry(private))}
+    if case.edge != "barrier":
+        implementations["shm zero copy"] = (arena, carry(arena))
+    if case.edge == "all_reduce":
+        implementations["shm in place"] = (arena, lambda: shm.all_reduce_(arena, group))
+    for other in others:
+        plain = case.edge.removesuffix("+norm")
+        call = other.call(plain, private, shares)
+        if call is not None and plain != case.edge:
+            implementations[other.name] = (private, lambda call=call: (call(), finish(private, epilogue)))  # type: ignore[misc]
+        elif call is not None:
+            implementations[other.name] = (private, call)
+    # Below 64 KiB a call takes as long as its Python code; ranks that share a core would time each other.
+    alone = n <= (os.cpu_count() or 1)
+    floors = _floors(shm, arena, case.edge, mesh, shares, per_group, width) if case.bytes >= 1 << 16 and alone else []
+    budget = ROUND_S * (3 if case.bytes > 1 << 20 else 1)
+    found: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, (x, call) in implementations.items():
+            if name != Gloo.name:
+                found.setdefault(name, []).extend(time_phases(shm, group, x, fresh, [call], budget)[0])
+                continue
+            # Which suits gloo better depends on how many ranks share a core: it gets both, and keeps the better.
+            for name, cores in (("gloo on its core", nullcontext()), ("gloo on every core", all_cores())):
+                with cores:
+                    found.setdefault(name, []).extend(time_phases(patient, group, x, fresh, [call], budget)[0])
+        for i, phases in enumerate(floors):
+            times = time_phases(shm, group, arena, fresh, phases, budget)
+            found.setdefault(f"{FLOOR} {i}", []).extend(map(sum, zip(*times, strict=True)))
+    medians = {name: statistics.median(times) * 1e6 for name, times in found.items()}
+    us = dict(zip(medians, slowest(medians.values(), shm, group), strict=True))
+    low = [us.pop(name) for name in list(us) if name.startswith(FLOOR)]
+    gloo_us = [us.pop(name) for name in list(us) if name.startswith(Gloo.name)]
+    us |= {Gloo.name: min(gloo_us)} if gloo_us else {}
+    return Timing(case, us | ({FLOOR: min(low)} if low else {}))
+
+
+def _floors(
+    shm: ShmTransport,
+    arena: Tensor,
+    edge: str,
+    mesh: Mesh,
+    shares: tuple[int, ...],
+    per_group: tuple[int, ...],
+    width: int,
+) -> list[list[Callable[[], object]]]:
+    """Moves an edge's bytes with no protocol at all, in one or more orders, each a list of phases. The fastest is the
+    floor."""
+    rank, n = shm.rank, mesh.world
+    group, row_bytes = tuple(range(n)), width * arena.element_size()
+    rows = sum(shares)
+    out = shm.empty(rows, width, like=arena)
+    offsets = torch.tensor([[shm.offset_of(arena), shm.offset_of(out)]])
+    places = shm.all_gatherv(offsets, group, (1,) * n).tolist()
+    xs, outs = [p[0] for p in places], [p[1] for p in places]
+    starts = [sum(shares[:i]) for i in range(n)]
+
+    def sum_of(begin: int, count: int, ranks: tuple[int, ...] = group, base: int = 0) -> Callable[[], object]:
+        """Rows begin … begin + count from the inputs of `ranks`; their first row is row `base`."""
+        sources = tuple(xs[r] - base * row_bytes for r in ranks)
+        return lambda: shm.direct_sum(out, sources, begin * width, count * width)
+
+    def copies(of: list[int], places: list[int] = outs) -> Callable[[], object]:
+        def run() -> None:
+            for r in of:
+                shm.direct_sum(out, (places[r],), starts[r] * width, shares[r] * width)
+
+        return run
+
+    elsewhere = [r for r in group if r != rank]
+    if edge == "all_reduce":
+        return [[sum_of(0, rows)], [sum_of(starts[rank], shares[rank]), copies(elsewhere)]]
+    if edge == "reduce_scatterv":
+        return [[sum_of(starts[rank], shares[rank])]]
+    if edge == "all_gatherv":
+        return [[copies(list(group), [xs[r] - starts[r] * row_bytes for r in group])]]
+    if edge == "broadcast":
+        return [[sum_of(0, rows, (0,))]]
+    if edge == "all_reduce+all_gatherv" and len(set(shares)) == 1:
+        base = sum(per_group[: mesh.group_of(rank)])
+        mine_of = sum_of(starts[rank], shares[rank], mesh.peers("attn_tp", rank), base)
+        return [[mine_of, copies(elsewhere)]]
+    if edge == "reduce_scatterv+all_reduce":
+        mine = [r for r in mesh.peers("attn_tp", rank) if r != rank]
+        begin = sum(per_group[: mesh.group_of(rank)])
+        whole = sum_of(begin, per_group[mesh.group_of(rank)])
+        return [[whole], [sum_of(starts[rank], shares[rank]), copies(mine)]]
+    return []
+
+
+def show_size(size: int) -> str:
+    """65536 → `64K`."""
+    return next((f"{size // n}{u}" for u, n in reversed(UNITS.items()) if size % n == 0), str(size))

@@ -1,0 +1,222 @@
+"""Times what plans over hosts exchange beside flat collectives, by ranks on CPUs, and beside what was predicted.
+
+Flat: each exchange is one call of gloo over all ranks. Planned: the cheapest path of shm inside hosts and gloo across
+them. Each is run as a model runs it, with the additions and norms between. They take turns, so that what disturbs the
+hosts for a while disturbs both.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.comm.shm import ShmTuning
+from weft.comm.step_rows import StepRows
+from weft.comm.transport import Transport, offer_of
+from weft.comm.transport_registry import GLOO, SHM
+from weft.engine.config import EngineConfig
+from weft.engine.worker.open_transports import cost_model, table_file
+from weft.hidden import Hidden
+from weft.place.chain import Chain, Read
+from weft.place.cost import ETHERNET, Cost, costs, over_network, read_tuning
+from weft.place.plan import Plan, Planner
+from weft.place.spec import Mesh, Rows
+from weft.stream import Stream
+from weft.tune.cpu_costs import DTYPE, ROW_BYTES, WIDTH, Opening
+from weft.tune.ranks import Here, Report, all_cores
+from weft_bench.collectives import show_size
+
+EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "layer")
+"""Over all ranks; layer: what a layer of attention and experts exchanges."""
+FLAT, PLANNED = "flat", "planned"
+CALLS, ROUNDS = 5, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """bytes: of all ranks' rows together."""
+
+    exchange: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us: medians of µs, of the slowest rank, in each round. predicted_us: by the cost model. steps: of the plan."""
+
+    case: Case
+    by: str
+    us: list[float]
+    predicted_us: float
+    steps: list[str]
+
+    def row(self) -> dict[str, object]:
+        """For JSON."""
+        rounded = {"us": [round(us, 1) for us in self.us], "predicted_us": round(self.predicted_us, 1)}
+        return asdict(self.case) | {"by": self.by, "steps": self.steps} | rounded
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A cost of collectives over all ranks; those of fewer take infinitely long, so that no plan takes one."""
+
+    cost: Cost
+    world: int
+
+    @property
+    def name(self) -> str:
+        return self.cost.name
+
+    def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
+        """As `Cost` says."""
+        return self.cost.collective_us(kind, ranks, bytes_moved, hosts) if ranks == self.world else math.inf
+
+    def local_us(self, bytes_touched: float) -> float:
+        """As `Cost` says."""
+        return self.cost.local_us(bytes_touched)
+
+    def epilogue_us(self, bytes_touched: float) -> float:
+        """As `Cost` says."""
+        return self.cost.epilogue_us(bytes_touched)
+
+
+@dataclass
+class Norm:
+    """A read's norm."""
+
+    path: str
+    weight: Tensor
+    eps: float = 1e-6
+
+
+def chain_of(exchange: str, mesh: Mesh) -> Chain:
+    """The reads and adds that take an exchange."""
+    group, world, own = (mesh.placement(rows) for rows in (Rows.GROUP, Rows.WORLD, Rows.OWN))
+    attention, experts = mesh.placement(Rows.GROUP, owes="attn_tp"), mesh.placement(Rows.WORLD, owes="world")
+    reads = {
+        "all_reduce": (Read("norm", world, (experts,)),),
+        "reduce_scatter": (Read("norm", own, (experts,)),),
+        "all_gather": (Read("norm", world, (own,)),),
+        "layer": (
+            Read("attention", group, (group,)),
+            Read("experts", world, (attention,)),
+            Read("norm", group, (experts,)),
+        ),
+    }
+    return Chain(reads[exchange], WIDTH, DTYPE.itemsize)
+
+
+def plans_of(case: Case, mesh: Mesh, table: str) -> dict[str, Plan]:
+    """The plan of each kind. table: a cost model by name or path."""
+    model, chain = over_network(costs(table), ETHERNET), chain_of(case.exchange, mesh)
+    shm, gloo = (offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in (SHM, GLOO))
+    tokens = max(1, case.bytes // ROW_BYTES // mesh.attn_dp)
+    offers = {FLAT: [replace(gloo, cost=Flat(gloo.cost, mesh.world))], PLANNED: [shm, gloo]}
+    return {by: Planner(mesh, chain, some).plan((tokens,) * mesh.attn_dp) for by, some in offers.items()}
+
+
+def described(config: EngineConfig, cases: Sequence[tuple[str, int]], rounds: int = ROUNDS) -> dict[str, Any]:
+    """What node 0 says to all ranks: see `measure`. Raises LayoutError."""
+    return cost_described(config) | {"cases": cases, "rounds": rounds}
+
+
+def cost_described(config: EngineConfig) -> dict[str, Any]:
+    """cost, table and tuning, as `measure` takes them. Raises LayoutError."""
+    path, model = table_file(config), cost_model(config)
+    table = path.read_text() if path is not None and model.name == str(path) else None
+    tuning = ShmTuning() if path is None else read_tuning(path, "shm_tuning", ShmTuning)
+    return {"cost": "cpu" if config.cost == "auto" else config.cost, "table": table, "tuning": asdict(tuning)}
+
+
+def line(flat: Timing, planned: Timing) -> str:
+    """A line for reading: µs of both, beside what was predicted, and how many times the planned one flat takes."""
+    flat_us, us = statistics.median(flat.us), statistics.median(planned.us)
+    ratio = statistics.median(a / b for a, b in zip(flat.us, planned.us, strict=True))
+    case = f"{planned.case.exchange:14} {show_size(planned.case.bytes):>5}"
+    found = f"flat {flat_us:9,.0f} µs (predicted {flat.predicted_us:9,.0f})"
+    return f"{case}  {found}  planned {us:9,.0f} µs (predicted {planned.predicted_us:9,.0f})  {ratio:.2f}×"
+
+
+def measure(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
+    """A rank's part; rank 0 reports a Timing of each kind for each case.
+
+    said: cases as pairs of exchange and bytes, rounds, tuning of shm, cost: a cost model's name, table: the text of one
+    in its place.
+    """
+    mesh, cases, cost = here.mesh, [Case(*case) for case in said["cases"]], said["cost"]
+    if said["table"] is not None:
+        (path := directory / "cost.json").write_text(said["table"])
+        cost = str(path)
+    tuning, largest = ShmTuning(**said["tuning"]), max(case.bytes for case in cases)
+    opening = Opening(mesh, rank, directory, torch.device("cpu"), largest, {"shm_tuning": tuning}, store=here.store)
+    with all_cores():  # gloo's threads must not wait for this one
+        opened = {entry.name: entry.open(opening) for entry in (SHM, GLOO)}
+    gc.disable()
+    for case in cases:
+        plans = plans_of(case, mesh, cost)
+        found: dict[str, list[float]] = {by: [] for by in plans}
+        runs = {by: _run(plan, rank, opened) for by, plan in plans.items()}
+        for round_ in range(said["rounds"] + 1):
+            for by, run in runs.items():
+                us = _median_us(run)
+                if round_:  # the first warms up
+                    found[by].append(us)
+        gc.collect()
+        if rank == 0:
+            for by, plan in plans.items():
+                steps = [step for read in plan.reads for step in read.steps]
+                predicted = sum(step.us for step in steps)
+                moves = [f"{edge.kind} {edge.group} · {step.transport}" for _, step, edge in plan.moves()]
+                report(Timing(case, by, found[by], predicted, moves))
+    for transport in opened.values():
+        transport.close()
+
+
+def _run(plan: Plan, rank: int, transports: dict[str, Transport]) -> Callable[[], object]:
+    mesh, rows = plan.mesh, StepRows(plan.mesh, rank, plan.counts)
+    used = {step.transport for _, step, _ in plan.moves()}
+    mine = {name: transport for name, transport in transports.items() if name in used}
+    home = transports[SHM.name] if SHM.name in used else transports[GLOO.name]
+    deltas = []
+    for read in plan.reads:
+        made = []
+        for placement in read.read.deltas:
+            like = torch.empty(0, dtype=DTYPE)
+            x = home.empty(mesh.row_count(placement.rows, rank, plan.counts), WIDTH, like=like).fill_(1 + rank)
+            made.append(Hidden(x, placement, mesh, "delta"))
+        deltas.append(made)
+    norms = [Norm(read.read.site, torch.ones(WIDTH, dtype=DTYPE)) for read in plan.reads]
+
+    @torch.inference_mode()
+    def run() -> None:
+        stream = Stream(plan, mine, rows)
+        for read, added, norm in zip(plan.reads, deltas, norms, strict=True):
+            for delta in added:
+                stream.add(delta)
+            stream.read(norm, read.read.target.rows)
+        stream.finish()
+
+    return run
+
+
+def _median_us(run: Callable[[], object]) -> float:
+    """Of some calls, before each of which all ranks meet: of the slowest rank."""
+    times = []
+    for _ in range(CALLS):
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    slowest = torch.tensor([statistics.median(times) * 1e6], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)

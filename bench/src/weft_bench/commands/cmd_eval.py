@@ -1,0 +1,100 @@
+"""`weft eval`."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.cli.ray_hosts import agents
+from weft.cli.several_hosts import run_agent
+from weft.cli.start import start_engine
+
+
+@dataclass(frozen=True)
+class Command:
+    """Score a model on arithmetic word problems with templates and numbers that it was not trained on.
+
+    An output counts when its number is correct in digits and in words. Decoding is greedy, so all layouts have the
+    same score.
+
+    Examples:
+      weft eval                                     the embedded model, 200 questions
+      weft eval --questions 1000 --attn-dp 2 --attn-tp 2
+      weft eval DIR --json
+    """
+
+    model: ModelDir = None
+    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    ray: WithRay = False
+    questions: int = 200
+    """How many problems."""
+    seed: int = 0
+    """Which problems."""
+    max_tokens: int = 200
+    """Tokens of an output, at most."""
+    json: bool = False
+    """Print one JSON object with all outputs instead."""
+
+    def run(self) -> int:
+        """Evaluates. Raises UserError, LayoutError, ModelError, EngineError."""
+        from weft.engine.request import SamplingParams
+        from weft_bench import word_problems
+
+        if self.questions < 1:
+            raise UserError(f"questions is {self.questions}; it must be 1 or more")
+        config = engine_config(self.model, self.engine, ray=self.ray, max_waiting=self.questions)
+        if config.node_rank:
+            stop_on_sigterm()
+            return run_agent(config)
+        problems = word_problems.generate("heldout", self.questions, self.seed)
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
+        with agents(config, self.ray), start_engine(config) as engine:
+            began = time.perf_counter()
+            outputs = self._complete(engine, [word_problems.prompt(p.question) for p in problems], params)
+            seconds = time.perf_counter() - began
+            tokens = engine.stats().generated_tokens
+        correct = [word_problems.extract(o) == p.answer for o, p in zip(outputs, problems, strict=True)]
+        score = sum(correct) / len(correct)
+        if self.json:
+            rows = [
+                {"question": p.question, "expected": p.answer, "output": o, "correct": c}
+                for p, o, c in zip(problems, outputs, correct, strict=True)
+            ]
+            summary = {"score": score, "questions": len(rows), "layout": str(config.mesh)}
+            print(json.dumps(summary | {"tokens_per_second": tokens / seconds, "results": rows}, ensure_ascii=False))
+        else:
+            counted = f"{sum(correct)} of {len(correct)}"
+            print(f"exact match {score:.1%} ({counted}), {tokens / seconds:.0f} tokens/s, {config.mesh}")
+        return 0
+
+    def _complete(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
+        from weft.cli.progress import progress_bar
+        from weft.engine.config import EngineError
+        from weft.engine.output.results import whole
+
+        texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()
+
+        def callback(at: int) -> Any:
+            def on_output(completion: Any) -> None:
+                if completion.end is not None:
+                    ended.put((at, completion))
+
+            return on_output
+
+        for at, chat in enumerate(chats):
+            text = engine.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            try:
+                engine.submit(engine.tokenizer.encode(text, add_special_tokens=False), params, callback(at))
+            except ValueError as error:
+                raise UserError(f"question {at + 1}: {error}") from error
+        with progress_bar() as bar:
+            for _ in bar.track(range(len(chats)), description="completing"):
+                at, completion = ended.get()
+                if (result := whole(completion)).finish_reason == "error":
+                    raise EngineError(engine.error or "the engine failed")
+                texts[at] = result.text
+        return texts

@@ -1,0 +1,167 @@
+"""Times the merge of attention over shards, by each algorithm, beside a bare reduce_scatterv of as many bytes.
+
+On GPUs a figure is µs a call in a CUDA graph (`weft.tune.gpu_times`), on CPUs of a call from Python, inputs rewritten
+before each (`weft.tune.call_times`): the median, the slowest rank's. Transports take turns, and each algorithm's
+result is compared with the definition before it is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weft.comm.settler import a2a, ag_rs
+from weft.comm.shm import ShmTransport, ShmTuning
+from weft.comm.torchdist import TorchDistTransport
+from weft.comm.transport import CommError, Ranks, Transport
+from weft.kernels.torch_reference import softmax_merge
+from weft.place import exchange
+from weft.place.exchange import merge_scatterv
+from weft.place.spec import Mesh
+from weft.tune.call_times import time_phases
+from weft.tune.gpu_times import SMALL, SMALL_CALLS, World, capture, replays_us
+from weft.tune.ranks import Report, all_cores, slowest
+from weft_bench.collectives import ROUND_S, ROUNDS
+
+Shape = Literal["deepseek-v2", "deepseek-v2-projected", "qwen3-235b"]
+SHAPES: dict[Shape, tuple[int, int]] = {
+    "deepseek-v2": (128, 512),
+    "deepseek-v2-projected": (128, 128),
+    "qwen3-235b": (64, 128),
+}
+"""Heads of a dcp group that is all of attn_tp, and elements of a head's output: DeepSeek's latent, or projected by
+W_UV before the merge."""
+BARE = "reduce_scatterv"
+INPUTS, CALLS = 4, 20
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer's merge of `batch` tokens over `ranks` ranks. dtype: bf16 or fp32."""
+
+    ranks: int
+    shape: Shape
+    batch: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks  {self.shape:22} {self.dtype} batch {self.batch:4}"
+
+    @property
+    def bytes(self) -> int:
+        """Of a rank's outputs."""
+        heads, dim = SHAPES[self.shape]
+        return self.batch * heads * dim * (2 if self.dtype == "bf16" else 4)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """us: median µs of a call, by algorithm and transport."""
+
+    case: Case
+    us: dict[str, float]
+
+    def row(self) -> dict[str, object]:
+        """For JSON."""
+        us = {name: round(us, 2) for name, us in self.us.items()}
+        return asdict(self.case) | {"bytes": self.case.bytes, "us": us}
+
+
+def given(case: Case, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A rank's outputs and lse, skewed."""
+    heads, dim = SHAPES[case.shape]
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn(case.batch, heads, dim, generator=generator)
+    lse = 8 * torch.randn(case.batch, heads, generator=generator)
+    return out.to(device, torch.bfloat16 if case.dtype == "bf16" else torch.float32), lse.to(device)
+
+
+def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> dict[str, Callable[[], object]]:
+    """Each algorithm over a transport, and the bare sum, by name: `fused peer`."""
+    n = len(group)
+    found: dict[str, Callable[[], object]] = {}
+    if transport.offers(merge_scatterv(n)):
+        found["fused"] = partial(transport.merge_scatterv, out, lse, group)
+    found["a2a"] = partial(a2a, transport, out, lse, group)
+    found["ag_rs"] = partial(ag_rs, transport, out, lse, group)
+    rows = out.reshape(n, -1)
+    found[BARE] = partial(transport.exchange, rows, exchange.reduce_scatterv(n), group, (1,) * n)
+    return {f"{algorithm} {transport.name.removeprefix('torchdist/')}": call for algorithm, call in found.items()}
+
+
+def check(name: str, got: object, case: Case, rank: int, device: torch.device) -> None:
+    """Raises CommError where an algorithm's result is not what the definition makes of all ranks' parts."""
+    if name.startswith(BARE):
+        return
+    parts = [given(case, r, device) for r in range(case.ranks)]
+    outs, lses = (torch.stack([part[i].float() for part in parts]) for i in range(2))
+    wanted = softmax_merge(outs, lses)[0].unflatten(1, (case.ranks, -1))[:, rank]
+    assert isinstance(got, tuple)
+    error = float((got[0].float() - wanted).norm() / wanted.norm())
+    if not error <= TOLERANCE[got[0].dtype]:
+        raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
+
+
+def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[Case]) -> None:
+    """A rank's part on GPUs; rank 0 reports a Timing for each case."""
+    here = World.open(rank, cases[0].ranks, directory, 2 * max(case.bytes for case in cases))
+    group = here.peer.on_host
+    for case in cases:
+        parts = [given(case, rank + 100 * i, here.device) for i in range(INPUTS)]
+        by_name: dict[str, list[Call]] = {}
+        for transport in (here.peer, here.torchdist):
+            for out, lse in parts:
+                for name, call in calls_of(transport, out, lse, group).items():
+                    by_name.setdefault(name, []).append(call)
+        for name, calls in by_name.items():
+            check(name, calls[0](), case, rank, here.device)
+        count = SMALL_CALLS if case.bytes <= SMALL else CALLS
+        graphs = [capture(calls, count) for calls in by_name.values()]
+        us = dict(zip(by_name, replays_us(graphs), strict=True))
+        here.peer.check()
+        if rank == 0:
+            report(Timing(case, us))
+        del graphs
+        torch.cuda.empty_cache()
+    here.close()
+
+
+def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[Case], tuning: ShmTuning) -> None:
+    """A rank's part on CPUs; rank 0 reports a Timing for each case."""
+    world = cases[0].ranks
+    mesh, group, largest = Mesh(1, world, world, 1), tuple(range(world)), max(case.bytes for case in cases)
+    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=4 * largest)
+    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
+    with all_cores():
+        gloo = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
+    gc.disable()
+    for case in cases:
+        fresh, lse = given(case, rank, torch.device("cpu"))
+        out = fresh.clone()
+        calls = calls_of(shm, out, lse, group) | calls_of(gloo, out, lse, group)
+        for name, call in calls.items():
+            check(name, call(), case, rank, fresh.device)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(ROUNDS):
+            for name, call in calls.items():
+                over_gloo = name.endswith("gloo")
+                with all_cores() if over_gloo else nullcontext():
+                    meeting = patient if over_gloo else shm
+                    times[name] += time_phases(meeting, group, out, fresh, [call], ROUND_S)[0]
+        us = slowest((statistics.median(found) * 1e6 for found in times.values()), shm, group)
+        if rank == 0:
+            report(Timing(case, dict(zip(times, us, strict=True))))
+        gc.collect()
+    for transport in (gloo, patient, shm):
+        transport.close()

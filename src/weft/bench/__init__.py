@@ -1,1 +1,0 @@
-"""Measurements that anyone can run: collectives, latency, and the table that the planner reads."""

@@ -1,1 +1,0 @@
-"""Problems with checkable answers, to score a served model by."""

@@ -1,0 +1,1 @@
+"""Faults that are injected into a server under load; nothing may be lost, hang or stay behind."""

@@ -1,0 +1,117 @@
+"""The command that injects faults: see its Command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, check_writable, stop_on_sigterm
+from weft.engine.engine_options import LayoutOptions
+
+
+@dataclass(frozen=True)
+class Command:
+    """Serve a model, ask it without end, and do faults to it.
+
+    Ranks are killed, or stopped for a while; clients leave, read slowly, or never finish their headers; the log cannot
+    be written. With --hosts, ranks and agents are killed or stopped, links are cut, a host is switched off and on, and
+    others try to join that must be refused. It starts a server of its own, and asks that alone.
+
+    It passes where no request is lost or completed differently, every fault is heard in time, nothing hangs, and no
+    process, file or segment is left. Exit code 1 where it does not. The table has the seconds from a fault until
+    /health gives 503 (until another host is refused), and until it gives 200 again: median and maximum.
+
+    Examples:
+      make chaos ARGS="--faults 12"                                one rank, a few faults
+      make chaos ARGS="--attn-dp 2 --attn-tp 2 --json out.json"    four ranks, each fault about seven times
+      make chaos ARGS="--hosts 2 --faults 60"                      two hosts of two ranks, on this machine, as root
+    """
+
+    model: ModelDir = None
+    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    faults: int = 100
+    """How many; each kind about equally often."""
+    clients: int = 4
+    """That ask at once, each one request after the other."""
+    tokens: int = 48
+    """Tokens of an output, at most."""
+    seed: int = 0
+    """Of the questions, and of which fault comes when."""
+    hosts: int = 1
+    """Hosts that the ranks are on: namespaces of this machine, which takes root. Where no layout is given, two ranks on
+    each: --attn-dp HOSTS --attn-tp 2."""
+    bound_factor: float = 3.0
+    """How many times its bound (docs/hosts.md) a fault may take to be heard; a busy machine takes longer."""
+    json: Path | None = None
+    """Write the report to this file."""
+
+    def run(self) -> int:
+        """Prints a table, and says on stderr what it does. Raises UserError, LayoutError, EngineError."""
+        from chaos.chaos import run
+        from chaos.faults import table
+        from weft.cli.command import engine_config
+        from weft.engine.config import EngineError
+        from weft_bench.server_process import ServerError
+
+        if self.faults < 1 or self.clients < 1 or self.tokens < 2 or self.hosts < 1:
+            raise UserError("--faults, --clients and --hosts must be 1 or more, --tokens 2 or more")
+        if self.bound_factor < 1:
+            raise UserError("--bound-factor must be 1 or more")
+        if self.json is not None:
+            check_writable(self.json, "--json")
+        layout = self.engine.layout
+        if self.hosts > 1 and layout == LayoutOptions():
+            layout = LayoutOptions(attn_dp=self.hosts, attn_tp=2)
+        engine = replace(self.engine, layout=layout)
+        config = engine_config(self.model, engine)
+        if config.mesh.hosts > 1:
+            raise UserError("chaos makes its hosts on this machine: give --hosts in place of --nnodes")
+        replace(config.mesh, hosts=self.hosts)  # which says where they do not divide the ranks
+        stop_on_sigterm()
+        try:
+            report = run(
+                None if self.engine.preset else config.model,
+                engine.arguments(),
+                config.mesh.world,
+                faults=self.faults,
+                clients=self.clients,
+                tokens=self.tokens,
+                seed=self.seed,
+                hosts=self.hosts,
+                bound_factor=self.bound_factor,
+                say=lambda line: print(line, file=sys.stderr, flush=True),
+            )
+        except ServerError as error:
+            raise EngineError(str(error)) from error
+        except PermissionError as error:
+            raise UserError(f"--hosts makes hosts of namespaces, as root with CAP_SYS_ADMIN: {error}") from error
+        if self.json is not None:
+            self.json.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        print("\n".join([*table(report["faults"]), "", *summary(report)]))
+        return 0 if report["passed"] else 1
+
+
+def summary(report: dict[str, Any]) -> list[str]:
+    """What the report says beside the faults, for reading."""
+    counts = ", ".join(f"{number} {how}" for how, number in report["requests"].items())
+    left = [
+        f"{node} {what} {name}"
+        for node, kinds in report["left_behind"].items()
+        for what, names in kinds.items()
+        for name in names
+    ]
+    lines = [
+        f"requests: {counts}; {report['restarts']:g} restarts"
+        if report["restarts"] is not None
+        else f"requests: {counts}",
+        f"left behind: {'; '.join(left) or 'nothing'}",
+        f"exit codes: {', '.join(f'{node} {code}' for node, code in report['exit_codes'].items())}",
+        *report["trouble"],
+        *report["errors"],
+    ]
+    for node, log in report["log_tails"].items():
+        lines += [f"the end of {node}'s log:", *log]
+    return [*lines, "passed" if report["passed"] else "failed"]

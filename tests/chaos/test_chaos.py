@@ -1,0 +1,115 @@
+"""`make chaos` in its short form: each fault once on two ranks. The long form: `make chaos ARGS="--faults 100"`."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from chaos.__main__ import main
+from chaos.chaos_one_host import OneHostChaos
+from weft.cli import cmd_serve
+from weft.cli.command import EngineArguments, parse
+from weft_bench.chaos_clients import ask, questions
+from weft_bench.streamed_completion import LoadError
+
+
+def test_nothing_is_lost_hangs_or_stays_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shorter = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: time.sleep(seconds / 4))
+    monkeypatch.setattr("chaos.faults.time", shorter)
+    monkeypatch.setattr("chaos.chaos_one_host.time", shorter)
+    nobody: Any = None
+    kinds = len(OneHostChaos(nobody, nobody, 2, random.Random(0), set()).faults)
+    report = tmp_path / "report.json"
+    options = ["--attn-tp", "2", "--clients", "2", "--tokens", "24"]
+    # The factor: tests order events, and do not time them.
+    code = main([*options, "--faults", str(kinds), "--bound-factor", "60", "--json", str(report)])
+    found, lines = json.loads(report.read_text()), capsys.readouterr().out.splitlines()
+    assert code == 0 and found["passed"], json.dumps(found, indent=1)
+    assert {row["count"] for row in found["faults"].values()} == {1} and len(found["faults"]) == kinds
+    assert found["restarts"] >= 1, "several kills may fall into one"
+    assert [line.split("  ")[0] for line in lines[1 : kinds + 1]] == sorted(found["faults"])
+    assert lines[kinds + 2].startswith("requests: ") and lines[-1] == "passed"
+    assert found["requests"]["completed"] > 0 and not found["requests"]["lost"]
+
+
+def test_the_server_gets_the_options_that_chaos_was_given() -> None:
+    """Every option of the engine, also those that are still to come."""
+    kinds = get_type_hints(EngineArguments)
+    kinds.pop("revision")  # of a model on the hub, which has no preset
+    engine = EngineArguments(**{name: changed(kind) for name, kind in kinds.items()})
+    values, defaults = engine.values(), EngineArguments().values()
+    assert values.keys() == defaults.keys() and not any(values[name] == defaults[name] for name in values)
+    assert parse(cmd_serve.Command, "serve", engine.arguments()).engine == engine
+    assert EngineArguments().arguments() == []
+    assert EngineArguments(revision="v1").arguments() == ["--revision", "v1"]
+
+
+def changed(kind: Any) -> Any:
+    """An option, or a group of options, with other values than the default."""
+    if not is_dataclass(kind):
+        return NAMES["preset"]
+    kinds = get_type_hints(kind)
+    return kind(**{field.name: another(field.name, kinds[field.name], field.default) for field in fields(kind)})
+
+
+NAMES = {"plugins": ("weft_bench.nccl_window",), "transport": "shm", "preset": "qwen3-30b-a3b"}
+NAMES |= {"attention_backend": "torch"}
+"""Values of options that are looked up as they are read."""
+
+
+def another(name: str, kind: Any, default: Any) -> Any:
+    """A value of an option's type that is not its default."""
+    if name in NAMES:
+        return NAMES[name]
+    if get_origin(kind) is Literal:
+        return next(value for value in get_args(kind) if value != default)
+    if get_origin(kind) is tuple:
+        return ("a", "b")
+    inside = [k for k in get_args(kind) if k is not type(None)] or [kind]
+    if inside[0] is Path:
+        return Path("x")
+    if inside[0] is float:
+        return default / 2
+    return not default if inside[0] is bool else 4 if inside[0] is int else "x"
+
+
+class Response:
+    """A server's answer, line by line."""
+
+    status = 200
+
+    def __init__(self, *lines: str):
+        self.lines = [f"data: {line}\n".encode() for line in lines]
+
+    def __iter__(self) -> Any:
+        return iter(self.lines)
+
+
+@pytest.mark.parametrize(
+    "lines, wrong",
+    [
+        (['{"choices": [{"text": "a", "finish_reason": null}]}'], "without \\[DONE\\]"),
+        (['{"choices": [{"text": "a", "finish_reason": "abort"}]}', "[DONE]"], "'abort'"),
+        (['{"error": {"message": "gone"}}', "[DONE]"], "gone"),
+    ],
+)
+def test_a_lost_output_is_seen(monkeypatch: pytest.MonkeyPatch, lines: list[str], wrong: str) -> None:
+    class Connection:
+        def __init__(self, *arguments: Any, **options: Any):
+            self.request = self.close = lambda *arguments, **options: None
+
+        def getresponse(self) -> Response:
+            return Response(*lines)
+
+    monkeypatch.setattr("weft_bench.chaos_clients.http.client.HTTPConnection", Connection)
+    with pytest.raises(LoadError, match=wrong):
+        ask(1, "model", questions(1, 4, 0)[0])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from weft.engine.controller.fork_client import ForkServer, RankProcess
+from weft.engine.processes.fork_client import ForkServer, RankProcess
 from weft.engine.worker import model_runner as runner
 
 torch.set_num_threads(1)
@@ -161,7 +161,7 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_fork_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("weft.engine.controller.rank_processes.ForkServer", SharedForkServer)
+        patched.setattr("weft.engine.processes.rank_processes.ForkServer", SharedForkServer)
         yield
     if SharedForkServer.shared is not None:
         SharedForkServer.shared.close()

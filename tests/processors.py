@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-PATHS = ("attention", "dcp", "engine", "gpu/triton_checks", "models", "bench.test_word_problems.py")
+PATHS = ("attention", "dcp", "engine", "gpu/triton_checks", "models", "bench/test_word_problems.py")
 
 NO_AVX2 = {
     "NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR",

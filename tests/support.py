@@ -33,7 +33,7 @@ from transformers import (
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.transport import CommError
-from weft.place.spec import NAMED_ROWS, Mesh, Rows
+from weft.planner.spec import NAMED_ROWS, Mesh, Rows
 
 T = TypeVar("T")
 BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))

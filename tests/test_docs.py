@@ -61,12 +61,12 @@ def resolves(name: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "known"),
     [
-        ("weft.place.cost", True),
+        ("weft.planner.cost", True),
         ("weft.server.errors.ApiError.response", True),
         ("weft.CommError", True),
         ("weft.Nothing", False),
         ("weft.server.nothing", False),
-        ("weft.kv.cache.Nothing", False),
+        ("weft.engine.kv.cache.Nothing", False),
     ],
 )
 def test_names_that_resolve(name: str, known: bool) -> None:

@@ -17,20 +17,15 @@ import pytest
 from test_layout import FILES, MODULES, ROOT, circles, imports, name_of, parsed
 
 ROOMS = {
-    "library": "__init__ plugins place comm dcp hidden stream library tune kernels",
-    "engine": "kv attention models assets engine kernels/triton",
+    "library": "__init__ plugins planner kernels comm stream library tune",
+    "engine": "engine",
     "serve": "server cli",
     "bench": "weft_bench",
 }
-"""Each room in the order of imports, with the beginnings of its paths; the longest that fits counts."""
-LIBRARY_KERNELS = "__init__ float8_rows launch merge moe_permute overlap rms_norm"
-"""The Triton kernels that the library launches."""
-BUDGETS = {"library": 10_600, "engine": 21_420, "serve": 8_630, "bench": 10_150}
+"""Each room in the order of imports, with the beginnings of its paths."""
+BUDGETS = {"library": 10_120, "engine": 21_980, "serve": 8_630, "bench": 10_150}
 """Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
-KNOWN_FOLDER_CIRCLES = {
-    frozenset(f"engine{name}" for name in ("", "/controller", "/hosts", "/output", "/scheduler", "/worker")),
-}
 TWINS = """
 Agent Arguments Backend Call Calls Case Choice Combine Counts Graph Head Host InputMessage Job Join Kernel Kind Layer
 Load Meeting Message Norm Opening Options OutputFormat Parts Plan Progress Prompt Prompts Report Request RotaryTable
@@ -41,9 +36,7 @@ KNOWN_TWINS = set(TWINS.split())
 
 def room_of(path: Path) -> str:
     name = name_of(path)
-    starts = {start: room for room, found in ROOMS.items() for start in found.split()}
-    starts |= {f"kernels/triton/{kernel}.py": "library" for kernel in LIBRARY_KERNELS.split()}
-    return starts[max((start for start in starts if name.startswith(start)), key=len)]
+    return next(room for room, starts in ROOMS.items() if name.startswith(tuple(starts.split())))
 
 
 def test_every_file_has_a_room() -> None:
@@ -76,7 +69,7 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {folder(path): set() for path in FILES}
     for path in FILES:
         graph[folder(path)] |= {folder(MODULES[name]) for name in imports(path) & MODULES.keys()} - {folder(path), "."}
-    assert circles(graph) == KNOWN_FOLDER_CIRCLES
+    assert not circles(graph)
 
 
 def names_defined(path: Path) -> Iterator[str]:

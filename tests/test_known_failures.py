@@ -16,28 +16,28 @@ import torch
 from support import EVERY, run_world, small_config, small_model
 from torch import Tensor
 
-from weft.attention.caches import Caches
-from weft.attention.forward_batch import Batch
-from weft.comm.step_rows import StepRows
 from weft.comm.transport import CommError, Transport
-from weft.engine import planning
-from weft.engine.planning import trace
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.caches import Caches
+from weft.engine.attention.forward_batch import Batch
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.decoder import Decoder, DecoderLayer
+from weft.engine.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.load import build_model, load_model
+from weft.engine.models.mlp import GatedMLP
+from weft.engine.models.model_config import ModelConfig
+from weft.engine.models.moe import SparseMoE
+from weft.engine.models.registry import load_config, read_config
+from weft.engine.models.routing import Router
+from weft.engine.worker import planning
 from weft.engine.worker.model_runner import ModelRunner
-from weft.hidden import Hidden
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.decoder import Decoder, DecoderLayer
-from weft.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
-from weft.models.load import build_model, load_model
-from weft.models.mlp import GatedMLP
-from weft.models.model_config import ModelConfig
-from weft.models.moe import SparseMoE
-from weft.models.registry import load_config, read_config
-from weft.models.routing import Router
-from weft.place.cost import PRESETS, Offer
-from weft.place.plan import Planner
-from weft.place.spec import Mesh, PlacementError, Rows
-from weft.stream import GROUP, WORLD, Stream, TraceStream
+from weft.engine.worker.planning import trace
+from weft.planner.cost import PRESETS, Offer
+from weft.planner.plan import Planner
+from weft.planner.spec import Mesh, PlacementError, Rows
+from weft.stream.hidden import Hidden
+from weft.stream.step_rows import StepRows
+from weft.stream.stream import GROUP, WORLD, Stream, TraceStream
 
 MESH = Mesh(2, 2, 2, 2)
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.cli.command import stop_on_sigterm
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
-from weft.engine.rank_sockets import SOCKET, RankSocket, RankSockets
+from weft.engine.messages.rank_sockets import SOCKET, RankSocket, RankSockets
 from weft.tune.host import describe_host
 from weft_bench.hosts_rig import Host, joined_hosts
 

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.attention.backend_registry import Needs, backends
-from weft.attention.forward_batch import Batch, PageTables
-from weft.attention.sdpa import SDPA
-from weft.kernels.triton.decode_attention import DecodeTile, latent_decode_attention
-from weft.kernels.triton.splits import Cut, order_splits
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV
-from weft.place.spec import LayoutError
+from weft.engine.attention.backend_registry import Needs, backends
+from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kernels.triton.decode_attention import DecodeTile, latent_decode_attention
+from weft.engine.kernels.triton.splits import Cut, order_splits
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent, PagedKV
+from weft.planner.spec import LayoutError
 
 PAGE = 16
 POOL_BYTES = 4 << 30

@@ -33,13 +33,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.assets import embedded_model_dir
-from weft.engine import engine as engine_module
-from weft.engine.config import EngineConfig
+from weft.engine.assets import embedded_model_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller import engine as engine_module
+from weft.engine.controller.engine import Engine
 from weft.engine.controller.executor import Executor
-from weft.engine.engine import Engine
-from weft.engine.messages import AskReport, GroupRows, Ran, Report, Result, Step, decode_from_rank, encode
-from weft.kv.cache_spec import CacheGroup, Rule
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.messages.rank_messages import AskReport, GroupRows, Ran, Report, Result, Step, decode_from_rank, encode
 from weft.server import app, run
 from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from weft.comm.torchdist import TorchDistTransport
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 WIDTH = 256
 ROWS = (1, 4, 16, 64, 256, 1024)

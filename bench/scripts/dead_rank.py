@@ -24,7 +24,7 @@ import torch
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import PeerLost
 from weft.kernels.build import cpu_kernels
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 FORK = mp.get_context("fork")
 

@@ -7,7 +7,7 @@ A preset's shape with made-up weights. For each dcp size a fresh engine, whose r
 - decode: milliseconds between tokens of a few sequences with long contexts: from where dcp pays.
 
 Each context for decode is prefilled first, which is not timed. Beside what a step takes stands what the plan says: how
-much longer one with dcp takes than without (`weft.place.dcp`, by the cost table that the engine ran with), and, where
+much longer one with dcp takes than without (`weft.planner.dcp`, by the cost table that the engine ran with), and, where
 two contexts of as many sequences were measured, from which length dcp pays: measured, on the straight line between the
 two, and predicted. Prints a line a measurement, and writes them all as JSON after each.
 
@@ -28,18 +28,18 @@ from typing import Any
 import torch
 
 from gpu_decode import decode, layout
-from weft.assets import preset_dir
 from weft.comm.transport import offer_of
-from weft.engine.config import EngineConfig
-from weft.engine.device import dtype_of, enabled_transports
-from weft.engine.engine import Engine
+from weft.engine.assets import preset_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import dtype_of, enabled_transports
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import RequestOutput
-from weft.engine.planning import plan_model, sharded_context
-from weft.engine.request import SamplingParams
 from weft.engine.worker.open_transports import cost_model
-from weft.place.dcp import ShardedContext
-from weft.place.recipes import Merge, Prompt
-from weft.place.settlements import Recipes, Settlements
+from weft.engine.worker.planning import plan_model, sharded_context
+from weft.planner.dcp import ShardedContext
+from weft.planner.recipes import Merge, Prompt
+from weft.planner.settlements import Recipes, Settlements
 from weft.tune.host import describe_host
 
 

@@ -8,7 +8,7 @@ Prompts are read with answers of one token. Experts gather or dispatch (with car
 Carriers are transports, or a plan: auto (peer and NCCL, chosen edge by edge), peer, nccl, `nccl_window` (NCCL on
 registered memory, whose captured kernels have been seen to race), or `naive`: the plan of all-reduces that every other
 is compared with, carried as auto. With NCCL every DP group exchanges its graph's whole capacity
-(`weft.comm.step_rows`).
+(`weft.stream.step_rows`).
 
 equal_tokens says for each carrier that ran before in the same layout, and for the same one in its turns before, how
 much of the answers was the same: of each answer, the part up to the first token that differs. All cases have the same
@@ -40,14 +40,14 @@ from typing import Any
 
 import torch
 
-from weft.assets import preset_dir
 from weft.cli.command import stop_on_sigterm
-from weft.engine.config import EngineConfig
-from weft.engine.device import dtype_of, kv_dtype_of
-from weft.engine.engine import Engine
+from weft.engine.assets import preset_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import dtype_of, kv_dtype_of
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
-from weft.engine.request import SamplingParams
 from weft.tune.host import describe_host
 from weft_bench.step_bytes import decode_step_bytes
 

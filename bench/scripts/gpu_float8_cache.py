@@ -4,10 +4,10 @@
 
 Keys and values have 4 heads of 128 for 32 query heads, in decode rows those of `--heads` (64/8x64: 8 of 64 for 64);
 latent vectors 512 + 64 elements for 16 heads, or with `--latent-heads 128` for as many. Prompts are one chunk behind a
-context, over pages, as only those attend that are not copied (`weft.kernels.triton.copy_pages`). Times are of CUDA
-graphs of several calls on different caches, as in `gpu_kernels.py`: the median of the replays, in microseconds a call.
-`share` is what the cache's bytes at the bandwidth of a large copy would take, as a part of that. `--parts` leaves out
-others. `--tiles` times other tiles of decode attention over FP8 instead. Prints one JSON object last.
+context, over pages, as only those attend that are not copied (`weft.engine.kernels.triton.copy_pages`). Times are of
+CUDA graphs of several calls on different caches, as in `gpu_kernels.py`: the median of the replays, in microseconds a
+call. `share` is what the cache's bytes at the bandwidth of a large copy would take, as a part of that. `--parts`
+leaves out others. `--tiles` times other tiles of decode attention over FP8 instead. Prints one JSON object last.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from gpu_kernels import BF16, DEVICE, PAGE, Report, error, graph_us, normal
+from weft.engine.kernels.triton import decode_attention as decode
+from weft.engine.kernels.triton import norm_rope_cache
+from weft.engine.kernels.triton.prefill_attention import prefill_attention
 from weft.kernels.float8 import Fp8Vectors, Stored, to_vectors
-from weft.kernels.triton import decode_attention as decode
-from weft.kernels.triton import norm_rope_cache
-from weft.kernels.triton.prefill_attention import prefill_attention
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from gpu import definitions

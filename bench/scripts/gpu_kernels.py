@@ -25,18 +25,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.kernels.triton import (
+from weft.engine.kernels.triton import (
     decode_attention,
     fused_experts,
     norm_rope_cache,
     prefill_attention,
-    rms_norm,
     route,
     sample,
 )
-from weft.kernels.triton import decode_step as step
-from weft.kernels.triton.experts_tiles import tile_rows_of
-from weft.models.routing import Routing
+from weft.engine.kernels.triton import decode_step as step
+from weft.engine.kernels.triton.experts_tiles import tile_rows_of
+from weft.engine.models.routing import Routing
+from weft.kernels.triton import rms_norm
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from gpu import definitions

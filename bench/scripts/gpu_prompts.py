@@ -27,19 +27,19 @@ import torch
 from torch import Tensor
 
 from gpu_kernels import error, graph_us, write_json
-from weft.attention import expansion, paged_triton
-from weft.attention.backend import Absorbed, LatentSplit
-from weft.attention.forward_batch import Batch, PageTables
-from weft.engine.worker.build_batch import SeqRows, build_batch
-from weft.kernels import delta_rule
-from weft.kernels.triton import copied_prompts, copy_pages, delta_chunks, latent_prompts, prefill_attention
-from weft.kernels.triton.delta_chunks import ChunkTile
-from weft.kernels.triton.prefill_attention import PrefillTile
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent
-from weft.models.layers import Builder, HeadNorm
-from weft.models.rotary import RotaryTable
-from weft.place.spec import Mesh
+from weft.engine.attention import expansion, paged_triton
+from weft.engine.attention.backend import Absorbed, LatentSplit
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.kernels import delta_rule
+from weft.engine.kernels.triton import copied_prompts, copy_pages, delta_chunks, latent_prompts, prefill_attention
+from weft.engine.kernels.triton.delta_chunks import ChunkTile
+from weft.engine.kernels.triton.prefill_attention import PrefillTile
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent
+from weft.engine.models.layers import Builder, HeadNorm
+from weft.engine.models.rotary import RotaryTable
+from weft.planner.spec import Mesh
 
 HEADS, KEY_HEADS, DIM, WINDOW = 32, 16, 128, 4
 LATENT, ROTARY, NOPE, VALUE, LATENT_HEADS, PAGE = 512, 64, 128, 128, 16, 16

@@ -31,15 +31,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from gpu_decode import Send, apart, read_bandwidth
-from weft.assets import preset_dir
 from weft.comm.reference import ReferenceWorld
-from weft.engine.config import EngineConfig
-from weft.engine.device import dtype_of, kv_dtype_of
-from weft.engine.messages import Chunk, GroupRows, Join, Sampling, StartProfile, Step
+from weft.engine.assets import preset_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import dtype_of, kv_dtype_of
+from weft.engine.kernels.triton import fused_experts
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling, StartProfile, Step
 from weft.engine.worker import graph_inputs, model_runner
 from weft.engine.worker.worker import Worker
-from weft.kernels.triton import fused_experts
-from weft.place.cost import costs
+from weft.planner.cost import costs
 from weft.tune.host import describe_host
 from weft_bench.breakdown import read_rank, short, summarise
 from weft_bench.step_bytes import decode_step_bytes

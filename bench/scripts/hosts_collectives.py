@@ -23,7 +23,7 @@ from typing import Any
 from weft.cli.command import stop_on_sigterm
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
 from weft.engine.hosts.measurement import over_hosts
 from weft.tune import cpu_costs as tune
 from weft.tune import host_costs

@@ -37,19 +37,19 @@ from typing import Any
 import torch
 
 from weft.comm.reference import ReferenceWorld
-from weft.comm.step_rows import PaddedRows
-from weft.engine import engine as engine_module
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller import engine as engine_module
+from weft.engine.controller.engine import Engine
 from weft.engine.controller.executor import Executor
-from weft.engine.engine import Engine
-from weft.engine.messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.messages.rank_messages import Ran, Result, Step, decode_from_rank, decode_to_rank, encode
+from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import RequestOutput
-from weft.engine.request import SamplingParams
 from weft.engine.worker import model_runner as runner_module
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.place.cost import costs
+from weft.planner.cost import costs
+from weft.stream.step_rows import PaddedRows
 from weft.tune.host import describe_host
 
 ROUND = 128

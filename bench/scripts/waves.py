@@ -21,12 +21,12 @@ import statistics
 import time
 from collections import Counter, deque
 
-from weft.engine.messages import GroupRows, Ran, Result, Step, encode
-from weft.engine.request import SamplingParams, Sequence
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.kv.manager import CacheManager
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.rank_messages import GroupRows, Ran, Result, Step, encode
+from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.kv.manager import CacheManager
-from weft.kv.tokens import token_array
 
 
 def step_s(rows: GroupRows) -> float:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from weft.models.attention import Attention, Heads
-from weft.models.layers import Embedding, Layer, RMSNorm
-from weft.models.model_config import ModelConfig, common_fields
-from weft.models.moe import MoEConfig, SparseMoE
-from weft.models.rotary import Rotary
-from weft.models.routing import Routing
-from weft.stream import GROUP
+from weft.engine.models.attention import Attention, Heads
+from weft.engine.models.layers import Embedding, Layer, RMSNorm
+from weft.engine.models.model_config import ModelConfig, common_fields
+from weft.engine.models.moe import MoEConfig, SparseMoE
+from weft.engine.models.rotary import Rotary
+from weft.engine.models.routing import Routing
+from weft.stream.stream import GROUP
 
 
 class DecoderLayer(Layer):

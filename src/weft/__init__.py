@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weft.comm.transport import CommError, CommTimeout, PeerLost
-    from weft.hidden import Hidden
     from weft.library.communicator import Communicator
     from weft.library.planned import Stream, plan, trace
-    from weft.place.spec import LayoutError, Mesh, Placement, PlacementError, Rows
-    from weft.stream import GROUP, OWN, WORLD
+    from weft.planner.spec import LayoutError, Mesh, Placement, PlacementError, Rows
+    from weft.stream.hidden import Hidden
+    from weft.stream.stream import GROUP, OWN, WORLD
 
     __version__: str
 
@@ -39,11 +39,11 @@ __all__ = [
 
 _MODULES = {
     "weft.comm.transport": ("CommError", "CommTimeout", "PeerLost"),
-    "weft.hidden": ("Hidden",),
+    "weft.stream.hidden": ("Hidden",),
     "weft.library.communicator": ("Communicator",),
     "weft.library.planned": ("Stream", "plan", "trace"),
-    "weft.place.spec": ("LayoutError", "Mesh", "Placement", "PlacementError", "Rows"),
-    "weft.stream": ("GROUP", "OWN", "WORLD"),
+    "weft.planner.spec": ("LayoutError", "Mesh", "Placement", "PlacementError", "Rows"),
+    "weft.stream.stream": ("GROUP", "OWN", "WORLD"),
 }
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 DEFINES = {
     "FAMILIES": "a dict from model type to the reader of its config",
     "TRANSPORTS": "a tuple of weft.comm.transport_registry.TransportEntry",
-    "ATTENTION_BACKENDS": "a tuple of weft.attention.backend_registry.BackendEntry",
+    "ATTENTION_BACKENDS": "a tuple of weft.engine.attention.backend_registry.BackendEntry",
 }
 
 

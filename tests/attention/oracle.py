@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from weft.attention.backend import Backend
-from weft.attention.forward_batch import Batch, PageTables
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.backend import Backend
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent, PagedKV, Window
 from weft.kernels.float8 import FLOAT8, take, to_vectors
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV, Window
 
 NAN = float("nan")
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from attention.oracle import NAN, as_held, make_case
-from weft.attention.sdpa import SDPA
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent, PagedKV, Window
 from weft.kernels.float8 import FLOAT8, MAX_EXPONENT, take, to_vectors
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV, Window
 
 
 def skewed(*shape: int) -> Tensor:

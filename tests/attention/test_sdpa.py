@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from attention.oracle import NAN, check, make_case, padded, roomy
-from weft.attention import sdpa
-from weft.attention.backend import Absorbed
-from weft.attention.sdpa import SDPA
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention import sdpa
+from weft.engine.attention.backend import Absorbed
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kv.cache import KVCache, StateCache
+from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 from weft.kernels.float8 import FLOAT8
-from weft.kv.cache import KVCache, StateCache
-from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 
 STEPS = {
     "one row": [(1, 0)],

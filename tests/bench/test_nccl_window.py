@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 from weft_bench.nccl_window import NcclWindowTransport
 
 MESH, BYTES = Mesh(2, 1, 2, 1), 11 * 512

@@ -17,12 +17,12 @@ from e2e.here import weft_here
 from engine.test_agents import free_port
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
-from weft.engine.config import EngineConfig, EngineError
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import measurement
 from weft.engine.hosts.measurement import over_hosts
 from weft.engine.worker.open_transports import cost_model, table_file
-from weft.place.cost import ETHERNET, costs, host_table
-from weft.place.spec import Mesh
+from weft.planner.cost import ETHERNET, costs, host_table
+from weft.planner.spec import Mesh
 from weft.tune import cpu_costs as tune
 from weft.tune import host_costs as tune_hosts
 from weft_bench import collectives_hosts

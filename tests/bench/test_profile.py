@@ -13,9 +13,9 @@ from msgspec import structs
 from support import small_config
 
 from e2e.here import weft_here
-from weft.engine.messages import Profiled
-from weft.engine.profiling import NotWatched, Recording, Window, merge_traces, watch
-from weft.place.spec import Mesh
+from weft.engine.controller.profiling import NotWatched, Recording, Window, merge_traces, watch
+from weft.engine.messages.rank_messages import Profiled
+from weft.planner.spec import Mesh
 from weft_bench.breakdown import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
 
 PAIR = Mesh(1, 2, 2, 1)

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.assets import preset_dir
-from weft.attention import backend_registry
-from weft.attention.backend_registry import BACKENDS, Needs, backends
 from weft.cli.command import UserError
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.startup import declared_caches
+from weft.engine.assets import preset_dir
+from weft.engine.attention import backend_registry
+from weft.engine.attention.backend_registry import BACKENDS, Needs, backends
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import declared_caches
+from weft.engine.kv.cache_spec import Latent
 from weft.engine.worker.memory import weight_bytes
-from weft.kv.cache_spec import Latent
 from weft_bench import reproduce
 from weft_bench.commands import cmd_reproduce
 from weft_bench.reproduce import Figures, Measured, better, config_of, measure

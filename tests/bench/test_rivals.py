@@ -18,10 +18,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from weft.assets import preset_dir
-from weft.models.load import dummy_model, load_model
-from weft.models.registry import load_config
-from weft.place.spec import Mesh
+from weft.engine.assets import preset_dir
+from weft.engine.models.load import dummy_model, load_model
+from weft.engine.models.registry import load_config
+from weft.planner.spec import Mesh
 
 RIVALS = Path(__file__).parents[2] / "bench" / "scripts" / "rivals"
 SMALL = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}

@@ -163,7 +163,7 @@ def test_a_process_with_clients_that_ends_is_an_error(stub: Stub, monkeypatch: p
 
 
 def test_chats(stub: Stub) -> None:
-    from weft.assets import embedded_model_dir
+    from weft.engine.assets import embedded_model_dir
 
     async def chat(body: dict[str, Any]) -> Events:
         yield {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
@@ -290,7 +290,7 @@ def test_lengths_are_spread_as_asked() -> None:
 def test_texts_have_as_many_tokens() -> None:
     from transformers import AutoTokenizer
 
-    from weft.assets import embedded_model_dir
+    from weft.engine.assets import embedded_model_dir
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_dir())
     asks = Workload(20, 40, 1).asks(len(tokenizer), tokenizer)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from support import small_config
 
+from weft.engine.models.load import build_model
+from weft.engine.models.model_config import ModelConfig
+from weft.engine.models.registry import read_config
 from weft.kernels.float8 import FLOAT8
-from weft.models.load import build_model
-from weft.models.model_config import ModelConfig
-from weft.models.registry import read_config
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 from weft_bench.step_bytes import decode_step_bytes
 
 ONE, BF16 = Mesh(1, 1, 1, 1), torch.bfloat16

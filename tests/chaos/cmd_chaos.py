@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, check_writable, stop_on_sigterm
-from weft.engine.engine_options import LayoutOptions
+from weft.engine.config.engine_options import LayoutOptions
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Command:
         from chaos.chaos import run
         from chaos.faults import table
         from weft.cli.command import engine_config
-        from weft.engine.config import EngineError
+        from weft.engine.config.config import EngineError
         from weft_bench.server_process import ServerError
 
         if self.faults < 1 or self.clients < 1 or self.tokens < 2 or self.hosts < 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos.health import Health
-from weft.place.show import columns
+from weft.planner.show import columns
 from weft_bench.server_process import ServerError, ServerProcess
 
 BACK_S = 300.0

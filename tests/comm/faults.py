@@ -16,7 +16,7 @@ import torch
 from comm.forks import Fork, arenas
 from weft.comm.host_memory import NOTE_BYTES, HostMemory
 from weft.comm.shm import ShmTransport, ShmTuning
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 MESH = Mesh(1, 3, 3, 1)
 WORLD = tuple(range(3))

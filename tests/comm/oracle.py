@@ -12,12 +12,12 @@ import torch
 from support import held
 from torch import Tensor
 
-from weft.comm.step_rows import StepRows
 from weft.comm.transport import Epilogue, Ranks, Sizes, Transport, finish
 from weft.kernels import float8
-from weft.place.axes import GROUP_NAMES
-from weft.place.edges import legal_edges
-from weft.place.spec import Mesh
+from weft.planner.axes import GROUP_NAMES
+from weft.planner.edges import legal_edges
+from weft.planner.spec import Mesh
+from weft.stream.step_rows import StepRows
 
 WIDTHS = (1, 8, 33)
 EDGE_WIDTH = 5

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import TorchDistTransport
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 
 def connect(name: str, mesh: Mesh, rank: int, directory: str, **options: Any) -> ShmTransport | TorchDistTransport:

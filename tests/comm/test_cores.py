@@ -12,7 +12,7 @@ from comm.processes import run_threads
 from weft.comm import shm
 from weft.comm.cores import core_list, share_a_cache
 from weft.comm.shm import ShmTransport, ShmTuning
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 
 def host(root: Path, caches: dict[int, list[tuple[int, str]]]) -> Path:

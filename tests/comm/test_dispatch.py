@@ -11,11 +11,11 @@ from support import run_world
 from torch import Tensor
 
 from comm.processes import run_processes, run_threads
-from weft.comm.dispatch import Exchanging, all_to_allv
 from weft.comm.transport import Sizes, Transport
-from weft.place import exchange
-from weft.place.experts import RETURN, SEND, Dispatch, Permute
-from weft.place.spec import Mesh
+from weft.planner import exchange
+from weft.planner.experts import RETURN, SEND, Dispatch, Permute
+from weft.planner.spec import Mesh
+from weft.stream.dispatch import Exchanging, all_to_allv
 
 WIDTH, EXPERTS, K = 6, 8, 3
 MESHES = [Mesh(4, 1, 4, 1), Mesh(2, 2, 2, 2), Mesh(1, 4, 1, 4), Mesh(1, 2, 2, 1), Mesh(8, 1, 8, 1)]

@@ -13,8 +13,8 @@ from comm.oracle import draw
 from comm.processes import run_threads
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import CommError, Transport
-from weft.place.exchange import Exchange
-from weft.place.spec import Mesh
+from weft.planner.exchange import Exchange
+from weft.planner.spec import Mesh
 
 WORLD = (0, 1, 2, 3)
 SCATTERED = Exchange("scattered", "scatter", 4, 1, "none")  # the first rank's rows are scattered

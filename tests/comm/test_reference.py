@@ -10,10 +10,10 @@ import torch
 from support import run_world
 
 from comm.oracle import check_calls, check_edges
-from place.meshes import layouts
+from planner.meshes import layouts
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.comm.transport import CommError
-from weft.place.spec import Mesh, PlacementError
+from weft.planner.spec import Mesh, PlacementError
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

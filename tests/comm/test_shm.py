@@ -15,7 +15,7 @@ from comm.processes import run_processes, run_threads
 from models.test_logits import Texts, compare, drive, texts_of
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import CommError
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 # Which path a size takes is a matter of tuning: make each take all of them, and small slots cut all into chunks.

@@ -18,7 +18,7 @@ from comm.oracle import draw
 from comm.processes import run_threads
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import CommError, Epilogue, finish
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 MESH = Mesh(1, 3, 3, 1)
 WORLD = (0, 1, 2)

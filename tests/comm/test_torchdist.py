@@ -14,7 +14,7 @@ from comm.processes import run_processes
 from models.test_logits import Texts, compare, drive, texts_of
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 
 def calls_and_edges(transport: TorchDistTransport, mesh: Mesh) -> int:

@@ -10,16 +10,16 @@ import torch
 import torch.multiprocessing as mp
 from support import held
 
-from place.executed import execute, whole_result
-from place.meshes import layouts
-from place.test_hosts import layers
+from planner.executed import execute, whole_result
+from planner.meshes import layouts
+from planner.test_hosts import layers
 from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, PeerLost, offer_of
 from weft.comm.transport_registry import GLOO, SHM
-from weft.place.cost import PRESETS, AlphaBeta, Network
-from weft.place.plan import Plan, Planner
-from weft.place.spec import Mesh
+from weft.planner.cost import PRESETS, AlphaBeta, Network
+from weft.planner.plan import Plan, Planner
+from weft.planner.spec import Mesh
 
 FOUR = [replace(mesh, hosts=hosts) for mesh in layouts(4) if mesh.world == 4 for hosts in (2, 4)]
 NETWORKS = (Network(300.0, 300.0, 1.0), Network(1e-3, 0.0, 1e-3), Network(500.0, 100.0, 100.0))

@@ -11,22 +11,22 @@ from support import run_world
 from torch import Tensor
 
 from attention.oracle import Case, check_rows, check_stored, forget
-from weft.attention.context_parallel import ContextParallel
-from weft.attention.forward_batch import PageTables
-from weft.attention.sdpa import SDPA
 from weft.comm.reference import ReferenceTransport
-from weft.comm.settler import Settler
 from weft.comm.transport import Epilogue, LiveSizes, Ranks, Sizes, finish, offer_of
 from weft.comm.transport_registry import REFERENCE
-from weft.dcp.group import context_group
-from weft.dcp.interleave import Interleave
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent
-from weft.place.cost import costs
-from weft.place.exchange import Exchange, input_rows, result_rows
-from weft.place.recipes import Merge, Prompt
-from weft.place.settlements import Recipes, Settlements
-from weft.place.spec import Mesh
+from weft.engine.attention.context_parallel import ContextParallel
+from weft.engine.attention.forward_batch import PageTables
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent
+from weft.planner.cost import costs
+from weft.planner.exchange import Exchange, input_rows, result_rows
+from weft.planner.recipes import Merge, Prompt
+from weft.planner.settlements import Recipes, Settlements
+from weft.planner.spec import Mesh
+from weft.stream.group import context_group
+from weft.stream.interleave import Interleave
+from weft.stream.settler import Settler
 
 Make = Callable[[KVCache], SDPA]
 

@@ -7,10 +7,10 @@ import torch
 
 from attention.oracle import make_case, padded
 from dcp.interleaved import run_interleaved
-from weft.attention.sdpa import SDPA
-from weft.dcp.interleave import Interleave
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kv.cache_spec import Latent, PagedKV
 from weft.kernels.float8 import FLOAT8
-from weft.kv.cache_spec import Latent, PagedKV
+from weft.stream.interleave import Interleave
 
 INTERLEAVES = [Interleave(2, 1, 4), Interleave(2, 4, 4), Interleave(4, 2, 4), Interleave(3, 4, 4)]
 SPECS = [PagedKV(1, 8), Latent(12, 8)]

@@ -11,10 +11,10 @@ from support import small_model
 
 from engine.conftest import byte_tokenizer, greedy_outputs, outputs_of_some
 from engine.test_engine import GREEDY, prompts
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
-from weft.place.spec import LayoutError
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
+from weft.planner.spec import LayoutError
 from weft_bench import word_problems
 
 SHAPES = {

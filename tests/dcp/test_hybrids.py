@@ -9,7 +9,7 @@ import pytest
 from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config, prompts
 from engine.test_hybrids import FAMILIES
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 
 CHOICES = {"step3p5": ("replicate", "merge"), "gpt_oss": ("gather", "merge"), "qwen3_5_moe": ("replicate", "gather")}
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.dcp.interleave import Interleave
+from weft.stream.interleave import Interleave
 
 
 @st.composite

@@ -9,8 +9,8 @@ import pytest
 from support import run_world, small_model
 
 from models.test_logits import PAGE, Steps, compare, drive, texts_of
-from place.meshes import layouts
-from weft.place.spec import Mesh
+from planner.meshes import layouts
+from weft.planner.spec import Mesh
 
 SCATTERED = [
     Mesh(mesh.attn_dp, mesh.attn_tp, mesh.ep, mesh.moe_tp, dcp)

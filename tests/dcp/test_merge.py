@@ -17,14 +17,14 @@ from torch import Tensor
 from comm.processes import run_processes, run_threads
 from dcp.shards import Shards, check, own, shards_of
 from weft.comm.reference import ReferenceWorld
-from weft.comm.settler import Settler, TraceSettler, a2a, ag_rs
 from weft.comm.transport import CommError, Transport, offer_of
 from weft.kernels.torch_reference import merge_weights, softmax_merge
-from weft.place.cost import PRESETS, AlphaBeta, Offer, Table
-from weft.place.exchange import merge_scatterv
-from weft.place.recipes import Merge
-from weft.place.settlements import Settled, Settlements
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.cost import PRESETS, AlphaBeta, Offer, Table
+from weft.planner.exchange import merge_scatterv
+from weft.planner.recipes import Merge
+from weft.planner.settlements import Settled, Settlements
+from weft.planner.spec import LayoutError, Mesh
+from weft.stream.settler import Settler, TraceSettler, a2a, ag_rs
 from weft.tune.cpu_costs import merges_to_price
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

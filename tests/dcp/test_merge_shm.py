@@ -14,7 +14,7 @@ from dcp.shards import check, own, shards_of
 from dcp.test_merge import merge_all
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import CommError
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 PAIR, THREE = Mesh(1, 2, 2, 1, dcp=2), Mesh(1, 3, 3, 1, dcp=3)
 

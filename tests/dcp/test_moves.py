@@ -10,13 +10,13 @@ import pytest
 from support import run_world, small_model
 
 from weft.comm.reference import ReferenceTransport
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import load_model
+from weft.engine.models.registry import load_config, registry
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.load import load_model
-from weft.models.registry import load_config, registry
-from weft.place.exchange import rows_received
-from weft.place.spec import Mesh
+from weft.planner.exchange import rows_received
+from weft.planner.spec import Mesh
 
 PAGE = 4
 

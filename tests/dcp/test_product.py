@@ -19,10 +19,10 @@ import pytest
 from support import small_model
 
 from engine.conftest import byte_tokenizer, generate_together
-from weft.assets import embedded_model_dir
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
+from weft.engine.assets import embedded_model_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 PAGE = 32

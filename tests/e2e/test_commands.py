@@ -24,16 +24,16 @@ import pytest
 from rich.progress import Progress, TaskID
 
 from e2e.here import weft_here
-from weft.assets import embedded_model_dir
 from weft.cli import cmd_serve
 from weft.cli.command import EngineArguments, UserError, parse
 from weft.cli.command_table import commands as all_commands
 from weft.cli.other_engines import ADVICE
 from weft.cli.progress import start_said
 from weft.cli.start import start_engine
-from weft.engine.config import EngineConfig
-from weft.models import directory
-from weft.place.spec import Mesh
+from weft.engine.assets import embedded_model_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.models import directory
+from weft.planner.spec import Mesh
 from weft.server.options import Options
 from weft_bench.commands import cmd_demo
 
@@ -359,7 +359,7 @@ def test_the_bar_moves_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> Non
         return "an engine"
 
     monkeypatch.setattr(Progress, "update", update)
-    monkeypatch.setattr("weft.engine.engine.Engine", engine)
+    monkeypatch.setattr("weft.engine.controller.engine.Engine", engine)
     assert start_engine(EngineConfig()) == "an engine"
     assert totals[0] is None and parts == [0.0, 0.5, 1.0]
 

@@ -59,7 +59,7 @@ def test_the_links_between_gpus() -> None:
 def test_the_tables_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert "run weft tune" in cmd_doctor.table().why
-    from weft.place.cost import host_table
+    from weft.planner.cost import host_table
 
     host_table().parent.mkdir(parents=True)
     host_table().write_text("{")

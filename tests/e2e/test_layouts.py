@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from server.conftest import Served, serve
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
 from weft_bench import word_problems
 
 LAYOUTS = {

@@ -18,7 +18,7 @@ import torch
 
 from e2e.here import weft_here
 from weft.cli import cmd_tune
-from weft.place.cost import cache_folder
+from weft.planner.cost import cache_folder
 from weft_bench.baselines import DeepSpeed, build_deepspeed
 from weft_bench.commands import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency
 

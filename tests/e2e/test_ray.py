@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from e2e.here import weft_here
-from weft.assets import embedded_model_dir
 from weft.cli import ray_hosts
 from weft.cli.command import EngineArguments
-from weft.engine.config import EngineConfig
+from weft.engine.assets import embedded_model_dir
+from weft.engine.config.config import EngineConfig
 from weft_bench.hosts_rig import joined_hosts
 
 TWO = ("--attn-tp", "2", "--device", "cpu", "--nnodes", "2", "--ray")

@@ -12,7 +12,7 @@ from contextlib import suppress
 import zmq
 
 from weft.engine.hosts import secured
-from weft.engine.hosts.host_messages import Ended, FromRanks, Join, Left, encode
+from weft.engine.messages.host_messages import Ended, FromRanks, Join, Left, encode
 
 MARK = "of a stranger"
 """In every frame that is a message: none with it may be decoded."""

@@ -17,11 +17,11 @@ from support import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weft.engine.engine import Engine, Request
-from weft.engine.messages import Step
+from weft.engine.controller.engine import Engine, Request
+from weft.engine.messages.rank_messages import Step
+from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.output.results import GenerationResult, gather
-from weft.engine.request import SamplingParams
 from weft.engine.worker.row_table import NO_TOKEN
 from weft.engine.worker.worker import Worker
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.engine.messages import GroupRows, Ran, Result, Scored
-from weft.engine.request import EQUALS, SamplingParams, Sequence, Sharing, TokenLogprob
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.rank_messages import GroupRows, Ran, Result, Scored
+from weft.engine.messages.request import EQUALS, SamplingParams, Sequence, Sharing, TokenLogprob
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.kv.tokens import token_array
 
 VOCABULARY = 50
 UNWRITTEN = -1

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.attention.caches import StepCaches
-from weft.attention.forward_batch import Batch
-from weft.hidden import Hidden
-from weft.kv.cache_spec import Latent, Recurrent, Window
-from weft.models.layers import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, RowLinear
-from weft.models.mlp import GatedMLP
-from weft.models.model_config import Fields, ModelConfig, common_fields
-from weft.models.rotary import Rotary, RotaryTable
-from weft.stream import GROUP, WORLD
+from weft.engine.attention.caches import StepCaches
+from weft.engine.attention.forward_batch import Batch
+from weft.engine.kv.cache_spec import Latent, Recurrent, Window
+from weft.engine.models.layers import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.mlp import GatedMLP
+from weft.engine.models.model_config import Fields, ModelConfig, common_fields
+from weft.engine.models.rotary import Rotary, RotaryTable
+from weft.stream.hidden import Hidden
+from weft.stream.stream import GROUP, WORLD
 
 VALUE, ROTATED, WINDOW = 16, 8, 6
 DECAY = 0.9

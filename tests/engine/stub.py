@@ -18,13 +18,13 @@ import pytest
 
 from engine.conftest import WAIT_S
 from engine.fake import FakeDevice, Parts, expected_output
-from weft.engine.config import EngineConfig, EngineError
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.engine import Engine
 from weft.engine.controller.executor import Executor
-from weft.engine.engine import Engine
-from weft.engine.messages import Ran, Result, Step
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.messages.rank_messages import Ran, Result, Step
+from weft.engine.messages.request import Output, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, RequestOutput
-from weft.engine.request import Output, SamplingParams, Sharing
-from weft.kv.cache_spec import CacheGroup, Rule
 
 
 @dataclass
@@ -110,7 +110,7 @@ class World:
         self.starts = self.closes = self.run = 0
         self.fail: Callable[[StubExecutor, str], bool] = lambda executor, when: False
         self._model_dir = model_dir
-        monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: StubExecutor(config, self))
+        monkeypatch.setattr("weft.engine.controller.engine.make_executor", lambda config: StubExecutor(config, self))
 
     def engine(self, **changes: Any) -> Engine:
         values = dict(kv_tokens=512, page_size=4, max_batch_tokens=16, max_running=8)

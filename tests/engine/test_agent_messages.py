@@ -14,11 +14,11 @@ import zmq
 
 from engine.conftest import WAIT_S
 from engine.test_agents import cluster, hear
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
 from weft.engine.hosts import agents, digests, secured
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
-from weft.engine.hosts.host_messages import (
+from weft.engine.messages.host_messages import (
     Ended,
     FromAgent,
     FromRanks,

@@ -25,16 +25,16 @@ from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, expected, prompts
 from engine.test_faults import wait_until
 from weft.cli.host_findings import between_hosts
-from weft.engine.config import EngineConfig, EngineError
-from weft.engine.controller import rank_processes
-from weft.engine.controller.fork_client import ForkServer
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import resolve_defaults
 from weft.engine.hosts import addresses, agents, digests, secured
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
+from weft.engine.models.model_config import ModelError
 from weft.engine.output.request_output import RequestOutput
-from weft.engine.startup import resolve_defaults
-from weft.models.model_config import ModelError
+from weft.engine.processes import rank_processes
+from weft.engine.processes.fork_client import ForkServer
 
 __all__ = ["expected"]
 FORK = multiprocessing.get_context("fork")

@@ -15,10 +15,10 @@ from support import small_model
 from engine.conftest import WAIT_S, byte_tokenizer, greedy_outputs
 from engine.test_agents import agent_thread, free_port
 from engine.test_engine import GREEDY, config, prompts
-from place.meshes import layouts
-from weft.engine.engine import Engine
-from weft.engine.startup import resolve_defaults
-from weft.place.spec import Mesh
+from planner.meshes import layouts
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import resolve_defaults
+from weft.planner.spec import Mesh
 
 LAYOUTS = [
     Mesh(mesh.attn_dp, mesh.attn_tp, mesh.ep, mesh.moe_tp, dcp)

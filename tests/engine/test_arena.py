@@ -15,15 +15,15 @@ from torch import Tensor
 from comm.processes import run_threads
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import CommError
-from weft.engine.config import EngineConfig
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.config.config import EngineConfig
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import load_model
+from weft.engine.models.registry import load_config
 from weft.engine.worker.arena import ArenaNeed, Ledger, arena_need, available_bytes, check_memory
-from weft.engine.worker.build_batch import SeqRows, build_batch
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.load import load_model
-from weft.models.registry import load_config
-from weft.place.experts import Forms
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.experts import Forms
+from weft.planner.spec import LayoutError, Mesh
 
 PAGE = 4
 LIMIT, STEPS = 64, 25

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.assets import preset_dir
-from weft.attention import backend_registry
-from weft.attention.backend_registry import BACKENDS, TORCH, TRITON, Needs, backends, default_backend
-from weft.attention.sdpa import SDPA
-from weft.engine.config import EngineConfig
-from weft.engine.device import attention_backend
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
-from weft.engine.startup import check_attention, resolve_defaults
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV, Recurrent, Window
-from weft.place.spec import LayoutError
+from weft.engine.assets import preset_dir
+from weft.engine.attention import backend_registry
+from weft.engine.attention.backend_registry import BACKENDS, TORCH, TRITON, Needs, backends, default_backend
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import attention_backend
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import check_attention, resolve_defaults
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Window
+from weft.engine.messages.request import SamplingParams
+from weft.planner.spec import LayoutError
 from weft.plugins import PluginError
 
 TOY = str(Path(__file__).with_name("toy_backend.py"))
@@ -58,7 +58,7 @@ def test_commands_know_backends_by_their_rows() -> None:
 
 def test_a_backend_that_is_there_already_is_refused(tmp_path: Path) -> None:
     (plugin := tmp_path / "again.py").write_text(
-        "from dataclasses import replace\nfrom weft.attention.backend_registry import TORCH\n"
+        "from dataclasses import replace\nfrom weft.engine.attention.backend_registry import TORCH\n"
         "ATTENTION_BACKENDS = (replace(TORCH, device='cpu'),)\n"
     )
     with pytest.raises(PluginError, match=r"again.py adds attention backend torch, but there is another of this name"):

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from weft.assets import preset_dir
-from weft.engine import batch_limits
-from weft.engine.batch_limits import chosen_limits
-from weft.engine.config import EngineConfig
-from weft.engine.startup import resolve_defaults
+from weft.engine.assets import preset_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.startup import resolve_defaults
+from weft.engine.worker import batch_limits
+from weft.engine.worker.batch_limits import chosen_limits
 
 GIB = 1 << 30
 QWEN = "qwen3-30b-a3b"

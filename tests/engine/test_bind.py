@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
 from weft.engine.worker.open_transports import bind
 
 EIGHT = set(range(8))

@@ -20,14 +20,11 @@ from e2e.here import weft_here
 from engine.conftest import WAIT_S
 from engine.fake import VOCABULARY, Driver
 from engine.test_scheduler import SPECS, WHOLE, random_prompt
-from weft.engine.config import EngineConfig, EngineError
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.engine import Engine
 from weft.engine.controller.event_publisher import END, EventPublisher, KvEventsConfig
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams, Sharing
-from weft.engine.scheduler.scheduler import Scheduler
-from weft.engine.worker.worker import Worker
-from weft.kv import cache_events
-from weft.kv.cache_events import (
+from weft.engine.kv import cache_events
+from weft.engine.kv.cache_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -37,11 +34,14 @@ from weft.kv.cache_events import (
     page_hash,
     salt_hash,
 )
-from weft.kv.cache_spec import Rule, Spec, cache_groups
-from weft.kv.manager import CacheManager
-from weft.kv.prefix import PrefixTree
-from weft.kv.prefix_run import ABSENT
-from weft.kv.tokens import token_array
+from weft.engine.kv.cache_spec import Rule, Spec, cache_groups
+from weft.engine.kv.manager import CacheManager
+from weft.engine.kv.prefix import PrefixTree
+from weft.engine.kv.prefix_run import ABSENT
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.request import SamplingParams, Sharing
+from weft.engine.scheduler.scheduler import Scheduler
+from weft.engine.worker.worker import Worker
 from weft.server.metrics import Metrics
 
 

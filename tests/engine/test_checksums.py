@@ -7,13 +7,13 @@ from pathlib import Path
 from support import small_model
 
 from weft.comm.reference import ReferenceWorld
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import load_model
+from weft.engine.models.registry import load_config
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.load import load_model
-from weft.models.registry import load_config
-from weft.place.plan import Choice
-from weft.place.spec import Mesh
+from weft.planner.plan import Choice
+from weft.planner.spec import Mesh
 
 
 def test_a_graphs_steps_report_the_plan_that_it_holds(tmp_path: Path) -> None:

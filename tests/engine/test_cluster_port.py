@@ -14,8 +14,8 @@ from engine import cluster_fuzzer
 from engine.test_agents import agent_thread, cluster
 from engine.test_engine import GREEDY, expected, prompts
 from engine.test_faults import wait_until
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
 from weft.engine.hosts import agents, secured
 
 __all__ = ["cluster", "expected"]

@@ -15,10 +15,10 @@ from transformers import Qwen2MoeForCausalLM
 
 from comm.forks import in_a_child
 from engine.conftest import WAIT_S, outputs_of_some
-from weft.engine.config import EngineConfig, EngineError
-from weft.engine.controller import rank_processes
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
+from weft.engine.processes import rank_processes
 
 LAYOUTS = {
     "1x1": dict(),

@@ -15,13 +15,13 @@ from engine import hybrid
 from engine.conftest import byte_tokenizer, generate_together, outputs_of_some
 from engine.hybrid import HybridConfig, PlainHybrid
 from engine.test_engine import GREEDY, prompts
-from weft.attention.caches import cached_layers
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.kv.cache_spec import Latent, Recurrent, Window
-from weft.models.layers import Builder, Layer
-from weft.models.registry import load_config, registry
-from weft.place.spec import Mesh
+from weft.engine.attention.caches import cached_layers
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.kv.cache_spec import Latent, Recurrent, Window
+from weft.engine.models.layers import Builder, Layer
+from weft.engine.models.registry import load_config, registry
+from weft.planner.spec import Mesh
 
 PLUGIN = hybrid.__file__
 CONFIG = dict(

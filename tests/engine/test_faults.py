@@ -20,18 +20,18 @@ import pytest
 
 from engine.conftest import WAIT_S, sleeping_fork
 from engine.test_engine import GREEDY, config, prompts
-from weft.engine.config import EngineConfig, EngineError, QueueFull
-from weft.engine.controller import rank_processes
+from weft.engine.config.config import EngineConfig, EngineError, QueueFull
+from weft.engine.controller.engine import Engine
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.rank_executors import ProcessExecutor, make_executor
 from weft.engine.controller.request_queue import RequestQueue
-from weft.engine.engine import Engine
-from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.kv.tokens import token_bytes
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling, Step
+from weft.engine.messages.request import Output, SamplingParams
 from weft.engine.output.request_output import OutputCallback, RequestOutput
-from weft.engine.request import Output, SamplingParams
+from weft.engine.processes import rank_processes
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.kv.tokens import token_bytes
 
 RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
 
@@ -168,7 +168,7 @@ e = make_executor(config(Path(sys.argv[1]), executor="process", attn_dp=2, ep=2)
 e._launch(lambda: None); started = [p.pid for p in e.processes], e.directory
 """,
     "grammars": """
-from weft.engine.output.grammar_sandbox import GrammarSandbox
+from weft.engine.grammar.grammar_sandbox import GrammarSandbox
 sandbox = GrammarSandbox(lambda: {"tokenizer": "byte", "vocabulary": 257, "ends": []})
 process = sandbox._start(); started = [process.pid], ""
 """,
@@ -292,7 +292,7 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
 ) -> None:
     """Each submit either raises or gets its last output; none is lost between the look and the queue."""
     go, closed = threading.Event(), threading.Event()
-    monkeypatch.setattr("weft.engine.engine.make_executor", lambda config: Broken(config, go, closed))
+    monkeypatch.setattr("weft.engine.controller.engine.make_executor", lambda config: Broken(config, go, closed))
     engine = Engine(config(model_dir, max_restarts=0))
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     accepted, several = [], threading.Event()
@@ -330,7 +330,7 @@ def test_a_fault_ends_every_request_also_those_that_come_at_the_same_moment(
 
 def test_an_idle_engine_does_not_spin(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits once, for whatever comes, however long that takes."""
-    monkeypatch.setattr("weft.engine.engine.IDLE_CHECK_S", 3600.0)
+    monkeypatch.setattr("weft.engine.controller.engine.IDLE_CHECK_S", 3600.0)
     waits, wait = [], RequestQueue.wait
     monkeypatch.setattr(RequestQueue, "wait", lambda queue, seconds: (waits.append(seconds), wait(queue, seconds))[1])
     with Engine(config(model_dir)) as engine:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from weft.assets import embedded_model_dir
-from weft.engine.output.grammar import grammar
+from weft.engine.assets import embedded_model_dir
+from weft.engine.grammar.grammar import grammar
+from weft.engine.messages.request import SamplingParams, Watch
+from weft.engine.models.model_config import ModelError
 from weft.engine.output.request_output import prepare
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import SamplingParams, Watch
 from weft.engine.scheduler.sampling_rows import adjust, sampling
 from weft.engine.worker.sampler import sample
-from weft.models.model_config import ModelError
 
 TOKENIZER = AutoTokenizer.from_pretrained(embedded_model_dir())
 TEXT_PROCESSOR = TextProcessor(TOKENIZER, embedded_model_dir(), 1024, (2,))
@@ -151,18 +151,18 @@ def test_grammars_are_kept_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> No
         return 40
 
     monkeypatch.setattr(grammars._sandbox, "bytes_of", bytes_of)
-    monkeypatch.setattr("weft.engine.output.grammar.KEPT_BYTES", 100)
+    monkeypatch.setattr("weft.engine.grammar.grammar.KEPT_BYTES", 100)
     one, two, three = (grammar("regex", text) for text in "abc")
     for text in (one, two, one, three, one, two):
         grammars.start(text)
     assert tried == [one, two, three, two], "the one that was asked for least lately makes way"
     assert sum(kept.bytes for kept in grammars._kept.values()) <= 100
-    monkeypatch.setattr("weft.engine.output.grammar.KEPT_BYTES", 10)
+    monkeypatch.setattr("weft.engine.grammar.grammar.KEPT_BYTES", 10)
     assert grammars.start(grammar("regex", "d")).accept(
         TEXT_PROCESSOR.tokenizer.encode("d", add_special_tokens=False)[0]
     )
     assert not grammars._kept
-    monkeypatch.setattr("weft.engine.output.grammar.MAX_BYTES", 39)
+    monkeypatch.setattr("weft.engine.grammar.grammar.MAX_BYTES", 39)
     with pytest.raises(ValueError, match="at most"):
         grammars.start(one)
 

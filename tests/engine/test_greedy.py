@@ -14,8 +14,8 @@ from support import small_model
 from engine.conftest import byte_tokenizer, greedy_outputs
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from models.gguf_files import byte_tokens, small_gguf
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
 from weft.engine.hosts.digests import facts
 
 pytestmark = pytest.mark.usefixtures("planned_once")

@@ -15,7 +15,7 @@ from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 Oracle = Callable[[torch.Tensor], torch.Tensor]

@@ -11,14 +11,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.conftest import WAIT_S
-from weft.assets import embedded_model_dir
+from weft.engine.assets import embedded_model_dir
+from weft.engine.controller.output_processor import OutputProcessor
 from weft.engine.controller.request_queue import RequestQueue
-from weft.engine.messages import GroupRows, Ran, Result, Scored
+from weft.engine.messages.rank_messages import GroupRows, Ran, Result, Scored
+from weft.engine.messages.request import Output, SamplingParams
 from weft.engine.output.detokenizer import TextStream
-from weft.engine.output.output_processor import OutputProcessor
 from weft.engine.output.request_output import RequestOutput, prepare
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import Output, SamplingParams
 from weft.engine.scheduler.scheduler import Scheduled
 
 TEXT_PROCESSOR = TextProcessor(AutoTokenizer.from_pretrained(embedded_model_dir()), embedded_model_dir(), 1024, (2,))

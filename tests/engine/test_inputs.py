@@ -20,29 +20,29 @@ from gpu import definitions
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
-from weft.attention.caches import Caches
-from weft.attention.forward_batch import PageTables, StateSlots
-from weft.attention.sdpa import SDPA
 from weft.comm.reference import ReferenceWorld
-from weft.comm.settler import Settler
-from weft.comm.step_rows import PaddedRows
-from weft.dcp.group import context_group
-from weft.dcp.interleave import Interleave
-from weft.engine.config import EngineConfig
-from weft.engine.messages import Chunk, Entries, GroupRows, Join, Result, Sampling, Step
-from weft.engine.request import SamplingParams, Sequence
+from weft.engine.attention.caches import Caches
+from weft.engine.attention.forward_batch import PageTables, StateSlots
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.config.config import EngineConfig
+from weft.engine.kv.cache_spec import CacheGroup, PagedKV, Recurrent, Rule, Spec, Window, rule
+from weft.engine.kv.tokens import token_array, token_bytes
+from weft.engine.messages.rank_messages import Chunk, Entries, GroupRows, Join, Result, Sampling, Step
+from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompts, decode_capacities, prompt_capacities
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.worker import Worker
-from weft.kv.cache_spec import CacheGroup, PagedKV, Recurrent, Rule, Spec, Window, rule
-from weft.kv.tokens import token_array, token_bytes
-from weft.place.cost import costs
-from weft.place.recipes import Prompt
-from weft.place.settlements import Settlements
-from weft.place.spec import Mesh, Rows
-from weft.stream import Stream
+from weft.planner.cost import costs
+from weft.planner.recipes import Prompt
+from weft.planner.settlements import Settlements
+from weft.planner.spec import Mesh, Rows
+from weft.stream.group import context_group
+from weft.stream.interleave import Interleave
+from weft.stream.settler import Settler
+from weft.stream.step_rows import PaddedRows
+from weft.stream.stream import Stream
 
 MAX_ROWS, GREEDY = 24, SamplingParams(temperature=0.0)
 MODELS: dict[str, Callable[[Path], Any]] = {

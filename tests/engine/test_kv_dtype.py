@@ -11,9 +11,9 @@ from support import small_model
 from engine.conftest import byte_tokenizer
 from engine.test_engine import config, prompts
 from engine.test_hybrids import FAMILIES
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
 from weft_bench import word_problems
 
 pytestmark = pytest.mark.usefixtures("planned_once")

@@ -10,14 +10,14 @@ import pytest
 
 from engine.fake import Driver
 from engine.stub import Client, World
-from weft.engine.config import QueueFull
-from weft.engine.engine import NEWCOMERS_PER_STEP
-from weft.engine.request import SamplingParams, Sequence, Sharing
+from weft.engine.config.config import QueueFull
+from weft.engine.controller.engine import NEWCOMERS_PER_STEP
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.kv.manager import CacheManager
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.request import SamplingParams, Sequence, Sharing
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler
 from weft.engine.scheduler.waiting_queue import WaitingQueue
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.kv.manager import CacheManager
-from weft.kv.tokens import token_array
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
 

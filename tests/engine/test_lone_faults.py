@@ -13,11 +13,11 @@ import pytest
 from engine.conftest import WAIT_S
 from engine.fake import expected_output
 from engine.stub import Client, World
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
+from weft.engine.grammar.grammar import Grammar
+from weft.engine.messages.request import SamplingParams
 from weft.engine.output.detokenizer import TextStream
-from weft.engine.output.grammar import Grammar
 from weft.engine.output.request_output import OutputCallback, RequestOutput
-from weft.engine.request import SamplingParams
 
 PROMPT, LENGTH = [1, 2], 5
 ANY = {"grammar": '{"grammars": [{"lark_grammar": "start: /(.|\\n)*/"}]}'}

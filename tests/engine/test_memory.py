@@ -12,12 +12,13 @@ import torch
 from support import run_world, small_config
 
 from engine.test_families import CONFIG, PLUGIN
-from weft.attention.caches import Caches, cached_layers
-from weft.attention.expansion import MAX_ELEMENTS
-from weft.attention.sdpa import SDPA
-from weft.dcp.group import ContextGroup
-from weft.engine.config import EngineConfig
-from weft.engine.engine_options import KV_TOKENS
+from weft.engine.attention.caches import Caches, cached_layers
+from weft.engine.attention.expansion import MAX_ELEMENTS
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.engine_options import KV_TOKENS
+from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
+from weft.engine.models.load import build_model, dummy_model
 from weft.engine.worker.memory import (
     GIB,
     Memory,
@@ -32,11 +33,10 @@ from weft.engine.worker.memory import (
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.worker import failure
 from weft.kernels.float8 import FLOAT8
-from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
-from weft.models.load import build_model, dummy_model
-from weft.place.recipes import Prompt
-from weft.place.settlements import Settlements
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.recipes import Prompt
+from weft.planner.settlements import Settlements
+from weft.planner.spec import LayoutError, Mesh
+from weft.stream.group import ContextGroup
 
 BF16 = torch.bfloat16
 SPECS: dict[str, Spec] = {

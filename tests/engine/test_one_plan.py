@@ -17,26 +17,26 @@ from torch import Tensor
 
 from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config
-from weft.comm import settler as settle
-from weft.comm.dispatch import Exchanging, all_to_allv
 from weft.comm.reference import ReferenceTransport
-from weft.comm.settler import Settler
-from weft.comm.step_rows import StepRows
-from weft.engine.config import EngineError
-from weft.engine.engine import Engine
-from weft.engine.messages import GroupRows
-from weft.engine.planning import plan_model
+from weft.engine.config.config import EngineError
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.rank_messages import GroupRows
+from weft.engine.models.registry import load_config, registry
 from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.planning import plan_model
 from weft.engine.worker.step_output import sampled_logits
 from weft.engine.worker.worker import Worker
-from weft.models.registry import load_config, registry
-from weft.place.cost import PRESETS, AlphaBeta, Offer
-from weft.place.experts import Dispatch, Permute
-from weft.place.plan import Plan, Planner
-from weft.place.recipes import RECIPES, Merge, Recipe
-from weft.place.settlements import Settled, Settlements
-from weft.place.show import plan_dict
-from weft.place.spec import Mesh, PlacementError
+from weft.planner.cost import PRESETS, AlphaBeta, Offer
+from weft.planner.experts import Dispatch, Permute
+from weft.planner.plan import Plan, Planner
+from weft.planner.recipes import RECIPES, Merge, Recipe
+from weft.planner.settlements import Settled, Settlements
+from weft.planner.show import plan_dict
+from weft.planner.spec import Mesh, PlacementError
+from weft.stream import settler as settle
+from weft.stream.dispatch import Exchanging, all_to_allv
+from weft.stream.settler import Settler
+from weft.stream.step_rows import StepRows
 
 ASKED = [[5, 17, 40], [9, 2, 33, 21, 8]]
 KINDS = EVERY | {"all_to_allv", "merge_scatterv"}

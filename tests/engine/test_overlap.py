@@ -16,14 +16,14 @@ from engine.fake import expected_output
 from engine.stub import Client, World
 from engine.test_engine import GREEDY, config, prompts
 from engine.test_scheduler import make
-from weft.engine.config import EngineError
-from weft.engine.engine import Engine
-from weft.engine.messages import Chunk, GroupRows, Join, Sampling
-from weft.engine.request import SamplingParams
+from weft.engine.config.config import EngineError
+from weft.engine.controller.engine import Engine
+from weft.engine.kv.cache_spec import Rule
+from weft.engine.kv.tokens import token_bytes
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling
+from weft.engine.messages.request import SamplingParams
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.worker import Worker
-from weft.kv.cache_spec import Rule
-from weft.kv.tokens import token_bytes
 
 SEEDED = SamplingParams(max_tokens=12, temperature=9.0, top_p=0.95, min_p=0.001, seed=7, ignore_eos=True, logprobs=1)
 ENDS = SamplingParams(

@@ -15,7 +15,13 @@ from tokenizers.models import BPE
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from engine.conftest import byte_tokenizer
-from weft.engine.messages import (
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.kv.manager import CacheManager
+from weft.engine.kv.pages import PagePool
+from weft.engine.kv.prefix import PrefixTree
+from weft.engine.kv.prefix_run import ABSENT
+from weft.engine.kv.tokens import token_array, token_bytes
+from weft.engine.messages.rank_messages import (
     Adjust,
     Chunk,
     Entries,
@@ -30,15 +36,9 @@ from weft.engine.messages import (
     decode_to_rank,
     encode,
 )
+from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.output.detokenizer import Detokenizer, TextStream
-from weft.engine.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.kv.manager import CacheManager
-from weft.kv.pages import PagePool
-from weft.kv.prefix import PrefixTree
-from weft.kv.prefix_run import ABSENT
-from weft.kv.tokens import token_array, token_bytes
 
 PAGE = 4
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.rank_sockets import PACKET, RankSocket, RankSockets
+from weft.engine.messages.rank_sockets import PACKET, RankSocket, RankSockets
 
 SIZES = (0, 1, 300, PACKET - 1, PACKET, PACKET + 1, 3 * PACKET + 5, 40 * PACKET)
 LARGE = 100 * PACKET

@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.comm import step_rows
 from weft.comm.reference import ReferenceWorld
-from weft.comm.step_rows import PaddedRows
-from weft.engine.config import EngineConfig
-from weft.engine.messages import (
+from weft.engine.config.config import EngineConfig
+from weft.engine.messages.rank_messages import (
     Adjust,
     AskReport,
     Entries,
@@ -29,8 +27,10 @@ from weft.engine.worker import model_runner
 from weft.engine.worker.staged_writes import PLACES, PinnedWrites
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
-from weft.place.cost import costs
-from weft.place.spec import Mesh, Rows
+from weft.planner.cost import costs
+from weft.planner.spec import Mesh, Rows
+from weft.stream import step_rows
+from weft.stream.step_rows import PaddedRows
 
 SEQUENCES, STEPS, GREEDY = 5, 6, Sampling(0.0, 1.0, 0, 1)
 

@@ -18,15 +18,15 @@ from weft.cli.command import UserError
 from weft.cli.start import start_engine
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import NCCL, PEER
-from weft.engine import startup
-from weft.engine.config import EngineConfig
-from weft.engine.device import check_float8, check_gpu, device_of, enabled_transports
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import check_float8, check_gpu, device_of, enabled_transports
+from weft.engine.controller import startup
 from weft.engine.hosts import digests
-from weft.engine.planning import plan_model
 from weft.engine.worker.open_transports import cost_model, open_transports, untuned
+from weft.engine.worker.planning import plan_model
 from weft.kernels.float8 import FLOAT8
-from weft.place.cost import INFINIBAND, host_table, read_table
-from weft.place.spec import LayoutError
+from weft.planner.cost import INFINIBAND, host_table, read_table
+from weft.planner.spec import LayoutError
 
 TWO = EngineConfig(attn_tp=2, moe_tp=2)
 
@@ -110,7 +110,7 @@ def test_the_first_start_measures_once(monkeypatch: pytest.MonkeyPatch, capsys: 
             yield "price", {"transport": name} | row
 
     monkeypatch.setattr(cmd_tune, "run_ranks", run_ranks)
-    monkeypatch.setattr("weft.engine.engine.Engine", lambda config, progress, kv_events: config)
+    monkeypatch.setattr("weft.engine.controller.engine.Engine", lambda config, progress, kv_events: config)
     for _ in range(2):
         assert start_engine(TWO) is TWO
     assert asked == [(2, ["peer", "nccl"])]

@@ -14,10 +14,10 @@ from engine.conftest import WAIT_S
 from engine.fake import expected_output
 from engine.stub import Client, World
 from engine.test_engine import GREEDY, config, prompts
-from weft.engine.config import EngineError
+from weft.engine.config.config import EngineError
+from weft.engine.controller.engine import Engine
 from weft.engine.controller.fault_window import FaultWindow
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
+from weft.engine.messages.request import SamplingParams
 from weft.engine.worker.worker import Worker
 
 
@@ -69,7 +69,7 @@ def test_no_token_is_lost_or_sampled_twice_whenever_ranks_fail(world: World, see
 
 
 def test_ranks_that_fail_while_idle_start_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.engine.IDLE_CHECK_S", 0.01)
+    monkeypatch.setattr("weft.engine.controller.engine.IDLE_CHECK_S", 0.01)
     with world.engine() as engine:
         died = threading.Event()
 

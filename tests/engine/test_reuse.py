@@ -13,14 +13,14 @@ import torch
 from engine.fake import VOCABULARY, expected_output
 from engine.stub import Client, World
 from engine.test_scheduler import STATE, WHOLE, make
-from weft.attention.caches import Caches
-from weft.engine.request import Sharing
-from weft.kv.cache_spec import CacheGroup, Latent, PagedKV, Rule, Spec, Window
-from weft.kv.cache_spec import rule as kv_rule
-from weft.kv.manager import CacheManager
-from weft.kv.pages import PagePool
-from weft.kv.prefix import PrefixTree
-from weft.kv.prefix_run import ABSENT
+from weft.engine.attention.caches import Caches
+from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Rule, Spec, Window
+from weft.engine.kv.cache_spec import rule as kv_rule
+from weft.engine.kv.manager import CacheManager
+from weft.engine.kv.pages import PagePool
+from weft.engine.kv.prefix import PrefixTree
+from weft.engine.kv.prefix_run import ABSENT
+from weft.engine.messages.request import Sharing
 
 PROMPT = list(range(18))
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from gpu import definitions
-from weft.engine.messages import Adjust, GroupRows, Sampling
-from weft.engine.request import SamplingParams, Sequence
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.rank_messages import Adjust, GroupRows, Sampling
+from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.sampling_rows import adjust, bits
 from weft.engine.worker import sampler
 from weft.engine.worker.sampler import sample
 from weft.engine.worker.step_output import StepOutput
-from weft.kv.tokens import token_array
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
 GREEDY = Sampling(0.0, 1.0, 0, 0)

@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.fake import VOCABULARY, Driver, expected_output
-from weft.engine.messages import GroupRows
-from weft.engine.request import Sharing
+from weft.engine.kv.cache_spec import PagedKV, Recurrent, Spec, Window, cache_groups
+from weft.engine.kv.manager import CacheManager
+from weft.engine.messages.rank_messages import GroupRows
+from weft.engine.messages.request import Sharing
 from weft.engine.scheduler.scheduler import PAGES_AHEAD, Scheduled, Scheduler
-from weft.kv.cache_spec import PagedKV, Recurrent, Spec, Window, cache_groups
-from weft.kv.manager import CacheManager
 
 WHOLE, STATE = PagedKV(1, 1), Recurrent(((1,),))
 SPECS = [

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.conftest import WAIT_S
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import Output, SamplingParams
 from weft.engine.output.request_output import OutputCallback
-from weft.engine.request import Output, SamplingParams
 
 
 def scores(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[float]]:

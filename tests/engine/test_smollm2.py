@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
-from weft.models.directory import packaged
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
+from weft.engine.models.directory import packaged
 
 CHATS = (
     "What is the capital of France?",

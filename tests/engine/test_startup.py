@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from engine.test_engine import config
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
 from weft.engine.controller.rank_executors import ProcessExecutor, ThreadExecutor
-from weft.engine.engine import Engine
-from weft.engine.startup import check_plans, load_tokenizer, read_model
-from weft.models.model_config import ModelError
-from weft.place.spec import LayoutError
+from weft.engine.controller.startup import check_plans, load_tokenizer, read_model
+from weft.engine.models.model_config import ModelError
+from weft.planner.spec import LayoutError
 
 
 @pytest.fixture(autouse=True)

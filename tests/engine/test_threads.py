@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.engine.threads import cpu_by_thread, name_thread
+from weft.engine.config.threads import cpu_by_thread, name_thread
 
 
 def test_a_thread_has_its_name_and_its_own_cpu_time() -> None:

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from weft.comm import stats as stats_module
-from weft.comm.stats import Stats, StepTimes, step_key
-from weft.comm.step_rows import EqualRows, PaddedRows
 from weft.engine.worker.exchange_times import exchange_times
-from weft.place.chain import Chain, Read
-from weft.place.cost import Offer, costs
-from weft.place.edges import legal_edges
-from weft.place.experts import Dispatch
-from weft.place.plan import Planner
-from weft.place.settlements import Settlement
-from weft.place.spec import Mesh, Rows
+from weft.planner.chain import Chain, Read
+from weft.planner.cost import Offer, costs
+from weft.planner.edges import legal_edges
+from weft.planner.experts import Dispatch
+from weft.planner.plan import Planner
+from weft.planner.settlements import Settlement
+from weft.planner.spec import Mesh, Rows
+from weft.stream import stats as stats_module
+from weft.stream.stats import Stats, StepTimes, step_key
+from weft.stream.step_rows import EqualRows, PaddedRows
 
 MESH = Mesh(2, 1, 2, 1)
 KINDS = frozenset(e.kind for edges in legal_edges(MESH).values() for e in edges if e.moves)

@@ -17,14 +17,14 @@ from weft.comm.reference import ReferenceTransport
 from weft.comm.shm import ShmTransport
 from weft.comm.transport import CommError, LiveSizes, Transport, offer_of
 from weft.comm.transport_registry import GLOO, NCCL, PEER, REFERENCE, SHM, TRANSPORTS, automatic, transports
-from weft.engine.config import EngineConfig
-from weft.engine.device import enabled_transports
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
-from weft.engine.startup import check_plans
-from weft.place.cost import costs
-from weft.place.exchange import all_gatherv
-from weft.place.spec import LayoutError, Mesh
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import enabled_transports
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import check_plans
+from weft.engine.messages.request import SamplingParams
+from weft.planner.cost import costs
+from weft.planner.exchange import all_gatherv
+from weft.planner.spec import LayoutError, Mesh
 from weft.plugins import PluginError
 
 TOY = str(Path(__file__).with_name("toy.py"))

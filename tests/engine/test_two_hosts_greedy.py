@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.test_engine import GREEDY, LAYOUTS, config, expected, prompts
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 
 __all__ = ["expected"]
 

@@ -12,15 +12,15 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import GREEDY, config, prompts
 from models.layouts import check
 from models.stepfun import small_step
-from weft.comm.settler import Settler
 from weft.comm.transport import Transport, offer_of
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
+from weft.engine.models.layers import vocabulary_share
 from weft.engine.worker.split_vocabulary import SplitVocabulary
-from weft.models.layers import vocabulary_share
-from weft.place.cost import costs
-from weft.place.settlements import Settlements
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.cost import costs
+from weft.planner.settlements import Settlements
+from weft.planner.spec import LayoutError, Mesh
+from weft.stream.settler import Settler
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 

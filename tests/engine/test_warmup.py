@@ -13,13 +13,13 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import prompts
 from engine.test_hybrids import SIZES
 from models.qwen35 import small_qwen35
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.messages import Step
-from weft.engine.request import SamplingParams
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.messages.rank_messages import Step
+from weft.engine.messages.request import SamplingParams
 from weft.engine.worker.warmup import sizes, warm_steps
 from weft.engine.worker.worker import Worker
-from weft.kv.cache_spec import CacheGroup, Rule
 
 GROUPS = (CacheGroup(Rule(), 4), CacheGroup(Rule(state=True), 3))
 LAYOUTS: dict[str, dict[str, Any]] = {

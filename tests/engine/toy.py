@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport_registry import Opening, TransportEntry
-from weft.place.exchange import Exchange
+from weft.planner.exchange import Exchange
 
 
 class ToyTransport(TorchDistTransport):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weft.attention.backend_registry import BackendEntry, Needs
-from weft.attention.sdpa import SDPA
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent
+from weft.engine.attention.backend_registry import BackendEntry, Needs
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent
 
 MADE: list[ToyBackend] = []
 

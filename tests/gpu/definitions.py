@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.engine.kernels.model_reference import Rule, gated
 from weft.kernels.float8 import Fp8Rows, Fp8Weight, dequantise, quantise
-from weft.kernels.torch_reference import Rule, gated
 
 
 def decode_attention(

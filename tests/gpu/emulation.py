@@ -22,7 +22,7 @@ from weft.comm.peer_launch import PeerTuning
 from weft.comm.reference import ComputeLock
 from weft.comm.transport import Ranks
 from weft.kernels.build import CSRC, load
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 SOURCE = Path(__file__).parent / "emulated"
 WAIT_S = 240.0

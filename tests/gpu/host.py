@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import resolve_defaults
 from weft.engine.hosts.agent import HostAgent
-from weft.engine.request import SamplingParams
-from weft.engine.startup import resolve_defaults
+from weft.engine.messages.request import SamplingParams
 
 STUCK_S = 70.0
 

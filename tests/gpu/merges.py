@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dcp.shards import Shards, check, own, shards_of
 from weft.comm.peer import PeerTransport
-from weft.comm.settler import Settler, a2a, ag_rs
 from weft.comm.transport import CommError, offer_of
-from weft.place.cost import PRESETS
-from weft.place.recipes import Merge
-from weft.place.settlements import Settlements
-from weft.place.spec import Mesh
+from weft.planner.cost import PRESETS
+from weft.planner.recipes import Merge
+from weft.planner.settlements import Settlements
+from weft.planner.spec import Mesh
+from weft.stream.settler import Settler, a2a, ag_rs
 
 BF16 = torch.bfloat16
 Step = Callable[[], object]

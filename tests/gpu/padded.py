@@ -11,16 +11,16 @@ from support import run_world
 from torch import Tensor
 
 from weft.comm.peer import PeerTransport
-from weft.comm.step_rows import PaddedRows, StepRows
 from weft.comm.transport import Transport, offer_of
-from weft.hidden import Hidden
 from weft.kernels import float8
-from weft.place.chain import Chain, Read
-from weft.place.cost import AlphaBeta
-from weft.place.plan import Plan, Planner
-from weft.place.row_formats import Float8, Wire
-from weft.place.spec import Mesh, Placement, Rows
-from weft.stream import Stream
+from weft.planner.chain import Chain, Read
+from weft.planner.cost import AlphaBeta
+from weft.planner.plan import Plan, Planner
+from weft.planner.row_formats import Float8, Wire
+from weft.planner.spec import Mesh, Placement, Rows
+from weft.stream.hidden import Hidden
+from weft.stream.step_rows import PaddedRows, StepRows
+from weft.stream.stream import Stream
 
 WIDTH, GROUP, CAPACITY = 40, 16, 5
 COUNTS = {2: [(5, 5), (3, 0), (0, 0), (0, 4), (1, 5), (2, 2)], 1: [(5,), (1,), (0,), (4,), (3,)]}

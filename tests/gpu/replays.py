@@ -14,10 +14,10 @@ from torch import Tensor
 
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import Epilogue, LiveSizes, Ranks, finish
-from weft.place import exchange as named
-from weft.place.axes import GROUP_NAMES
-from weft.place.exchange import Exchange, input_rows, parts, result_rows
-from weft.place.spec import Mesh
+from weft.planner import exchange as named
+from weft.planner.axes import GROUP_NAMES
+from weft.planner.exchange import Exchange, input_rows, parts, result_rows
+from weft.planner.spec import Mesh
 
 Step = Callable[[], None]
 LIMIT, WIDTH, CASES = 6, 72, 61

@@ -15,7 +15,7 @@ from gpu.works import SHOTS, any_bits, everything, fill, refuse, sums_in_order, 
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import NEVER, SPLITS, PeerTuning
 from weft.comm.transport import CommError, Epilogue, finish
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 
 def fewer_threads(tuning: PeerTuning) -> PeerTuning:

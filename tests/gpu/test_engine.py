@@ -20,20 +20,20 @@ from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
-from weft.attention.backend_registry import fa3_library
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.messages import GroupRows, Step
-from weft.engine.request import SamplingParams, Sequence
+from weft.engine.attention.backend_registry import fa3_library
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import resolve_defaults
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.rank_messages import GroupRows, Step
+from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import Scheduled, make_schedulers
-from weft.engine.startup import resolve_defaults
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.open_transports import cost_model, open_transports, untuned
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Finish, Worker
-from weft.kv.tokens import token_array
-from weft.place.chain import Counts
-from weft.place.spec import LayoutError
+from weft.planner.chain import Counts
+from weft.planner.spec import LayoutError
 from weft_bench import word_problems
 
 GPUS = torch.cuda.device_count()

@@ -15,18 +15,18 @@ from support import converted, small_model
 from torch import Tensor
 
 from models.glm import small_glm
-from weft.assets import preset_dir
-from weft.attention.caches import cached_layers
 from weft.comm.reference import ReferenceWorld
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.assets import preset_dir
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kv.cache_spec import CacheGroup, rule
+from weft.engine.models import layers
+from weft.engine.models.load import dummy_model, load_model
+from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kernels import float8
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
-from weft.kv.cache_spec import CacheGroup, rule
-from weft.models import layers
-from weft.models.load import dummy_model, load_model
-from weft.models.registry import load_config, read_config
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 SIZES = dict(
     hidden_size=128,
@@ -105,7 +105,7 @@ class Products:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         from gpu import definitions
-        from weft.kernels.triton import fused_experts
+        from weft.engine.kernels.triton import fused_experts
 
         self.dense: list[float] = []
         self.experts: list[float] = []

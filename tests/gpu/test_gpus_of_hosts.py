@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from engine.test_agents import free_port
-from weft.engine.config import EngineConfig
-from weft.engine.startup import load_tokenizer
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.startup import load_tokenizer
 from weft_bench import word_problems
 
 GPUS = torch.cuda.device_count()

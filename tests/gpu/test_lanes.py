@@ -1,7 +1,7 @@
 """Who sends what to whom, as `call.h` lays it out, played through on plain lists: every exchange on 2 to 8 ranks.
 
 The kernel does the same with what it is given: it pushes, waits, sums and writes, a unit at a time. What must come out
-is what `weft.place.exchange.parts` says. No GPU is needed.
+is what `weft.planner.exchange.parts` says. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from comm.builds import FLAGS
 from weft.comm.peer import DIRECTIONS
 from weft.comm.peer_launch import MAX_RANKS, UNIT_BYTES, inbox_bytes
 from weft.kernels.build import CSRC
-from weft.place.exchange import (
+from weft.planner.exchange import (
     Exchange,
     all_gatherv,
     all_reduce,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weft.comm.peer_launch import MAX_THREADS, UNIT_BYTES, PeerTuning, Split, launch_of
-from weft.place.cost import read_tuning
-from weft.place.spec import LayoutError
+from weft.planner.cost import read_tuning
+from weft.planner.spec import LayoutError
 
 ROW_BYTES = (0, 2, 16, 4096, 8192, 14336, 65536)
 ROWS = (1, 2, 3, 4, 7, 8, 16, 33, 64, 256, 1024, 5000)

@@ -12,7 +12,7 @@ from gpu.merges import Step, merge_everything, merge_in_pieces, merge_live_rows,
 from gpu.test_emulated import one_thread
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import PeerTuning
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 __all__ = ["one_thread"]
 FEW = PeerTuning(threads=32, merge_blocks=3, merge_threads=64)  # a block that has few threads takes more turns

@@ -9,7 +9,7 @@ import pytest
 
 from gpu.merges import merge_everything, merge_in_pieces, merge_live_rows, refuse_merges
 from gpu.test_peer import GPUS, captured, run_gpus
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs; this machine has {GPUS}")
 MESHES = [Mesh(1, 2, 2, 1, dcp=2), Mesh(1, 4, 4, 1, dcp=2), Mesh(1, 4, 4, 1, dcp=4), Mesh(1, 8, 8, 1, dcp=8)]

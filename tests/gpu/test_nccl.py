@@ -15,13 +15,13 @@ from comm.oracle import check_calls, check_edges
 from weft.comm.peer import PeerTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import load_model
+from weft.engine.models.registry import load_config
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.load import load_model
-from weft.models.registry import load_config
-from weft.place.cost import costs
-from weft.place.spec import Mesh
+from weft.planner.cost import costs
+from weft.planner.spec import Mesh
 from weft_bench.nccl_window import NcclWindowTransport
 
 GPUS = torch.cuda.device_count()

@@ -14,10 +14,10 @@ from gpu.padded import Step, check_padded
 from gpu.test_peer import GPUS, captured
 from weft.comm.peer import PeerTransport, PeerTuning
 from weft.comm.reference import ReferenceWorld
-from weft.comm.step_rows import EqualRows, PaddedRows, captured_rows
 from weft.comm.transport import CommError
-from weft.place.edges import legal_edges
-from weft.place.spec import NAMED_ROWS, Mesh, Rows
+from weft.planner.edges import legal_edges
+from weft.planner.spec import NAMED_ROWS, Mesh, Rows
+from weft.stream.step_rows import EqualRows, PaddedRows, captured_rows
 
 MESHES = [Mesh(2, 2, 2, 2), Mesh(2, 1, 2, 1), Mesh(1, 2, 1, 2)]
 SMALL = PeerTuning(blocks=2, threads=32, wide_blocks=3, wide_threads=64, norm_blocks=4, early=0)

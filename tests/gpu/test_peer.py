@@ -18,7 +18,7 @@ from gpu.replays import Step, replay
 from gpu.works import SHOTS, any_bits, everything, fill, refuse, sums_in_order, wait_in_vain
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import PeerLost
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 1, reason="needs a GPU; this machine has none")

@@ -22,7 +22,7 @@ from gpu.test_peer import GPUS, captured
 from gpu.works import SHOTS, any_bits, everything
 from weft.comm.peer import PeerTransport
 from weft.kernels.build import CUDA_FLAGS, CUDA_KERNELS, compiled, module
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 pytestmark = pytest.mark.skipif(GPUS < 1, reason="needs a GPU; this machine has none, and emulates it")
 MESH = Mesh(1, 2, 2, 1, dcp=2)

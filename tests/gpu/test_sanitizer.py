@@ -18,7 +18,7 @@ from gpu.test_peer import GPUS
 from gpu.works import SHOTS, any_bits
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import Epilogue
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 SANITIZER = shutil.which("compute-sanitizer")
 pytestmark = [

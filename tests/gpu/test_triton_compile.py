@@ -25,10 +25,8 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from weft.kernels.float8 import FLOAT8, Fp8Vectors, Fp8Weight, Stored, unfilled  # noqa: E402
-from weft.kernels.split_k import SplitKPartials  # noqa: E402
-from weft.kernels.torch_reference import packed_shards  # noqa: E402
-from weft.kernels.triton import (  # noqa: E402
+from weft.engine.kernels.split_k import SplitKPartials  # noqa: E402
+from weft.engine.kernels.triton import (  # noqa: E402
     copied_prompts,
     copy_pages,
     copy_rows,
@@ -39,24 +37,23 @@ from weft.kernels.triton import (  # noqa: E402
     fused_experts,
     gate_heads,
     latent_prompts,
-    launch,
-    merge,
     multiply_heads,
     norm_rope_cache,
-    overlap,
     prefill_attention,
-    rms_norm,
     route,
     sample,
     split_norm,
     write_staged,
 )
-from weft.kernels.triton import decode_step as step  # noqa: E402
-from weft.kernels.triton import float8_linear as float8  # noqa: E402
+from weft.engine.kernels.triton import decode_step as step  # noqa: E402
+from weft.engine.kernels.triton import float8_linear as float8  # noqa: E402
+from weft.engine.kernels.triton.experts_tiles import tile_rows_of  # noqa: E402
+from weft.engine.models.routing import Routing  # noqa: E402
+from weft.kernels.float8 import FLOAT8, Fp8Vectors, Fp8Weight, Stored, unfilled  # noqa: E402
+from weft.kernels.torch_reference import packed_shards  # noqa: E402
+from weft.kernels.triton import launch, merge, overlap, rms_norm  # noqa: E402
 from weft.kernels.triton import moe_permute as dispatch  # noqa: E402
-from weft.kernels.triton.experts_tiles import tile_rows_of  # noqa: E402
 from weft.kernels.triton.launch import Gpu  # noqa: E402
-from weft.models.routing import Routing  # noqa: E402
 
 REGISTERS = 64 << 10
 """Of a block."""

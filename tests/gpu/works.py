@@ -12,8 +12,8 @@ from comm.oracle import check_calls, check_edges, check_epilogues, counts_of, gr
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import MAX_NORMED_BYTES, NEVER, PeerTuning, Split
 from weft.comm.transport import CommError, CommTimeout, Epilogue, LiveSizes
-from weft.place.exchange import all_gatherv, all_to_allv, reduce_scatterv_all_reduce
-from weft.place.spec import Mesh
+from weft.planner.exchange import all_gatherv, all_to_allv, reduce_scatterv_all_reduce
+from weft.planner.spec import Mesh
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 ANY_BITS = (

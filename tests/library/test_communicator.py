@@ -18,9 +18,10 @@ from torch import Tensor
 
 import weft
 from library.worlds import bits, poison, run_ranks, same_bits
+from weft.comm import meeting
 from weft.kernels.build import BuildError
 from weft.kernels.torch_reference import rms_norm, softmax_merge
-from weft.library import communicator, meeting
+from weft.library import communicator
 from weft.library.arguments import MOVED, OPS
 from weft.library.communicator import Communicator
 

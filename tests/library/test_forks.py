@@ -19,7 +19,7 @@ from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.library.communicator import Communicator
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 
 def refused(call: Callable[[], object], parent: int) -> None:

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from gpu.emulation import run_emulated
 from library.worlds import same_bits
-from weft.comm import peer
+from weft.comm import meeting, peer
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import PeerTuning
 from weft.kernels.torch_reference import rms_norm, softmax_merge
-from weft.library import meeting
 from weft.library.arguments import MOVED
 from weft.library.communicator import Communicator
 from weft.library.custom_ops import OPEN
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 MAX_BYTES = 1 << 16
 

@@ -18,21 +18,21 @@ from safetensors.torch import save_file
 from support import EVERY, converted, run_world
 from torch import Tensor
 
-from place.meshes import layouts
-from weft.assets import preset_dir
-from weft.attention.caches import cached_layers
+from planner.meshes import layouts
 from weft.comm.transport import Transport
-from weft.engine.planning import plan_model
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.assets import preset_dir
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kernels import model_reference
+from weft.engine.kv.cache_spec import CacheGroup, rule
+from weft.engine.models.layers import Builder, Layer
+from weft.engine.models.load import load_model
+from weft.engine.models.registry import load_config
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kernels import torch_reference
-from weft.kv.cache_spec import CacheGroup, rule
-from weft.models.layers import Builder, Layer
-from weft.models.load import load_model
-from weft.models.registry import load_config
-from weft.place.cost import PRESETS, Costs, Offer
-from weft.place.show import fold
-from weft.place.spec import Mesh
+from weft.engine.worker.planning import plan_model
+from weft.planner.cost import PRESETS, Costs, Offer
+from weft.planner.show import fold
+from weft.planner.spec import Mesh
 
 PAGE, PAGES = 4, 24
 PATTERN = [[9, 4, 1], [2], [12], [5, 1], [], [6, 3]]
@@ -219,7 +219,7 @@ def logits_of(directory: Path, texts: Tensor) -> tuple[Tensor, Tensor]:
     were chosen `[layers, prompts, tokens, k]`, ascending).
     """
     mesh, (many, length) = Mesh(1, 4, 2, 2), texts.shape
-    config, choose, chosen = load_config(directory), torch_reference.choose, dict[int, list[Tensor]]()
+    config, choose, chosen = load_config(directory), model_reference.choose, dict[int, list[Tensor]]()
 
     def watch(*args: Any, **more: Any) -> tuple[Tensor, Tensor]:
         weight, expert = choose(*args, **more)
@@ -240,7 +240,7 @@ def logits_of(directory: Path, texts: Tensor) -> tuple[Tensor, Tensor]:
         ]
         return runner.forward(build_batch(texts.flatten().tolist(), seqs, PAGE, rules), (texts.numel(),))
 
-    with mock.patch.object(torch_reference, "choose", watch):
+    with mock.patch.object(model_reference, "choose", watch):
         logits = run_world(mesh.world, main)[0]
     first, *others = (torch.stack(found) for found in chosen.values())
     assert len(others) == 3 and all(torch.equal(first, found) for found in others), "ranks choose alike"

@@ -9,17 +9,17 @@ import torch
 from support import FAMILIES, MODELS, converted, run_world, small_model
 from torch.nn import functional as F
 
-from weft.attention.caches import cached_layers
 from weft.comm.transport import Transport
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kv.cache_spec import CacheGroup, rule
+from weft.engine.models.layers import Builder
+from weft.engine.models.load import load_model
+from weft.engine.models.registry import load_config
+from weft.engine.models.routing import Router, Routing
 from weft.engine.worker.model_runner import ModelRunner
-from weft.hidden import Hidden
-from weft.kv.cache_spec import CacheGroup, rule
-from weft.models.layers import Builder
-from weft.models.load import load_model
-from weft.models.registry import load_config
-from weft.models.routing import Router, Routing
-from weft.place.spec import Mesh, Rows
+from weft.planner.spec import Mesh, Rows
+from weft.stream.hidden import Hidden
 
 LENGTH, PROMPTS, PAGES = 24, 48, 6
 MESHES = (Mesh(), Mesh(2, 2, 2, 2), Mesh(1, 4, 1, 4))

@@ -11,15 +11,15 @@ import torch
 from support import BASIC, EVERY, FAMILIES, run_world, small_config, small_model
 
 from weft.comm.reference import ReferenceTransport
-from weft.engine.planning import plan_model
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import load_model
+from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.load import load_model
-from weft.models.registry import load_config, read_config
-from weft.place.cost import PRESETS, Offer
-from weft.place.exchange import Exchange
-from weft.place.spec import Mesh
+from weft.engine.worker.planning import plan_model
+from weft.planner.cost import PRESETS, Offer
+from weft.planner.exchange import Exchange
+from weft.planner.spec import Mesh
 
 LAYERS = 3
 AR, RS, AG = "all_reduce", "reduce_scatterv", "all_gatherv"

@@ -13,10 +13,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from models.test_registry import published
-from weft.models.load import build_model
-from weft.models.model_config import HARMLESS, ModelError
-from weft.models.registry import FAMILIES, load_config, read_config
-from weft.place.spec import LayoutError, Mesh
+from weft.engine.models.load import build_model
+from weft.engine.models.model_config import HARMLESS, ModelError
+from weft.engine.models.registry import FAMILIES, load_config, read_config
+from weft.planner.spec import LayoutError, Mesh
 
 DEEP: list[Any] = []
 for _ in range(200):

@@ -10,20 +10,20 @@ import torch
 from support import FAMILIES, small_config
 
 from models import oss, qwen35, stepfun
-from weft.assets import embedded_model_dir, preset_dir, preset_names
-from weft.attention.caches import cached_layers
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
-from weft.kv.cache_spec import Latent
-from weft.models import load
-from weft.models.deepseek import LatentAttention
-from weft.models.layers import ColumnLinear, Linear
-from weft.models.load import build_model, dummy_checkpoint, dummy_model
-from weft.models.model_config import ModelError
-from weft.models.moe import SparseMoE
-from weft.models.registry import load_config, read_config
-from weft.place.spec import Mesh
+from weft.engine.assets import embedded_model_dir, preset_dir, preset_names
+from weft.engine.attention.caches import cached_layers
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.kv.cache_spec import Latent
+from weft.engine.messages.request import SamplingParams
+from weft.engine.models import load
+from weft.engine.models.deepseek import LatentAttention
+from weft.engine.models.layers import ColumnLinear, Linear
+from weft.engine.models.load import build_model, dummy_checkpoint, dummy_model
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.moe import SparseMoE
+from weft.engine.models.registry import load_config, read_config
+from weft.planner.spec import Mesh
 
 
 @pytest.mark.parametrize("family", FAMILIES)

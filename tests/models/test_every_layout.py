@@ -17,8 +17,8 @@ from torch import Tensor
 from models import glm, oss, qwen35, stepfun
 from models.layouts import MESHES, Oracle, check, in_two_steps, over
 from models.test_logits import splits
-from place.meshes import layouts
-from weft.place.spec import Mesh
+from planner.meshes import layouts
+from weft.planner.spec import Mesh
 
 Saved = Callable[[str, int], tuple[Path, Oracle]]
 MODELS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], Any]]] = {

@@ -18,21 +18,21 @@ from support import run_world, small_config
 
 from models import qwen35, stepfun
 from models.layouts import drive, sequences
-from weft.assets import preset_dir
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.planning import trace
-from weft.engine.request import SamplingParams
-from weft.engine.startup import float8_products
-from weft.hidden import Hidden
-from weft.kernels import float8, ops
+from weft.engine.assets import preset_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import float8_products
+from weft.engine.messages.request import SamplingParams
+from weft.engine.models.layers import Layer
+from weft.engine.models.load import build_model, dummy_model, float8_says, load_model
+from weft.engine.models.model_config import ModelError, Storage
+from weft.engine.models.registry import load_config, read_config
+from weft.engine.worker.planning import trace
+from weft.kernels import float8, stream_ops
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight, dequantise
-from weft.models.layers import Layer
-from weft.models.load import build_model, dummy_model, float8_says, load_model
-from weft.models.model_config import ModelError, Storage
-from weft.models.registry import load_config, read_config
-from weft.place.row_formats import Float8
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.row_formats import Float8
+from weft.planner.spec import LayoutError, Mesh
+from weft.stream.hidden import Hidden
 
 QUARTER = Mesh(2, 2, 2, 2)
 SPLITS = (Mesh(), QUARTER, Mesh(1, 4, 1, 4))
@@ -180,7 +180,7 @@ def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
     exact = logits(Mesh(), False)
     found = [off(logits(mesh, True)) for mesh in (Mesh(), QUARTER)]
     torch.manual_seed(0)
-    for module in (float8, ops):
+    for module in (float8, stream_ops):
         monkeypatch.setattr(module, "quantise", noisy)
     monkeypatch.setattr(float8, "unfilled", noisy_unfilled)
     wanted = off(logits(Mesh(), True))
@@ -204,7 +204,7 @@ def test_rows_that_a_read_quantises_change_no_logit(
         monkeypatch.setattr(module, name, lambda x, *more: calls.update([name] * bool(len(x))) or call(x, *more))
 
     counted(float8, "fill")
-    counted(ops, "quantise")
+    counted(stream_ops, "quantise")
     for mesh in (Mesh(), QUARTER):
         run = sequences(mesh, 61)
 

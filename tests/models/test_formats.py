@@ -20,27 +20,28 @@ from engine.test_engine import config
 from gpu.emulation import run_emulated
 from models.layouts import drive, sequences
 from models.test_float8 import saved
-from weft.comm import formats
-from weft.comm.formats import FormatKernels
 from weft.comm.peer_launch import PeerTuning
-from weft.comm.step_rows import StepRows
 from weft.comm.transport import Transport, offer_of
-from weft.engine.config import EngineError
+from weft.engine.config.config import EngineError
 from weft.engine.controller import rank_executors as launch
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
+from weft.engine.kernels import model_reference, ops
+from weft.engine.kernels.model_reference import Chosen
+from weft.engine.models.routing import Router
 from weft.engine.worker.model_runner import ModelRunner
-from weft.hidden import Hidden
-from weft.kernels import float8, ops, torch_reference
-from weft.kernels.torch_reference import Chosen
-from weft.models.routing import Router
-from weft.place import plan as plan_module
-from weft.place.chain import Chain
-from weft.place.cost import AlphaBeta, Costs
-from weft.place.plan import Plan, Planner
-from weft.place.plan_step import Step
-from weft.place.row_formats import Float8, Format, Wire
-from weft.place.spec import Mesh, PlacementError, Rows
-from weft.stream import Stream, TraceStream
+from weft.kernels import float8
+from weft.planner import plan as plan_module
+from weft.planner.chain import Chain
+from weft.planner.cost import AlphaBeta, Costs
+from weft.planner.plan import Plan, Planner
+from weft.planner.plan_step import Step
+from weft.planner.row_formats import Float8, Format, Wire
+from weft.planner.spec import Mesh, PlacementError, Rows
+from weft.stream import formats
+from weft.stream.formats import FormatKernels
+from weft.stream.hidden import Hidden
+from weft.stream.step_rows import StepRows
+from weft.stream.stream import Stream, TraceStream
 
 SLOW_BYTES = AlphaBeta("slow", alpha_us=0.1, hop_us=0.0, gb_s=1e-3, launch_us=0.1, mem_gb_s=100.0)
 """Where bytes cost and calls do not, rows travel in the smallest format."""
@@ -79,7 +80,7 @@ def travelled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routers whose products and choices have the same bits in any company: neither a BLAS promises that, nor torch's
     sigmoid, which computes the last elements of a tensor by other instructions."""
-    true, chosen = Router.logits, torch_reference.choose
+    true, chosen = Router.logits, model_reference.choose
 
     def logits(self: Router, x: Hidden) -> Tensor:
         each = [true(self, replace(x, value=row[None])) for row in x.require_complete(self.path)]
@@ -92,7 +93,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(Router, "logits", logits)
-    monkeypatch.setattr(torch_reference, "choose", choose)
+    monkeypatch.setattr(model_reference, "choose", choose)
     monkeypatch.setattr(ops, "choose", choose)
 
 

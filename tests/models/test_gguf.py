@@ -12,13 +12,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueTy
 
 from models.gguf_files import small_gguf
 from models.layouts import check
-from weft.models.directory import no_model
-from weft.models.gguf_file import GgufFile
-from weft.models.load import load_model
-from weft.models.model_config import ModelError
-from weft.models.registry import load_config
-from weft.models.source import Source
-from weft.place.spec import Mesh
+from weft.engine.models.directory import no_model
+from weft.engine.models.gguf_file import GgufFile
+from weft.engine.models.load import load_model
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import load_config
+from weft.engine.models.source import Source
+from weft.planner.spec import Mesh
 
 Kind = GGMLQuantizationType
 

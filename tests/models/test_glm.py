@@ -11,11 +11,11 @@ from engine.conftest import byte_tokenizer, greedy_outputs
 from engine.test_engine import GREEDY, LAYOUTS, config, prompts
 from models.glm import Glm, small_config, small_glm
 from models.layouts import MESHES, check, nearness, stored_shapes
-from weft.assets import preset_dir
-from weft.engine.engine import Engine
-from weft.models.model_config import ModelError
-from weft.models.registry import read_config
-from weft.place.spec import Mesh
+from weft.engine.assets import preset_dir
+from weft.engine.controller.engine import Engine
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import read_config
+from weft.planner.spec import Mesh
 
 
 @pytest.fixture(scope="module")

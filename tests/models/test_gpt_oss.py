@@ -13,14 +13,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.layouts import MESHES, check, nearness, stored_shapes
 from models.oss import GptOss, small_config, small_gpt_oss
-from weft.assets import preset_dir
-from weft.attention.caches import cached_layers
-from weft.kv.cache_spec import PagedKV, Window
-from weft.models.layers import Builder
-from weft.models.load import load_model
-from weft.models.model_config import ModelError
-from weft.models.registry import load_config, read_config
-from weft.place.spec import Mesh
+from weft.engine.assets import preset_dir
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kv.cache_spec import PagedKV, Window
+from weft.engine.models.layers import Builder
+from weft.engine.models.load import load_model
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import load_config, read_config
+from weft.planner.spec import Mesh
 
 
 @pytest.fixture(scope="module")

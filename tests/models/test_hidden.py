@@ -15,17 +15,17 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7RMSNorm
 
 from comm.processes import run_threads
 from weft.comm.transport import Transport
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.layers import Builder, ColumnLinear, Embedding, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.load import load_model
+from weft.engine.models.mlp import GatedMLP, WholeMLP
+from weft.engine.models.moe import Experts
+from weft.engine.models.registry import load_config
+from weft.engine.models.routing import Router, Routing
 from weft.engine.worker.model_runner import ModelRunner
-from weft.hidden import Hidden
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.layers import Builder, ColumnLinear, Embedding, Linear, Out, RMSNorm, RowLinear
-from weft.models.load import load_model
-from weft.models.mlp import GatedMLP, WholeMLP
-from weft.models.moe import Experts
-from weft.models.registry import load_config
-from weft.models.routing import Router, Routing
-from weft.place.spec import Mesh, PlacementError, Rows
+from weft.planner.spec import Mesh, PlacementError, Rows
+from weft.stream.hidden import Hidden
 
 MESH = Mesh(1, 2, 1, 2)  # attn_tp is the world
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
-from weft.models.known_fields import READ_OF_ANY_CLASS, known_fields
-from weft.models.model_config import HARMLESS
-from weft.models.registry import FAMILIES, IN_TRANSFORMERS
+from weft.engine.models.known_fields import READ_OF_ANY_CLASS, known_fields
+from weft.engine.models.model_config import HARMLESS
+from weft.engine.models.registry import FAMILIES, IN_TRANSFORMERS
 
 SPEC = find_spec("transformers")
 assert SPEC is not None and SPEC.origin is not None

@@ -14,10 +14,10 @@ from support import small_model
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from weft.models.load import load_model
-from weft.models.model_config import ModelError
-from weft.models.registry import load_config
-from weft.place.spec import LayoutError, Mesh
+from weft.engine.models.load import load_model
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import load_config
+from weft.planner.spec import LayoutError, Mesh
 
 
 @pytest.fixture

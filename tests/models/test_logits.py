@@ -13,18 +13,18 @@ import pytest
 import torch
 from support import FAMILIES, run_world, small_model
 
-from place.meshes import layouts
+from planner.meshes import layouts
 from weft.comm.transport import Transport
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import load_model
+from weft.engine.models.moe import SparseMoE
+from weft.engine.models.registry import load_config
 from weft.engine.worker.model_runner import ModelRunner
-from weft.hidden import Hidden
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.load import load_model
-from weft.models.moe import SparseMoE
-from weft.models.registry import load_config
-from weft.place.exchange import Exchange
-from weft.place.experts import Forms
-from weft.place.spec import Mesh
+from weft.planner.exchange import Exchange
+from weft.planner.experts import Forms
+from weft.planner.spec import Mesh
+from weft.stream.hidden import Hidden
 
 PAGE, PAGES = 4, 24
 config_of = lru_cache(load_config)

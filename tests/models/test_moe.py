@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from weft.kernels import ops
-from weft.models.layers import Builder
-from weft.models.moe import Experts
-from weft.place.spec import LayoutError, Mesh
+from weft.engine.kernels import ops
+from weft.engine.models.layers import Builder
+from weft.engine.models.moe import Experts
+from weft.planner.spec import LayoutError, Mesh
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40])

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from models.layouts import planned
-from weft.assets import preset_names
-from weft.place.spec import Mesh
+from weft.engine.assets import preset_names
+from weft.planner.spec import Mesh
 
 LAYERS = {
     "deepseek-v2": 60,

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from support import MODELS, small_model
 
 from models.layouts import stored_shapes
-from weft.assets import preset_dir
-from weft.models.model_config import ModelError
-from weft.models.registry import load_config
+from weft.engine.assets import preset_dir
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import load_config
 
 Index = dict[str, tuple[int, ...]]
 

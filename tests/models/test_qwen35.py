@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.qwen35 import Qwen35, small_config, small_qwen35
-from weft.assets import preset_dir
-from weft.attention.caches import cached_layers
-from weft.kernels.delta_rule import delta_rule
-from weft.kv.cache_spec import PagedKV, Recurrent
-from weft.models.layers import Builder
-from weft.models.model_config import ModelError
-from weft.models.registry import load_config, read_config
-from weft.place.spec import LayoutError, Mesh
+from weft.engine.assets import preset_dir
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kernels.delta_rule import delta_rule
+from weft.engine.kv.cache_spec import PagedKV, Recurrent
+from weft.engine.models.layers import Builder
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import load_config, read_config
+from weft.planner.spec import LayoutError, Mesh
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from models.layouts import check, check_float8, in_two_steps, nearness, stored_shapes
 from models.qwen3_next import Qwen3Next, small_config, small_qwen3_next
 from models.test_logits import splits
-from weft.assets import preset_dir
-from weft.models.model_config import ModelError
-from weft.models.registry import read_config
-from weft.place.spec import Mesh
+from weft.engine.assets import preset_dir
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import read_config
+from weft.planner.spec import Mesh
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,16 @@ from support import small_config, small_model
 from transformers import CONFIG_MAPPING
 
 from models import glm, oss, qwen3_next, qwen35, stepfun
-from weft.engine.config import EngineConfig
-from weft.engine.startup import check_plans
-from weft.models.model_config import HARMLESS, ModelError
-from weft.models.registry import FAMILIES, IN_TRANSFORMERS, load_config, read_config, registry
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.startup import check_plans
+from weft.engine.models.model_config import HARMLESS, ModelError
+from weft.engine.models.registry import FAMILIES, IN_TRANSFORMERS, load_config, read_config, registry
 
 PLUGIN = """
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weft.models import qwen
+from weft.engine.models import qwen
 
 @dataclass(frozen=True)
 class Homemade(qwen.QwenConfig):

@@ -10,12 +10,12 @@ from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
-from weft.hidden import Hidden
-from weft.kernels.torch_reference import choose
-from weft.models.layers import Builder
-from weft.models.rotary import Rope, Rotary
-from weft.models.routing import Router, Routing
-from weft.place.spec import Mesh, Rows
+from weft.engine.kernels.model_reference import choose
+from weft.engine.models.layers import Builder
+from weft.engine.models.rotary import Rope, Rotary
+from weft.engine.models.routing import Router, Routing
+from weft.planner.spec import Mesh, Rows
+from weft.stream.hidden import Hidden
 
 EXPERTS = 16
 GROUPED: dict[str, Any] = dict(n_group=4, topk_group=2, num_experts_per_tok=5, routed_scaling_factor=2.5)

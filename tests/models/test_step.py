@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 from models.layouts import MESHES, check, check_float8, nearness, stored_shapes
 from models.stepfun import Step, small_config, small_step
-from weft.assets import preset_dir
-from weft.attention.caches import cached_layers
-from weft.kv.cache_spec import PagedKV, Window
-from weft.models.layers import Builder
-from weft.models.model_config import ModelError
-from weft.models.registry import load_config, read_config
-from weft.place.spec import Mesh
+from weft.engine.assets import preset_dir
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kv.cache_spec import PagedKV, Window
+from weft.engine.models.layers import Builder
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.registry import load_config, read_config
+from weft.planner.spec import Mesh
 
 
 @pytest.fixture(scope="module")

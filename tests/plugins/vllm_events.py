@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from weft.kv.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from weft.engine.kv.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
 MODULE = "vllm.distributed.kv_events"
 CLASSES = ("EventBatch", "KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")

@@ -20,10 +20,10 @@ from support import small_model
 from transformers import AutoTokenizer
 
 from engine.conftest import WAIT_S, byte_tokenizer
-from weft.engine.config import EngineConfig, QueueFull
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig, QueueFull
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import Output, Sharing
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import Output, Sharing
 from weft.server.app import create_app
 from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics

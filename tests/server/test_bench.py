@@ -10,7 +10,7 @@ import pytest
 
 from e2e.here import weft_here
 from server.conftest import Served, serve
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 
 
 @pytest.mark.parametrize("chat", [False, True])

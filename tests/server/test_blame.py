@@ -8,9 +8,9 @@ import pytest
 
 from server.conftest import QuietEngine, serve
 from server.test_message_shape import GPT_OSS, QWEN_3
-from weft.engine.output.grammar import grammar
+from weft.engine.grammar.grammar import grammar
+from weft.engine.messages.request import ContextExceeded, SamplingParams
 from weft.engine.output.request_output import prepare
-from weft.engine.request import ContextExceeded, SamplingParams
 
 P, H, R, M = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER: Any = [{"role": "user", "content": "hi"}]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.conftest import Served
-from weft.engine.engine import Engine
-from weft.engine.output.grammar import Grammars
+from weft.engine.controller.engine import Engine
+from weft.engine.grammar.grammar import Grammars
 from weft.server import bodies, engine_client
 from weft.server.prompts import Prompts
 

@@ -18,7 +18,7 @@ import pytest
 
 from engine.conftest import WAIT_S
 from server.conftest import QuietEngine, Served, output, serve
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 from weft.server.options import Options
 from weft.server.run import Server
 from weft.server.sockets import bind

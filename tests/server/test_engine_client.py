@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server.conftest import QuietEngine, output
-from weft.engine.request import Output, SamplingParams
+from weft.engine.messages.request import Output, SamplingParams
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics

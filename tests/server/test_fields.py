@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from server.conftest import Served, shared_templates
 from server.test_tools import TEMPLATE, TOOLS
-from weft.assets import embedded_model_dir
+from weft.engine.assets import embedded_model_dir
 from weft.server.prompts import Prompts
 from weft.server.protocol import CompletionRequest
 

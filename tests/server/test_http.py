@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.conftest import WAIT_S
 from engine.stub import World
 from server.conftest import Served, serve
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 FIXED: Any = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}

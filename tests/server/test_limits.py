@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.conftest import QuietEngine, Served, output, serve
-from weft.engine.request import Sharing
+from weft.engine.messages.request import Sharing
 
 C, H = "/v1/completions", "/v1/chat/completions"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from weft.engine.messages.request import Output, TokenLogprob
 from weft.engine.output.detokenizer import Detokenizer, TextStream
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import Output, TokenLogprob
 from weft.server.engine_client import Choice
 from weft.server.render import Completion, Wanted
 

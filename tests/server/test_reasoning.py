@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from server.test_tools import CALL, TOOLS
-from weft.engine.output.grammar import Grammars, grammar
+from weft.engine.grammar.grammar import Grammars, grammar
 from weft.server.anthropic_messages import MessagesRequest
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service

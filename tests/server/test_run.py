@@ -25,7 +25,7 @@ import pytest
 
 from server.conftest import Served, serve
 from weft.cli import cmd_serve
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 from weft.server import log, run
 from weft.server.options import Options
 from weft.server.sockets import bind_unix

@@ -14,9 +14,9 @@ import pytest
 
 from server.conftest import Served, serve
 from server.test_tools import TEMPLATE
-from weft.assets import embedded_model_dir
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
+from weft.engine.assets import embedded_model_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
 
 MESSAGES: Any = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does Tom have?"}]
 NAMES = ("name", "age", "city", "count", "tags", "kind")

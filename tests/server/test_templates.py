@@ -10,7 +10,7 @@ import pytest
 
 from server.conftest import Served, serve
 from server.test_tools import TEMPLATE, TOOLS
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 from weft.server.templates import Templates
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a b "}]

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from server.tool_calls import FORMS, HARMONY, LLAMA, Made, ambiguous, as_json, made_up
-from weft.engine.output.grammar import Grammars
+from weft.engine.grammar.grammar import Grammars
 from weft.server.parsers import EndingParser, parser
 from weft.server.tool_formats import ToolFormat
 from weft.server.tools import OutputDelta

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from server.conftest import QuietEngine, Served, output, serve, shared_templates
-from weft.engine.output.grammar import Grammars
+from weft.engine.grammar.grammar import Grammars
 from weft.server.chats import ChatRequest
 from weft.server.completions import Service
 from weft.server.engine_client import EngineClient

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from server.conftest import Served
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 from weft.server import bodies
 from weft.server.protocol import (
     MAX_ITEMS,

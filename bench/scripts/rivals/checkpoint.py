@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from weft.assets import preset_dir
-from weft.models.load import DummyTensor, dummy_checkpoint
-from weft.models.registry import FAMILIES, load_config
+from weft.engine.assets import preset_dir
+from weft.engine.models.load import DummyTensor, dummy_checkpoint
+from weft.engine.models.registry import FAMILIES, load_config
 
 DTYPE = torch.bfloat16
 FILE_BYTES = 1 << 30

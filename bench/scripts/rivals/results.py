@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.place.show import columns
+from weft.planner.show import columns
 
 Row = dict[str, Any]
 POINT = ("clients", "input", "output")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.transport import CommError
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 from weft.tune.ranks import Report
 
 

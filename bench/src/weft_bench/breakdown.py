@@ -1,8 +1,9 @@
 """What the steps of a running engine are made of: kernels by kind, collectives with their waiting, and idle time.
 
-Every rank is watched by torch's profiler for the same steps (`weft.engine.profiling`). On a GPU a step is what was
-launched in it: its kernels and copies; on a CPU, the outermost operators and the exchanges. The k-th exchange of a step
-is the same one on every rank, so that its waiting is known: what passes on a rank before the last one has entered.
+Every rank is watched by torch's profiler for the same steps (`weft.engine.controller.profiling`). On a GPU a step is
+what was launched in it: its kernels and copies; on a CPU, the outermost operators and the exchanges. The k-th exchange
+of a step is the same one on every rank, so that its waiting is known: what passes on a rank before the last one has
+entered.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 import torch
 
 from weft.comm.transport import COLLECTIVE
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.profiling import SKIPPED, Recording, merge_traces, record
+from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import OutputCallback
-from weft.engine.profiling import SKIPPED, Recording, merge_traces, record
-from weft.engine.request import SamplingParams
 from weft.engine.worker.rank_profiler import STEP
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 SPARE_TOKENS = 512
 """Tokens by which outputs are longer where the model allows it, as a busy machine runs many steps while a profiler

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import Epilogue, finish
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 from weft.tune.call_times import DTYPES, MIXED, mesh_of, time_phases
 from weft.tune.ranks import Report, all_cores, slowest
 from weft_bench.baselines import DeepSpeed, Gloo

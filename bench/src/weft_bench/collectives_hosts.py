@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.shm import ShmTuning
-from weft.comm.step_rows import StepRows
 from weft.comm.transport import Transport, offer_of
 from weft.comm.transport_registry import GLOO, SHM
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
 from weft.engine.worker.open_transports import cost_model, table_file
-from weft.hidden import Hidden
-from weft.place.chain import Chain, Read
-from weft.place.cost import ETHERNET, Cost, costs, over_network, read_tuning
-from weft.place.plan import Plan, Planner
-from weft.place.spec import Mesh, Rows
-from weft.stream import Stream
+from weft.planner.chain import Chain, Read
+from weft.planner.cost import ETHERNET, Cost, costs, over_network, read_tuning
+from weft.planner.plan import Plan, Planner
+from weft.planner.spec import Mesh, Rows
+from weft.stream.hidden import Hidden
+from weft.stream.step_rows import StepRows
+from weft.stream.stream import Stream
 from weft.tune.cpu_costs import DTYPE, ROW_BYTES, WIDTH, Opening
 from weft.tune.ranks import Here, Report, all_cores
 from weft_bench.collectives import show_size

@@ -19,14 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.comm.settler import a2a, ag_rs
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Ranks, Transport
 from weft.kernels.torch_reference import softmax_merge
-from weft.place import exchange
-from weft.place.exchange import merge_scatterv
-from weft.place.spec import Mesh
+from weft.planner import exchange
+from weft.planner.exchange import merge_scatterv
+from weft.planner.spec import Mesh
+from weft.stream.settler import a2a, ag_rs
 from weft.tune.call_times import time_phases
 from weft.tune.gpu_times import SMALL, SMALL_CALLS, World, capture, replays_us
 from weft.tune.ranks import Report, all_cores, slowest

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.transport import CommError, Epilogue
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 Call = Callable[[], object]
 INSTALL_FLASHINFER = "pip install flashinfer-python==0.7.2.post1"  # as the extra bench-gpu has it

@@ -20,13 +20,13 @@ from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import GLOO, SHM
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import build_model, load_model
+from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache_spec import CacheGroup, Rule
-from weft.models.load import build_model, load_model
-from weft.models.registry import load_config, read_config
-from weft.place.cost import ETHERNET, Costs, costs, over_network
-from weft.place.spec import Mesh
+from weft.planner.cost import ETHERNET, Costs, costs, over_network
+from weft.planner.spec import Mesh
 from weft.tune.cpu_costs import Opening
 from weft.tune.ranks import Here, Report, all_cores, slowest
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Ranks, Sizes
 from weft.comm.transport_registry import NCCL, Opening
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 
 class NcclWindowTransport(TorchDistTransport):

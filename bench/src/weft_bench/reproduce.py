@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from weft.assets import preset_dir
-from weft.engine.config import EngineConfig
-from weft.engine.engine import Engine
-from weft.engine.engine_options import CacheOptions, RequestOptions
+from weft.engine.assets import preset_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.engine_options import CacheOptions, RequestOptions
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.profiling import NotWatched
+from weft.engine.controller.startup import resolve_defaults
+from weft.engine.messages.request import SamplingParams
+from weft.engine.models.model_config import first_line
 from weft.engine.output.request_output import RequestOutput
-from weft.engine.profiling import NotWatched
-from weft.engine.request import SamplingParams
-from weft.engine.startup import resolve_defaults
 from weft.engine.worker.memory import weight_bytes
-from weft.models.model_config import first_line
-from weft.place.spec import LayoutError
+from weft.planner.spec import LayoutError
 from weft_bench.breakdown import SPARE_TOKENS, output_length, run
 from weft_bench.setups import Load, Metric, Profile, Row, Setup
 

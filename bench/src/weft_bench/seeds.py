@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from weft.attention.backend_registry import BACKENDS, BackendEntry, Needs
-from weft.kv.cache_spec import Latent
+from weft.engine.attention.backend_registry import BACKENDS, BackendEntry, Needs
+from weft.engine.kv.cache_spec import Latent
 from weft_bench.setups import Load, Metric, Options, Profile, Row, Seed, Setup
 
 EMBEDDED = "the embedded model (4 layers, 8 experts) in place of the pull request's; CPU ranks in place of GPUs"

@@ -18,10 +18,10 @@ Metric = Literal[
     "collectives a decode step",
 ]
 """sequences at once: the most that had their tokens in the cache. MiB: that the busiest rank receives
-(`weft.comm.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks; the first without the
-waiting for the slowest rank."""
+(`weft.stream.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks; the first without
+the waiting for the slowest rank."""
 Options = Mapping[str, Any]
-"""Of `weft.engine.config.EngineConfig`."""
+"""Of `weft.engine.config.config.EngineConfig`."""
 
 
 @dataclass(frozen=True)

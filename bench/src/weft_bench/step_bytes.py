@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from weft.attention.caches import cached_layers
-from weft.kv.cache import token_bytes
-from weft.kv.cache_spec import Recurrent, Window
-from weft.models.layers import Embedding, Head, Layer
-from weft.models.load import build_model
-from weft.models.model_config import ModelConfig
-from weft.models.moe import Experts, SparseMoE
-from weft.place.spec import Mesh
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kv.cache import token_bytes
+from weft.engine.kv.cache_spec import Recurrent, Window
+from weft.engine.models.layers import Embedding, Head, Layer
+from weft.engine.models.load import build_model
+from weft.engine.models.model_config import ModelConfig
+from weft.engine.models.moe import Experts, SparseMoE
+from weft.planner.spec import Mesh
 
 
 def decode_step_bytes(

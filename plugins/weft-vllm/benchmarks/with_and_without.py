@@ -76,7 +76,7 @@ def main() -> None:
 
 def write_config(model: str, folder: Path, tiny: bool) -> None:
     """The model's config.json, which is all that vLLM wants for dummy weights."""
-    config = json.loads((files("weft.assets") / "presets" / model / "config.json").read_text())
+    config = json.loads((files("weft.engine.assets") / "presets" / model / "config.json").read_text())
     if tiny:
         config |= {key: value for key, value in TINY.items() if key in config}
     (folder / "config.json").write_text(json.dumps(config))

@@ -20,7 +20,7 @@ from weft import __version__
 from weft.cli.command import UNNAMED, ModelDir, Revision, UserError, model_dir
 from weft.cli.findings import Finding
 from weft.cli.several_hosts import config_over_hosts
-from weft.engine.engine_options import ClusterOptions
+from weft.engine.config.engine_options import ClusterOptions
 from weft.kernels.build import BUILT, nvcc
 
 SHARED_MEMORY = 2**30
@@ -184,8 +184,8 @@ def links(matrix: str) -> Iterator[Finding]:
 
 def table(gpus: bool = False) -> Finding:
     """What `weft tune` measured here, of ranks on CPUs or GPUs."""
-    from weft.place.cost import host_table, read_table
-    from weft.place.spec import LayoutError
+    from weft.planner.cost import host_table, read_table
+    from weft.planner.spec import LayoutError
 
     path = host_table(gpus)
     if gpus and not path.exists():

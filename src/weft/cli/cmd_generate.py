@@ -48,7 +48,7 @@ class Command:
 
     def run(self) -> int:
         """Generates. Raises UserError, LayoutError, ModelError, EngineError."""
-        from weft.engine.request import SamplingParams
+        from weft.engine.messages.request import SamplingParams
 
         config = engine_config(self.model, self.engine, ray=self.ray)
         if config.node_rank:
@@ -83,7 +83,7 @@ class Command:
         return list(tokenizer.encode(text, add_special_tokens=not self.chat))
 
     def _stream(self, engine: Any, text: str, prompt: list[int], params: Any) -> None:
-        from weft.engine.config import EngineError
+        from weft.engine.config.config import EngineError
 
         if len(self.prompt) > 1:
             print(f"> {text}")

@@ -25,18 +25,18 @@ from weft.comm.transport_registry import (
     check_serves,
     transports,
 )
-from weft.engine.planning import plan_model, sharded_context, split_steps
-from weft.models.load import build_model, float8_says
-from weft.models.registry import load_config, registry
-from weft.place.cost import costs
-from weft.place.dcp import dcp_dict, dcp_text
-from weft.place.experts import Forms
-from weft.place.forms import forms_dict, forms_of, forms_text
-from weft.place.recipes import Merge, Prompt
-from weft.place.settlements import Recipes
-from weft.place.show import plan_dict, plan_text
-from weft.place.spec import LayoutError, Mesh
-from weft.place.vocabulary import vocabulary_dict, vocabulary_text
+from weft.engine.models.load import build_model, float8_says
+from weft.engine.models.registry import load_config, registry
+from weft.engine.worker.planning import plan_model, sharded_context, split_steps
+from weft.planner.cost import costs
+from weft.planner.dcp import dcp_dict, dcp_text
+from weft.planner.experts import Forms
+from weft.planner.forms import forms_dict, forms_of, forms_text
+from weft.planner.recipes import Merge, Prompt
+from weft.planner.settlements import Recipes
+from weft.planner.show import plan_dict, plan_text
+from weft.planner.spec import LayoutError, Mesh
+from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
 
 LEFT_OUT = " and ".join(
     e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")

@@ -101,8 +101,8 @@ class Command:
         self, engine: Any, listener: socket.socket, loading: Loading, options: Options, signals: StopSignals
     ) -> int:
         # What these import, and torch with it, takes seconds: options are checked before, and the port is taken.
-        from weft.engine.config import EngineError
-        from weft.engine.startup import float8_products
+        from weft.engine.config.config import EngineError
+        from weft.engine.controller.startup import float8_products
         from weft.server import app, run
         from weft.server.engine_client import EngineClient
         from weft.server.metrics import Metrics

@@ -18,8 +18,8 @@ from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS, TransportName, automatic, transports
-from weft.engine.engine_options import ClusterOptions
-from weft.place.cost import host_table
+from weft.engine.config.engine_options import ClusterOptions
+from weft.planner.cost import host_table
 from weft.tune.cpu_costs import find_sizes, price, price_locals
 from weft.tune.gpu_costs import measure_gpus
 from weft.tune.host import describe_host

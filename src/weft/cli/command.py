@@ -17,15 +17,15 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from weft.assets import embedded_model_dir, preset_dir
-from weft.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
 from weft.cli.config_file import file_arguments
 from weft.cli.other_engines import hint, renamed
 from weft.cli.progress import start_said
 from weft.cli.ray_hosts import node_0
 from weft.cli.several_hosts import with_launcher
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
-from weft.engine.engine_options import (
+from weft.engine.assets import embedded_model_dir, preset_dir
+from weft.engine.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
+from weft.engine.config.engine_options import (
     CacheOptions,
     ClusterOptions,
     CommunicationOptions,
@@ -35,7 +35,7 @@ from weft.engine.engine_options import (
     RankOptions,
     RequestOptions,
 )
-from weft.models.directory import is_gguf, no_model, on_hub, packaged
+from weft.engine.models.directory import is_gguf, no_model, on_hub, packaged
 from weft.plugins import PluginError
 from weft.server.log import LogStream, asked_format
 
@@ -207,7 +207,7 @@ def model_dir(
     """
     if (found := _without_hub(model, preset, revision)) is not None:
         return found
-    from weft.models.hub import snapshot
+    from weft.engine.models.hub import snapshot
 
     try:
         with start_said() as start:
@@ -243,7 +243,7 @@ def _without_hub(model: Path | None, preset: str | None, revision: str | None) -
 
 def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
     """The EngineConfig of a command's options; `options` are the command's own. Raises UserError, LayoutError."""
-    from weft.engine.config import EngineConfig
+    from weft.engine.config.config import EngineConfig
 
     try:
         given = engine.values() | options

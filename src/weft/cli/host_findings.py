@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from weft.cli.findings import Finding
-from weft.engine.config import EngineConfig, EngineError
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents

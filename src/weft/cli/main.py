@@ -9,7 +9,7 @@ import sys
 
 from weft.cli.command import UserError, parse
 from weft.cli.command_table import OF_BENCH, CommandEntry, commands
-from weft.place.spec import LayoutError, PlacementError
+from weft.planner.spec import LayoutError, PlacementError
 from weft.server.log import asked_format, print_error, stderr_as_log
 
 
@@ -68,8 +68,8 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
     except Exception as error:
         # Imported here, not above: `weft --help` and errors of options must not wait for torch.
         from weft.comm.transport import CommError
-        from weft.engine.config import EngineError
-        from weft.models.model_config import ModelError
+        from weft.engine.config.config import EngineError
+        from weft.engine.models.model_config import ModelError
 
         if isinstance(error, CommError | EngineError | ModelError):
             print_error(error)

@@ -14,12 +14,12 @@ import tempfile
 import threading
 from pathlib import Path
 
-from weft.assets import embedded_model_dir
 from weft.cli.command import stop_on_sigterm
 from weft.cli.several_hosts import run_agent
-from weft.engine.config import EngineConfig, EngineError
-from weft.models.model_config import ModelError
-from weft.place.spec import LayoutError
+from weft.engine.assets import embedded_model_dir
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.models.model_config import ModelError
+from weft.planner.spec import LayoutError
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from weft.assets import embedded_model_dir
+from weft.engine.assets import embedded_model_dir
 
 MISSING = "--ray takes the package ray on every host: pip install 'weft[ray]'"
 LEAVE_S, FAILED_S = 10.0, 1.0
@@ -70,7 +70,7 @@ class RayHosts:
         self._config = config
 
     def __enter__(self) -> RayHosts:
-        from weft.engine.device import on_gpus
+        from weft.engine.config.device import on_gpus
 
         config, ray = self._config, connect()
         self._ray, self._closing = ray, False

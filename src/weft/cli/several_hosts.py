@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.engine.engine_options import ClusterOptions
+from weft.engine.config.engine_options import ClusterOptions
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def config_over_hosts(nnodes: int | None, cluster: ClusterOptions, **options: An
     found = with_launcher({"nnodes": nnodes} | vars(cluster), os.environ)
     if found["nnodes"] == 1:
         return None
-    from weft.engine.config import EngineConfig
+    from weft.engine.config.config import EngineConfig
 
     return EngineConfig(**{"attn_dp": found["nnodes"], "device": "cpu"} | options | found)
 
@@ -108,8 +108,8 @@ def run_agent(config: Any) -> int:
     """Serves node 0 with this host's ranks until it ends. Raises EngineError, ModelError, LayoutError."""
     from transformers.utils import logging as transformers_logging
 
+    from weft.engine.controller.startup import check_plans, read_model, resolve_defaults
     from weft.engine.hosts.agent import HostAgent
-    from weft.engine.startup import check_plans, read_model, resolve_defaults
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = resolve_defaults(config)

@@ -17,7 +17,7 @@ def _start_engine(config: Any, kv_events: Any, start: Start) -> Any:
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from transformers.utils import logging as transformers_logging
 
-    from weft.engine.engine import Engine
+    from weft.engine.controller.engine import Engine
     from weft.engine.worker.open_transports import untuned
 
     if untuned(config):

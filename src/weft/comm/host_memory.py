@@ -15,7 +15,7 @@ from pathlib import Path
 from weft.comm.forks import OfOneProcess
 from weft.comm.rendezvous import pidfds, rendezvous
 from weft.comm.transport import CommError, CommTimeout, PeerLost, Ranks
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 NOTE_BYTES = 64
 """What a rank can share at once."""

@@ -48,8 +48,8 @@ from weft.comm.transport import (
 from weft.comm.transport_registry import PEER, Opening
 from weft.kernels.build import KernelError, cuda_kernels
 from weft.kernels.float8 import FLOAT8
-from weft.place.exchange import Exchange, result_rows
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.exchange import Exchange, result_rows
+from weft.planner.spec import LayoutError, Mesh
 
 MAX_BYTES = 8 << 20
 """Default of the maximum bytes of a call's largest tensor."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from weft.place.exchange import Exchange
+from weft.planner.exchange import Exchange
 
 MAX_RANKS, MAX_THREADS = 8, 480
 UNIT_BYTES = 16

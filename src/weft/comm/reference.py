@@ -29,8 +29,8 @@ from weft.comm.transport import (
 )
 from weft.comm.transport_registry import REFERENCE, Opening
 from weft.kernels.torch_reference import softmax_merge
-from weft.place.exchange import Exchange, parts
-from weft.place.spec import PlacementError
+from weft.planner.exchange import Exchange, parts
+from weft.planner.spec import PlacementError
 
 T = TypeVar("T")
 R = TypeVar("R")

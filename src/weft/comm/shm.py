@@ -40,8 +40,8 @@ from weft.comm.transport import (
 from weft.comm.transport_registry import SHM, SHM_RANKS, Opening
 from weft.kernels import float8
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
-from weft.place.exchange import Exchange, parts
-from weft.place.spec import Mesh
+from weft.planner.exchange import Exchange, parts
+from weft.planner.spec import Mesh
 
 NEVER = 1 << 62
 """More bytes than any tensor has."""

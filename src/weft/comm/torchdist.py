@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from weft.comm.transport import CommError, Epilogue, LiveSizes, NamedCalls, Ranks, Sizes, check_call, sizes_on_host
 from weft.comm.transport_registry import GLOO, NCCL, Opening
-from weft.place.exchange import Exchange, Part, in_two_steps, parts
-from weft.place.spec import Mesh
+from weft.planner.exchange import Exchange, Part, in_two_steps, parts
+from weft.planner.spec import Mesh
 
 ONE_ROUND_BYTES = 128 * 1024
 """Maximum bytes of a sum's whole result in one round; above, a second round costs less than the bytes that it saves."""
@@ -34,7 +34,7 @@ class TorchDistTransport(NamedCalls):
         timeout_s. A process holds one at a time, as torch.distributed does.
     one_round_bytes: maximum of the result of a sum over gloo in one round.
     in_place: all_reduce leaves its result in the input's memory, which saves a copy; for callers that do not read the
-        input afterwards, such as `weft.stream.Stream`.
+        input afterwards, such as `weft.stream.stream.Stream`.
     """
 
     def __init__(

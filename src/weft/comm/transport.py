@@ -16,19 +16,19 @@ from torch import Tensor
 from weft.comm.forks import OfOneProcess
 from weft.kernels import float8
 from weft.kernels.torch_reference import add_rms_norm
-from weft.place import exchange as named
-from weft.place.cost import Cost, Offer
-from weft.place.edges import legal_edges
-from weft.place.exchange import Exchange, input_rows
-from weft.place.recipes import settled_exchanges
-from weft.place.spec import Mesh
+from weft.planner import exchange as named
+from weft.planner.cost import Cost, Offer
+from weft.planner.edges import legal_edges
+from weft.planner.exchange import Exchange, input_rows
+from weft.planner.recipes import settled_exchanges
+from weft.planner.spec import Mesh
 
 COLLECTIVE = "weft collective "
 """Prefix of a collective's range in a trace, before its kind. Names in a trace are ASCII only."""
 Ranks = tuple[int, ...]
 """A group: its global ranks, ascending, the caller's included."""
 Sizes = tuple[int, ...]
-"""Rows of each segment of an exchange, as `weft.place.exchange.parts` takes them."""
+"""Rows of each segment of an exchange, as `weft.planner.exchange.parts` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Transport(Described, Protocol):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """This rank's result of an exchange among `group`, as `weft.place.exchange.parts` defines it.
+        """This rank's result of an exchange among `group`, as `weft.planner.exchange.parts` defines it.
 
         x: this rank's input. sizes: rows of each segment. epilogue: the result is then `[2, rows, width]`, as `finish`
             says.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from weft.comm import peer_launch
-from weft.place import exchange as named
-from weft.place.exchange import Exchange
-from weft.place.spec import LayoutError, Mesh
+from weft.planner import exchange as named
+from weft.planner.exchange import Exchange
+from weft.planner.spec import LayoutError, Mesh
 from weft.plugins import PluginError, load_plugins
 
 if TYPE_CHECKING:

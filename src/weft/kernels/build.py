@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.place.cost import cache_folder
+from weft.planner.cost import cache_folder
 
 CSRC = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parent / "built"

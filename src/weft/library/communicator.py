@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.forks import Forked, OfOneProcess
+from weft.comm.meeting import meeting_place
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import MAX_RANKS, PeerTuning
 from weft.comm.shm import ShmTransport, ShmTuning
@@ -21,10 +22,9 @@ from weft.comm.transport_registry import SHM_RANKS
 from weft.kernels.build import cpu_kernels, cuda_kernels
 from weft.library.arguments import Arguments, Counts, check_out, integers, rows_of
 from weft.library.custom_ops import OPEN, with_rank
-from weft.library.meeting import meeting_place
-from weft.place import exchange as named
-from weft.place.cost import host_table, read_tuning
-from weft.place.spec import Mesh
+from weft.planner import exchange as named
+from weft.planner.cost import host_table, read_tuning
+from weft.planner.spec import Mesh
 
 
 class Communicator(OfOneProcess):

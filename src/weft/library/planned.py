@@ -4,7 +4,7 @@
     plan = weft.plan(traced, rows, comm)
     model(weft.Stream(plan, comm, rows), x)
 
-`weft.stream` documents the stream; this module joins a trace, its planners and a communicator.
+`weft.stream.stream` documents the stream; this module joins a trace, its planners and a communicator.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.comm.step_rows import StepRows
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import PEER, SHM
 from weft.library.communicator import Communicator
-from weft.place.chain import Chain, Counts, bucket
-from weft.place.cost import costs as cost_model
-from weft.place.cost import host_costs
-from weft.place.plan import Plan, Planner
-from weft.place.spec import Mesh, PlacementError
-from weft.stream import Stream as PlannedStream
-from weft.stream import TraceStream
+from weft.planner.chain import Chain, Counts, bucket
+from weft.planner.cost import costs as cost_model
+from weft.planner.cost import host_costs
+from weft.planner.plan import Plan, Planner
+from weft.planner.spec import Mesh, PlacementError
+from weft.stream.step_rows import StepRows
+from weft.stream.stream import Stream as PlannedStream
+from weft.stream.stream import TraceStream
 
 RowCounts = int | Sequence[int]
 """Tokens of each DP group of a mesh, or one number for all of them."""
@@ -61,7 +61,7 @@ def trace(
     """The reads and adds of `model(stream, *inputs)`, from a run on inputs without rows; nothing is exchanged.
 
     width, dtype, device: of the residual's rows. Raises PlacementError where the model adds values that do not match,
-    or settles values inside a block, as the layers of `weft.models` do: these are for the engine.
+    or settles values inside a block, as the layers of `weft.engine.models` do: these are for the engine.
     """
 
     def form(number: int) -> TraceStream:
@@ -93,7 +93,7 @@ def plan(
 
     comm: the communicator that will carry them out; None: any on `device`. costs: a preset, or a table
     FILE.json of `weft tune`; auto: this host's table, if there is one. Raises ValueError for rows or a communicator of
-    another mesh, LayoutError and PlacementError as `weft.place.plan.Planner`.
+    another mesh, LayoutError and PlacementError as `weft.planner.plan.Planner`.
     """
     counts = _counts(traced.mesh, rows)
     if comm is not None:
@@ -102,7 +102,7 @@ def plan(
 
 
 class Stream(PlannedStream):
-    """One forward pass of this rank along a plan; see `weft.stream.Stream` for `read`, `add` and `finish`.
+    """One forward pass of this rank along a plan; see `weft.stream.stream.Stream` for `read`, `add` and `finish`.
 
     rows: of this step, the same on all ranks. Raises ValueError where the plan is for other rows, ranks or another
     device, or gradients are on: they do not pass through.

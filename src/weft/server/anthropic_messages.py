@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
-from weft.engine.request import Output
+from weft.engine.messages.request import Output
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest, Effort, TextPart, chat_of, only_text, text_of, thinking
 from weft.server.completions import ChatJob, Service

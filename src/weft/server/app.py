@@ -15,9 +15,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
-from weft.engine.engine import Engine
-from weft.engine.profiling import MIN_STEPS, NotWatched, record
-from weft.models.model_config import ModelError
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.profiling import MIN_STEPS, NotWatched, record
+from weft.engine.models.model_config import ModelError
 from weft.server import errors, extras, router_routes
 from weft.server.anthropic_messages import Messages
 from weft.server.bodies import LARGE_AT_ONCE, SLOW_AT_ONCE

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError
 
-from weft.engine.output.grammar import Grammars
+from weft.engine.grammar.grammar import Grammars
 from weft.server.errors import ApiError, Names, client_names, field_errors
 from weft.server.message_shape import COMMON_ROLES, MessageShape
 from weft.server.protocol import MAX_ITEMS, MAX_NAMED, Body, CommonRequest, Text, limited_to
@@ -275,7 +275,7 @@ class ChatRequest(CommonRequest):
             grammars: what compiles it.
             bare: outputs that have calls are nothing else, also where they need not have any. Calls without a mark at
                 their beginning are then left out, as nothing distinguishes them.
-            any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`.
+            any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
         """
         if form is None or not self.offered or not (self.must_call or self.strict or bare):
             return None

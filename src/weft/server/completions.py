@@ -14,9 +14,9 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from weft.engine.engine import Engine
-from weft.engine.output.grammar import either, json_grammar
-from weft.engine.request import Output, SamplingParams, Sharing
+from weft.engine.controller.engine import Engine
+from weft.engine.grammar.grammar import either, json_grammar
+from weft.engine.messages.request import Output, SamplingParams, Sharing
 from weft.server import render
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest

@@ -14,10 +14,10 @@ from typing import Any
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from weft.engine.config import EngineError, QueueFull
-from weft.engine.engine import Engine
+from weft.engine.config.config import EngineError, QueueFull
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import EQUALS, Output, SamplingParams, Sharing, TokenLogprob
 from weft.engine.output.request_output import OutputCallback, RequestOutput
-from weft.engine.request import EQUALS, Output, SamplingParams, Sharing, TokenLogprob
 from weft.server.errors import ApiError, of_value
 from weft.server.metrics import Metrics
 from weft.server.record import Record

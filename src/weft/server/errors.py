@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from weft.engine.config import EngineError
-from weft.engine.request import ContextExceeded
+from weft.engine.config.config import EngineError
+from weft.engine.messages.request import ContextExceeded
 
 MAX_MESSAGE = 2000
 """Characters of an error's text."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from weft.engine.request import Output
+from weft.engine.messages.request import Output
 from weft.server.engine_client import Choice
 from weft.server.errors import ApiError
 from weft.server.record import as_api_error

@@ -100,6 +100,6 @@ class EndingParser:
         return parts._replace(text=said)
 
     def watch(self, text: str) -> str | None:
-        """As `weft.engine.request.SamplingParams.watch`: what the output ends with, or None."""
+        """As `weft.engine.messages.request.SamplingParams.watch`: what the output ends with, or None."""
         self.push(text, last=False)
         return self.end

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 from weft.server.chats import ChatRequest
 from weft.server.errors import ApiError
 from weft.server.protocol import CommonRequest, CompletionRequest

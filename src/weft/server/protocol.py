@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from weft.engine.messages.request import SamplingParams
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import SamplingParams
 from weft.server.errors import ApiError, of_value
 
 MAX_ITEMS = 2**16
@@ -108,7 +108,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """One of these; see `weft.engine.output.grammar`."""
+    """One of these; see `weft.engine.grammar.grammar`."""
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None
@@ -134,7 +134,7 @@ class ResponseFormat(Body):
 
 
 class SharedRequest(Body):
-    """What says how a request shares the engine with others (`weft.engine.request.Sharing`)."""
+    """What says how a request shares the engine with others (`weft.engine.messages.request.Sharing`)."""
 
     user: Text | None = Field(None, max_length=MAX_NAME)
     priority: int = 0

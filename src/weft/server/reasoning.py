@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal
 
-from weft.engine.output.grammar import followed
+from weft.engine.grammar.grammar import followed
 from weft.server.tool_arguments import begun
 from weft.server.tool_grammars import literals
 from weft.server.tools import OutputDelta, Parser, any_of

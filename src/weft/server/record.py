@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Scope
 
-from weft.engine.request import Output
+from weft.engine.messages.request import Output
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from weft.engine.messages.request import Output, TokenLogprob
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import Output, TokenLogprob
 from weft.server.engine_client import Choice
 from weft.server.tools import OutputDelta, Parser
 

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from weft.engine.request import Output
+from weft.engine.messages.request import Output
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest, chat_of
 from weft.server.completions import ChatJob, Service

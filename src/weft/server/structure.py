@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from weft.engine.output.grammar import Kind, grammar
+from weft.engine.grammar.grammar import Kind, grammar
 from weft.server.errors import ApiError
 from weft.server.protocol import GrammarFields, ResponseFormat
 
@@ -34,7 +34,7 @@ def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> Asked | 
 
     Args:
         body: of the request.
-        any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`.
+        any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
     """
     wanted: list[tuple[str, Kind, Any]] = [
         (name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None

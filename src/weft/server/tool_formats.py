@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from weft.engine.output.grammar import schema_text
+from weft.engine.grammar.grammar import schema_text
 from weft.server.tool_arguments import NAME, SPACE, Tags
 from weft.server.tool_grammars import (
     Functions,
@@ -107,7 +107,7 @@ class ToolFormat:
     ) -> str:
         """Of outputs that are calls of these functions, and nothing else, or text with such calls in it.
 
-        named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.output.grammar.schema_text`.
+        named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
         ValueError where text has no calls in it in this form.
         """
         named = set(named) & set(self.tokens)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from weft.engine.engine import Engine
+from weft.engine.controller.engine import Engine
 
 NAMES = {
     "vllm:num_requests_running": "weft_requests_running",

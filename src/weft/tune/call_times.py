@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import TorchDistTransport
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.step_rows import StepRows
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, Ranks, Transport
 from weft.comm.transport_registry import SHM, transports
-from weft.place.edges import Edge, legal_edges, rows_received
-from weft.place.exchange import Exchange, all_to_allv, merge_scatterv
-from weft.place.spec import Mesh
+from weft.planner.edges import Edge, legal_edges, rows_received
+from weft.planner.exchange import Exchange, all_to_allv, merge_scatterv
+from weft.planner.spec import Mesh
+from weft.stream.step_rows import StepRows
 from weft.tune.call_times import mesh_of, time_phases
 from weft.tune.ranks import Report, all_cores, slowest
 

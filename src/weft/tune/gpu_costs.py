@@ -13,7 +13,7 @@ import torch
 from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
 from weft.comm.transport import Epilogue, Transport
 from weft.comm.transport_registry import NCCL, PEER, TransportEntry, transports
-from weft.place.exchange import all_reduce, reduce_scatterv_all_reduce
+from weft.planner.exchange import all_reduce, reduce_scatterv_all_reduce
 from weft.tune.call_times import DTYPES, MIXED
 from weft.tune.cpu_costs import Opening, calls_to_price, evened
 from weft.tune.gpu_times import Case, World, graph_us, peer_us

@@ -21,7 +21,7 @@ from weft.comm.peer import PeerTransport, check_peer_access
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import CommError, Epilogue, LiveSizes, finish
-from weft.place.exchange import (
+from weft.planner.exchange import (
     Exchange,
     all_gatherv,
     all_reduce,
@@ -33,7 +33,7 @@ from weft.place.exchange import (
     reduce_scatterv_all_reduce,
     result_rows,
 )
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 from weft.tune.call_times import DTYPES, MIXED
 
 REPLAYS, WARM, GRAPH_ROUNDS = 6, 2, 5  # of a graph in each of its rounds

@@ -14,7 +14,7 @@ from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import GLOO, TransportEntry, transports
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 from weft.tune.cpu_costs import DTYPE, WIDTH, Opening, call_us, calls_to_price
 from weft.tune.ranks import Here, Report, all_cores, slowest
 

@@ -16,8 +16,8 @@ import torch
 import torch.multiprocessing as mp
 
 from weft.comm.transport import CommError, Ranks, Transport
-from weft.place.exchange import all_gatherv
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.exchange import all_gatherv
+from weft.planner.spec import LayoutError, Mesh
 
 Report = Callable[[Any], None]
 

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded, roomy
 from dcp.interleaved import run_interleaved, sharded
-from weft.attention import captured_prompts, paged_triton
-from weft.attention.backend import Absorbed, LatentSplit
-from weft.attention.captured_prompts import CapturedPrompts
-from weft.attention.expansion import ALIGNMENT, pays
-from weft.attention.paged_triton import PagedTriton
-from weft.attention.sdpa import SDPA
 from weft.comm.reference import ReferenceTransport
-from weft.dcp.group import ContextGroup
-from weft.dcp.interleave import Interleave
+from weft.engine.attention import captured_prompts, paged_triton
+from weft.engine.attention.backend import Absorbed, LatentSplit
+from weft.engine.attention.captured_prompts import CapturedPrompts
+from weft.engine.attention.expansion import ALIGNMENT, pays
+from weft.engine.attention.paged_triton import PagedTriton
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kv.cache_spec import Latent, PagedKV, Window
+from weft.engine.models.layers import Builder, HeadNorm
+from weft.engine.models.rotary import RotaryTable
 from weft.kernels.float8 import FLOAT8
-from weft.kv.cache_spec import Latent, PagedKV, Window
-from weft.models.layers import Builder, HeadNorm
-from weft.models.rotary import RotaryTable
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
+from weft.stream.group import ContextGroup
+from weft.stream.interleave import Interleave
 
 DECODE = [(1, 7), (1, 0), (1, 20), (1, 3)]
 

@@ -18,15 +18,15 @@ from gpu.triton_checks.test_other_backends import TOLERANCE as TOLERANCE_OF_ROWS
 from gpu.triton_checks.test_other_backends import case_of
 from gpu.triton_checks.test_prefill_attention import SPANS, Step, attend
 from gpu.triton_checks.worker import INTERPRETED
-from weft.attention import expansion, paged_triton
-from weft.attention.forward_batch import PageTables
-from weft.attention.paged_triton import PagedTriton
+from weft.engine.attention import expansion, paged_triton
+from weft.engine.attention.forward_batch import PageTables
+from weft.engine.attention.paged_triton import PagedTriton
+from weft.engine.kernels.triton import copied_prompts as kernels
+from weft.engine.kernels.triton.copy_pages import copy_pages
+from weft.engine.kernels.triton.prefill_attention import PrefillTile, prefill_attention
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent, PagedKV, Window
 from weft.kernels.float8 import Stored, to_vectors
-from weft.kernels.triton import copied_prompts as kernels
-from weft.kernels.triton.copy_pages import copy_pages
-from weft.kernels.triton.prefill_attention import PrefillTile, prefill_attention
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV, Window
 
 SMALL = PrefillTile(64, 32, 4, 2)
 LONG = ((150, 90), (1, 9), (0, 3), (2, 17), (130, 0))

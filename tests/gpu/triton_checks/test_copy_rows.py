@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels.triton.copy_rows import copy_rows
+from weft.engine.kernels.triton.copy_rows import copy_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)

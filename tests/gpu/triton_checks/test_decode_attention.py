@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gpu import definitions
-from weft.kernels.triton import decode_attention as kernels
-from weft.kernels.triton.splits import order_splits
+from weft.engine.kernels.triton import decode_attention as kernels
+from weft.engine.kernels.triton.splits import order_splits
 
 PAGE = 16
 RAGGED = (0, 1, 16, 129, 300)

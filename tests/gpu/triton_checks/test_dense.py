@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gpu.triton_checks.worker import INTERPRETED
-from weft.kernels.triton import dense
-from weft.kernels.triton.dense import DenseTile
+from weft.engine.kernels.triton import dense
+from weft.engine.kernels.triton.dense import DenseTile
 
 NAN = float("nan")
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]

@@ -16,15 +16,15 @@ from comm.test_dispatch import CASES, WIDTH, matrices, rows_of
 from comm.test_dispatch import EXPERTS as EIGHT
 from comm.test_dispatch import check as compare
 from gpu import definitions
-from weft.comm.dispatch import Exchanging, on_device
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
-from weft.kernels import ops
+from weft.engine.models.layers import Builder
+from weft.engine.models.moe import Experts
+from weft.kernels import stream_ops
 from weft.kernels.triton import moe_permute as kernels
-from weft.models.layers import Builder
-from weft.models.moe import Experts
-from weft.place.exchange import all_to_allv
-from weft.place.spec import Mesh
+from weft.planner.exchange import all_to_allv
+from weft.planner.spec import Mesh
+from weft.stream.dispatch import Exchanging, on_device
 
 EXPERTS, K = 8, 3
 
@@ -182,7 +182,7 @@ def test_experts_in_float8_take_rows_as_they_arrive(device: torch.device, monkey
     came = torch.full((rows, width + 2 * K), torch.nan, device=device)
     came[:live, :width] = torch.randn(live, width, device=device)
     expert, weight = chosen(rows, live, False).to(device), torch.rand(rows, K, device=device)
-    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    monkeypatch.setattr(stream_ops, "on_gpu", lambda x: True)
     out = layer._sum_of_chosen(came[:, :width], weight, expert)
     held = EXPERTS // 4
     local = (expert - held).where((expert >= held) & (expert < 2 * held), -1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.kernels import torch_reference
-from weft.kernels.triton import embed as kernels
+from weft.engine.kernels import model_reference
+from weft.engine.kernels.triton import embed as kernels
 
 
 @pytest.mark.parametrize("first, held", [(None, 40), (7, 20), (0, 20), (30, 10)])
@@ -17,7 +17,7 @@ def test_embeddings(rows: int, width: int, first: int | None, held: int, device:
     weight[:, :width] = torch.randn(held, width)
     tokens = torch.randint(0, 40, (rows,), device=device)
     tokens[:3] = torch.tensor([0, 39, 7])[:rows]  # what lies around a share is none of it
-    wanted = torch_reference.embed(tokens, weight[:, :width], first)
+    wanted = model_reference.embed(tokens, weight[:, :width], first)
     found = kernels.embed(tokens, weight[:, :width], first)
     assert found.dtype == wanted.dtype and torch.equal(found, wanted)
     if first is not None and rows:
@@ -31,7 +31,7 @@ def test_angles(pairs: int, interleaved: bool, device: torch.device) -> None:
     positions = torch.tensor([0, 1, 2, 1000, 40_959, 262_143, 1_048_575], device=device)
     inverse = (1.0 / 10_000 ** (torch.arange(pairs) / pairs)).to(device)
     given = (positions, inverse, 1.25, torch.float32, interleaved)
-    for found, wanted in zip(kernels.cos_sin(*given), torch_reference.cos_sin(*given), strict=True):
+    for found, wanted in zip(kernels.cos_sin(*given), model_reference.cos_sin(*given), strict=True):
         assert found.shape == (7, 1, 2 * pairs) and torch.allclose(found, wanted, rtol=0, atol=3e-7)
     low = kernels.cos_sin(positions[:0], inverse, 1.0, torch.bfloat16, interleaved)[0]
     assert low.dtype == torch.bfloat16 and low.shape == (0, 1, 2 * pairs)

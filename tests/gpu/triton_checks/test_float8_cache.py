@@ -10,13 +10,13 @@ from gpu import definitions
 from gpu.triton_checks.test_decode_attention import PAGE, close, paged
 from gpu.triton_checks.test_prefill_attention import SPANS, Step, attend
 from gpu.triton_checks.worker import INTERPRETED
-from weft.attention.expansion import _places
+from weft.engine.attention.expansion import _places
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.kernels.triton import decode_attention as decode
+from weft.engine.kernels.triton import norm_rope_cache as kernels
+from weft.engine.kernels.triton.copy_pages import copy_pages
+from weft.engine.kernels.triton.prefill_attention import PrefillTile
 from weft.kernels.float8 import FLOAT8, Fp8Vectors, take, to_vectors
-from weft.kernels.split_k import SplitKPartials
-from weft.kernels.triton import decode_attention as decode
-from weft.kernels.triton import norm_rope_cache as kernels
-from weft.kernels.triton.copy_pages import copy_pages
-from weft.kernels.triton.prefill_attention import PrefillTile
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -11,9 +11,9 @@ from torch import Tensor
 from gpu import definitions
 from gpu.triton_checks.test_decode_attention import LONG_AND_SHORT, PAGE, close, paged
 from gpu.triton_checks.test_float8_cache import in_float8, widened
+from weft.engine.kernels.triton import decode_attention as decode
+from weft.engine.kernels.triton.splits import order_splits
 from weft.kernels.float8 import Fp8Vectors
-from weft.kernels.triton import decode_attention as decode
-from weft.kernels.triton.splits import order_splits
 
 WINDOWED = (300, 5, 0, 131)
 

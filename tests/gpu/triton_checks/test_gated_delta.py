@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gpu import definitions
-from weft.kernels import delta_rule as in_torch
-from weft.kernels.triton.delta_chunks import ChunkTile, gated_delta
+from weft.engine.kernels import delta_rule as in_torch
+from weft.engine.kernels.triton.delta_chunks import ChunkTile, gated_delta
 
 NAN = float("nan")
 BEFORE = (-1, 6, 3, -1, 2, -1)  # begins; goes on elsewhere; in place; begins; goes on where another begins; padding

@@ -25,15 +25,17 @@ from engine.test_hybrids import SIZES
 from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
-from weft.attention.backend_registry import TRITON
-from weft.attention.caches import cached_layers
-from weft.attention.captured_prompts import CapturedPrompts
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
-from weft.comm.step_rows import CapturedRows, EqualRows, PaddedRows
-from weft.dcp.group import ContextGroup
-from weft.engine.config import EngineError
-from weft.engine.engine import Engine
-from weft.engine.request import SamplingParams
+from weft.engine.attention.backend_registry import TRITON
+from weft.engine.attention.caches import cached_layers
+from weft.engine.attention.captured_prompts import CapturedPrompts
+from weft.engine.config.config import EngineError
+from weft.engine.controller.engine import Engine
+from weft.engine.kernels import delta_rule
+from weft.engine.kernels.triton import delta_chunks
+from weft.engine.messages.request import SamplingParams
+from weft.engine.models import deltanet
+from weft.engine.models.load import dummy_model
 from weft.engine.worker import graph_inputs as inputs
 from weft.engine.worker import model_runner as runner
 from weft.engine.worker import sampler, worker
@@ -44,13 +46,11 @@ from weft.engine.worker.memory import measure
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
-from weft.kernels import delta_rule
-from weft.kernels.triton import delta_chunks
-from weft.models import deltanet
-from weft.models.load import dummy_model
-from weft.place.recipes import Prompt
-from weft.place.settlements import Settlements
-from weft.place.spec import Mesh
+from weft.planner.recipes import Prompt
+from weft.planner.settlements import Settlements
+from weft.planner.spec import Mesh
+from weft.stream.group import ContextGroup
+from weft.stream.step_rows import CapturedRows, EqualRows, PaddedRows
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="stands in for graphs where there are none")
 FEW = [prompt[:11] for prompt in prompts(4)]

@@ -9,8 +9,8 @@ from torch import Tensor
 from gpu import definitions
 from gpu.triton_checks.test_decode_attention import PAGE, TOLERANCE, close
 from gpu.triton_checks.test_prefill_attention import Step
-from weft.kernels.triton import latent_prompts as kernels
-from weft.kernels.triton.prefill_attention import PrefillTile, expanded_prefill_attention, prefill_attention
+from weft.engine.kernels.triton import latent_prompts as kernels
+from weft.engine.kernels.triton.prefill_attention import PrefillTile, expanded_prefill_attention, prefill_attention
 
 SPANS = ((1, 9), (5, 40), (2, 17), (0, 3), (33, 120), (1, 0), (70, 0))
 """(rows, context) of each sequence; every second one of several rows has a base."""

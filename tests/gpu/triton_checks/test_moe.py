@@ -11,19 +11,19 @@ from torch import Tensor
 
 from gpu import definitions
 from gpu.triton_checks.worker import INTERPRETED
-from weft.hidden import Hidden
-from weft.kernels import ops
-from weft.kernels.side_stream import beside
-from weft.kernels.split_k import SplitKPartials
-from weft.kernels.torch_reference import choose
-from weft.kernels.triton import fused_experts, prompt_experts
-from weft.kernels.triton import route as kernels
-from weft.kernels.triton.experts_tiles import ExpertsTile, tile_rows_of
-from weft.models import moe
-from weft.models.layers import Builder
-from weft.models.moe import MoEConfig, SparseMoE
-from weft.models.routing import Router, Routing
-from weft.place.spec import Mesh, Placement, PlacementError, Rows
+from weft.engine.kernels import ops
+from weft.engine.kernels.model_reference import choose
+from weft.engine.kernels.side_stream import beside
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.kernels.triton import fused_experts, prompt_experts
+from weft.engine.kernels.triton import route as kernels
+from weft.engine.kernels.triton.experts_tiles import ExpertsTile, tile_rows_of
+from weft.engine.models import moe
+from weft.engine.models.layers import Builder
+from weft.engine.models.moe import MoEConfig, SparseMoE
+from weft.engine.models.routing import Router, Routing
+from weft.planner.spec import Mesh, Placement, PlacementError, Rows
+from weft.stream.hidden import Hidden
 
 NAN = float("nan")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpu.triton_checks.worker import INTERPRETED
-from weft.kernels.triton.multiply_heads import multiply_heads
+from weft.engine.kernels.triton.multiply_heads import multiply_heads
 
 NAN = float("nan")
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]

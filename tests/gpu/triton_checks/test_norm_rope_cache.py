@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from gpu import definitions
-from weft.attention.backend import LatentSplit
+from weft.engine.attention.backend import LatentSplit
+from weft.engine.kernels.model_reference import gate_heads as gate_heads_of_torch
+from weft.engine.kernels.model_reference import gated
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.kernels.triton import gate_heads, split_norm
+from weft.engine.kernels.triton import norm_rope_cache as kernels
+from weft.engine.models.rotary import RotaryTable
 from weft.kernels import float8
-from weft.kernels.split_k import SplitKPartials
-from weft.kernels.torch_reference import gate_heads as gate_heads_of_torch
-from weft.kernels.torch_reference import gated
 from weft.kernels.torch_reference import rms_norm as rms_norm_of_torch
-from weft.kernels.triton import gate_heads, rms_norm, split_norm
-from weft.kernels.triton import norm_rope_cache as kernels
-from weft.models.rotary import RotaryTable
+from weft.kernels.triton import rms_norm
 
 NAN = float("nan")
 

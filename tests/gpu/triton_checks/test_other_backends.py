@@ -24,14 +24,14 @@ from dcp.interleaved import run_interleaved
 from gpu.triton_checks import fakes
 from gpu.triton_checks.test_backend import on
 from gpu.triton_checks.worker import INTERPRETED
-from weft.attention import fa3, paged_flashinfer
-from weft.attention.backend_registry import BACKENDS, FA3, FLASHINFER, MIXED, TORCH, BackendEntry, fa3_library
-from weft.attention.forward_batch import PageTables
-from weft.attention.paged_triton import PagedTriton
-from weft.attention.sdpa import SDPA
-from weft.dcp.interleave import Interleave
-from weft.kv.cache import KVCache
-from weft.kv.cache_spec import Latent, PagedKV, Window
+from weft.engine.attention import fa3, paged_flashinfer
+from weft.engine.attention.backend_registry import BACKENDS, FA3, FLASHINFER, MIXED, TORCH, BackendEntry, fa3_library
+from weft.engine.attention.forward_batch import PageTables
+from weft.engine.attention.paged_triton import PagedTriton
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kv.cache import KVCache
+from weft.engine.kv.cache_spec import Latent, PagedKV, Window
+from weft.stream.interleave import Interleave
 
 Spec = PagedKV | Window | Latent
 TOLERANCE = 1e-2

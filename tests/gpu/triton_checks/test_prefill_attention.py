@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gpu import definitions
 from gpu.triton_checks.test_decode_attention import PAGE, TOLERANCE, close, paged
+from weft.engine.kernels.triton.prefill_attention import PrefillTile, prefill_attention
 from weft.kernels.float8 import Stored
-from weft.kernels.triton.prefill_attention import PrefillTile, prefill_attention
 
 SPANS = ((5, 40), (1, 9), (33, 0), (0, 3), (2, 17), (1, 0), (70, 21))
 """(rows, context) of each sequence."""

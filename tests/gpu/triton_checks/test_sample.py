@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpu import definitions
-from weft.kernels.triton import sample as kernels
+from weft.engine.kernels.triton import sample as kernels
 
 VOCABULARY = 2600
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]

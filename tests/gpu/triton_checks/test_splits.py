@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from weft.engine.kernels.triton.decode_attention import cut_of
+from weft.engine.kernels.triton.splits import Cut, order_splits
 from weft.engine.worker.memory import MAX_SPLIT_TOKENS
-from weft.kernels.triton.decode_attention import cut_of
-from weft.kernels.triton.splits import Cut, order_splits
 
 CUT = Cut(8, 4, 2)
 

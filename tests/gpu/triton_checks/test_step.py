@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpu import definitions
-from weft.kernels.triton import decode_step as kernels
-from weft.place.vocabulary import MAX_TOKENS
+from weft.engine.kernels.triton import decode_step as kernels
+from weft.planner.vocabulary import MAX_TOKENS
 
 PAGE = 8
 GROUPS = {

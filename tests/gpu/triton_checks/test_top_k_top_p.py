@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu import definitions
-from weft.kernels.triton import sample, top_k_top_p
+from weft.engine.kernels.triton import sample, top_k_top_p
 
 VOCABULARY = 813
 NAN = float("nan")

@@ -17,8 +17,8 @@ from weft.cli.several_hosts import config_over_hosts
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
-from weft.engine.engine_options import ClusterOptions
-from weft.place.cost import host_table, read_tuning
+from weft.engine.config.engine_options import ClusterOptions
+from weft.planner.cost import host_table, read_tuning
 from weft.tune.call_times import MIXED
 from weft.tune.gpu_times import Case as GpuCase
 from weft.tune.ranks import run_ranks

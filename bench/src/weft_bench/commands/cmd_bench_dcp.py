@@ -13,7 +13,7 @@ from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.peer import MAX_RANKS as PEER_RANKS
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
-from weft.place.cost import host_table, read_tuning
+from weft.planner.cost import host_table, read_tuning
 from weft.tune.ranks import run_ranks
 from weft_bench.dcp_merge import SHAPES, Case, Shape, Timing, measure_cpus, measure_gpus
 from weft_bench.write_results import write_results

@@ -15,9 +15,9 @@ from weft.cli.command import UNNAMED, Revision, UserError, check_writable, model
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
 from weft.comm.shm import ShmTuning
-from weft.engine.engine_options import ClusterOptions
-from weft.place.cost import host_table, read_tuning
-from weft.place.spec import Mesh
+from weft.engine.config.engine_options import ClusterOptions
+from weft.planner.cost import host_table, read_tuning
+from weft.planner.spec import Mesh
 from weft.tune.host import describe_host
 from weft.tune.ranks import run_ranks
 from weft_bench.latency import OVER_HOSTS, Latency, Request, measure, measure_over_hosts, parameters

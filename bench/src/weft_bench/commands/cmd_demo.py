@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.cli.command import UserError, stop_on_sigterm
-from weft.place.show import columns, size_text
+from weft.planner.show import columns, size_text
 
 START_TIMEOUT_S = 300.0
 CHATS = (
@@ -113,7 +113,7 @@ class Command:
         import openai
         from rich.live import Live
 
-        from weft.engine.config import EngineError
+        from weft.engine.config.config import EngineError
         from weft_bench import word_problems
 
         problems = word_problems.generate("heldout", self.questions, seed=int(time.time()))

@@ -41,7 +41,7 @@ class Command:
 
     def run(self) -> int:
         """Evaluates. Raises UserError, LayoutError, ModelError, EngineError."""
-        from weft.engine.request import SamplingParams
+        from weft.engine.messages.request import SamplingParams
         from weft_bench import word_problems
 
         if self.questions < 1:
@@ -73,7 +73,7 @@ class Command:
 
     def _complete(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
         from weft.cli.progress import progress_bar
-        from weft.engine.config import EngineError
+        from weft.engine.config.config import EngineError
         from weft.engine.output.results import whole
 
         texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, model_name, stop_on_sigterm
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
-from weft.place.show import columns, size_text
+from weft.planner.show import columns, size_text
 
 MAX_KERNELS = 12
 
@@ -48,8 +48,8 @@ class Command:
 
     def run(self) -> int:
         """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
-        from weft.engine.device import dtype_of, kv_dtype_of
-        from weft.engine.profiling import MIN_STEPS
+        from weft.engine.config.device import dtype_of, kv_dtype_of
+        from weft.engine.controller.profiling import MIN_STEPS
         from weft_bench.breakdown import SPARE_TOKENS, output_length, run
         from weft_bench.step_bytes import decode_step_bytes
 
@@ -104,7 +104,7 @@ class Command:
         return self._show(title, about, found)
 
     def _read(self, folder: Path) -> int:
-        from weft.engine.profiling import Recording
+        from weft.engine.controller.profiling import Recording
         from weft_bench.breakdown import break_down
 
         try:

@@ -14,7 +14,7 @@ import tyro
 
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
-from weft.place.show import columns
+from weft.planner.show import columns
 from weft.tune.host import describe_host
 from weft_bench.reproduce import Measured, better, measure
 from weft_bench.seeds import SEEDS

@@ -43,7 +43,7 @@ def open_communicator(result, self, *args, **kwargs):
             name = f"sglang:{self.unique_name}"
             comm = weft.Communicator(self.cpu_group, device=self.device, max_bytes=MAX_BYTES, name=name)
             setattr(self, ATTRIBUTE, comm)
-        except (RuntimeError, ValueError, OSError) as error:  # all ranks raise: see weft.library.meeting
+        except (RuntimeError, ValueError, OSError) as error:  # all ranks raise: see weft.comm.meeting
             reason = " ".join(str(error).split())
     if reason is not None:
         log.warning("weft-sglang is off for group %s: %s", self.unique_name, reason)

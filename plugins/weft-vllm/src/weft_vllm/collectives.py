@@ -36,7 +36,7 @@ class WeftCollectives:
                 self.weft = weft.Communicator(
                     self.cpu_group, device=self.device, max_bytes=options.max_bytes, name=name
                 )
-            except (RuntimeError, ValueError, OSError) as error:  # all ranks raise: see weft.library.meeting
+            except (RuntimeError, ValueError, OSError) as error:  # all ranks raise: see weft.comm.meeting
                 reason = " ".join(str(error).split())
         if reason is not None:
             log.warning("weft-vllm is off for group %s: %s", self.unique_name, reason)

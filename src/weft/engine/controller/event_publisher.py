@@ -17,9 +17,9 @@ from typing import Literal
 import msgspec
 import zmq
 
-from weft.engine.config import EngineConfig, EngineError
-from weft.engine.threads import name_thread
-from weft.kv.cache_events import CacheEvents, KVEventBatch
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.config.threads import name_thread
+from weft.engine.kv.cache_events import CacheEvents, KVEventBatch
 
 log = logging.getLogger(__name__)
 NUMBER_BYTES = 8

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from weft.engine.config import EngineConfig, EngineError
-from weft.engine.controller.rank_processes import POLL_S
-from weft.engine.messages import (
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.messages.rank_messages import (
     AskPlan,
     AskReport,
     Failure,
@@ -29,9 +29,9 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
-from weft.kv.cache_spec import CacheGroup
-from weft.models.model_config import ModelError
-from weft.place.chain import Counts
+from weft.engine.models.model_config import ModelError
+from weft.engine.processes.rank_processes import POLL_S
+from weft.planner.chain import Counts
 
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 LOAD_TIMEOUT_S = 600.0

@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
-from weft.engine.config import EngineError
+from weft.engine.config.config import EngineError
 
 MAX_BACKOFF_S = 60.0
 """The longest wait before ranks are started anew."""

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import zmq
 
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import on_gpus
 from weft.engine.controller.executor import LOAD_TIMEOUT_S
 from weft.engine.controller.process_executor import ProcessExecutor
-from weft.engine.controller.rank_processes import POLL_S, RankProcesses
-from weft.engine.device import on_gpus
 from weft.engine.hosts import addresses, digests
 from weft.engine.hosts.agents import SILENT_S, Agents
-from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
+from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
+from weft.engine.processes.rank_processes import POLL_S, RankProcesses
 from weft.engine.worker.open_transports import cost_model, table_file
-from weft.place.cost import GPU_COSTS
+from weft.planner.cost import GPU_COSTS
 
 log = logging.getLogger(__name__)
 MARGIN_S = 1.0

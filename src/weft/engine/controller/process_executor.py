@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
 from weft.engine.controller.executor import LOAD_TIMEOUT_S, Executor
-from weft.engine.controller.fork_client import RankProcess
-from weft.engine.controller.rank_processes import POLL_S, RankProcesses
-from weft.engine.messages import FromRank, ToRank, decode_from_rank, encode
+from weft.engine.messages.rank_messages import FromRank, ToRank, decode_from_rank, encode
+from weft.engine.processes.fork_client import RankProcess
+from weft.engine.processes.rank_processes import POLL_S, RankProcesses
 
 
 class ProcessExecutor(Executor):

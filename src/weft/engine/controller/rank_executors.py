@@ -7,16 +7,16 @@ import threading
 from collections.abc import Callable
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
-from weft.engine.config import EngineConfig
+from weft.engine.config.config import EngineConfig
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.hosts_executor import HostsExecutor
 from weft.engine.controller.process_executor import ProcessExecutor
-from weft.engine.controller.rank_processes import POLL_S
-from weft.engine.messages import Failure, FromRank, Stop, ToRank
+from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank
+from weft.engine.models.model_config import ModelError
+from weft.engine.processes.rank_processes import POLL_S
 from weft.engine.worker.worker import Worker, failure
-from weft.models.model_config import ModelError
-from weft.place.cost import costs
-from weft.place.spec import LayoutError
+from weft.planner.cost import costs
+from weft.planner.spec import LayoutError
 
 
 class ThreadExecutor(Executor):

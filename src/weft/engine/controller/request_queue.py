@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from weft.engine.config import EngineError, QueueFull
+from weft.engine.config.config import EngineError, QueueFull
 from weft.engine.output.request_output import RequestOutput
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 import struct
 
-from weft.engine.config import EngineError
+from weft.engine.config.config import EngineError
 
 SIOCGIFADDR = 0x8915
 

@@ -14,10 +14,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from weft.engine.config import EngineConfig, EngineError
-from weft.engine.controller.rank_processes import RankProcesses
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses, digests, secured
-from weft.engine.hosts.host_messages import (
+from weft.engine.messages.host_messages import (
     Alive,
     Ended,
     FromAgent,
@@ -34,6 +33,7 @@ from weft.engine.hosts.host_messages import (
     decode_to_agent,
     encode,
 )
+from weft.engine.processes.rank_processes import RankProcesses
 
 ALIVE_S = 1.0
 TICK_MS = 100

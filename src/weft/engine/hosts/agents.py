@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import zmq
 
-from weft.engine.config import EngineConfig, EngineError
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses, digests, secured
-from weft.engine.hosts.host_messages import (
+from weft.engine.messages.host_messages import (
     Alive,
     Ended,
     FromAgent,

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import weft
-from weft.engine.config import EngineConfig
-from weft.engine.device import on_gpus
-from weft.models.checkpoint import weight_files
-from weft.models.directory import config_file
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import on_gpus
+from weft.engine.models.checkpoint import weight_files
+from weft.engine.models.directory import config_file
 
 BLOCK = 64 << 10
 """Bytes that are read at the begin, the middle and the end of each file of weights: its header, and samples."""

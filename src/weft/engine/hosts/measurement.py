@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from weft.engine.config import EngineConfig, EngineError
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
-from weft.engine.hosts.host_messages import Start
+from weft.engine.messages.host_messages import Start
 from weft.tune.ranks import Here, Report, run_ranks
 
 RankWork = Callable[[int, Path, Report, Here, dict[str, Any]], None]

@@ -13,7 +13,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from weft.engine.config import EngineError
+from weft.engine.config.config import EngineError
 
 MIN_KEY_BYTES = 16
 MAX_MESSAGE_BYTES = 64 << 20

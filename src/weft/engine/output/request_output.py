@@ -9,13 +9,21 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from weft.engine.messages import Logprobs, Scored
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.rank_messages import Logprobs, Scored
+from weft.engine.messages.request import (
+    ContextExceeded,
+    FinishReason,
+    Output,
+    SamplingParams,
+    Sequence,
+    TokenLogprob,
+    Watch,
+)
 from weft.engine.output.detokenizer import TextStream
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.request import ContextExceeded, FinishReason, Output, SamplingParams, Sequence, TokenLogprob, Watch
 from weft.engine.scheduler.sampling_rows import bits
 from weft.engine.scheduler.scheduler import Scheduler
-from weft.kv.tokens import token_array
 
 OutputCallback = Callable[["RequestOutput"], None]
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.comm.stats import StepStat
-from weft.engine.messages import Stat
+from weft.engine.messages.rank_messages import Stat
+from weft.engine.messages.request import FinishReason, TokenLogprob
 from weft.engine.output.request_output import OutputCallback, RequestOutput
-from weft.engine.request import FinishReason, TokenLogprob
+from weft.stream.stats import StepStat
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A whole completion. error: why it ended early, if it did (`weft.engine.request.Output`)."""
+    """A whole completion. error: why it ended early, if it did (`weft.engine.messages.request.Output`)."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from weft.engine.grammar.grammar import Grammars
+from weft.engine.messages.request import SamplingParams
+from weft.engine.models.directory import is_gguf
+from weft.engine.models.json_file import read_json
+from weft.engine.models.model_config import MAX_NUMBER, Fields, ModelError, first_line, tokens
 from weft.engine.output.detokenizer import Detokenizer
-from weft.engine.output.grammar import Grammars
-from weft.engine.request import SamplingParams
-from weft.models.directory import is_gguf
-from weft.models.json_file import read_json
-from weft.models.model_config import MAX_NUMBER, Fields, ModelError, first_line, tokens
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -32,7 +32,7 @@ def read_tokenizer(source: Path | str) -> Any:
             read_json(path)  # for its errors
     try:
         if is_gguf(Path(source)):
-            from weft.models import gguf_file  # an extra brings its package
+            from weft.engine.models import gguf_file  # an extra brings its package
 
             tokenizer: Any = gguf_file.read_tokenizer(Path(source))
         else:

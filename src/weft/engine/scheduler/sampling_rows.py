@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from weft.engine.messages import Adjust, Sampling, Score
-from weft.engine.request import Sequence
+from weft.engine.messages.rank_messages import Adjust, Sampling, Score
+from weft.engine.messages.request import Sequence
 
 
 def sampling(sequence: Sequence) -> Sampling:

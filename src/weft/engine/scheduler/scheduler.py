@@ -17,7 +17,7 @@ its last, as a limit of length says beforehand, or if its sampling depends on th
 Pages that are freed may be reused at once, also while steps under way read them: ranks run steps one after the other,
 in the order in which they were scheduled.
 
-`weft.kv.manager` says who owns which page.
+`weft.engine.kv.manager` says who owns which page.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from weft.engine.config import EngineConfig
-from weft.engine.messages import Adjust, Chunk, Entries, GroupRows, Join, Logprobs, Result, Scored
-from weft.engine.request import Sequence
+from weft.engine.config.config import EngineConfig
+from weft.engine.kv.cache_events import CacheEvents
+from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.kv.manager import CacheAllocation, CacheManager
+from weft.engine.messages.rank_messages import Adjust, Chunk, Entries, GroupRows, Join, Logprobs, Result, Scored
+from weft.engine.messages.request import Sequence
 from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
-from weft.kv.cache_events import CacheEvents
-from weft.kv.cache_spec import CacheGroup
-from weft.kv.manager import CacheAllocation, CacheManager
 
 PAGES_AHEAD = 4
 """Pages that a decoding sequence takes at once, at most. A step in which all take pages costs as much as dozens of

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from weft.engine.request import Sequence
+from weft.engine.messages.request import Sequence
 
 
 @dataclass(eq=False, slots=True)

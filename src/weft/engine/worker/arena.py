@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.engine.config import EngineConfig
-from weft.engine.planning import trace
-from weft.models.model_config import ModelConfig
-from weft.place.chain import Chain, bucket
-from weft.place.experts import Dispatch
-from weft.place.recipes import Merge
-from weft.place.spec import LayoutError, Mesh
+from weft.engine.config.config import EngineConfig
+from weft.engine.models.model_config import ModelConfig
+from weft.engine.worker.planning import trace
+from weft.planner.chain import Chain, bucket
+from weft.planner.experts import Dispatch
+from weft.planner.recipes import Merge
+from weft.planner.spec import LayoutError, Mesh
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from array import array
 
 import torch
 
-from weft.engine.messages import GroupRows
+from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.staged_writes import PinnedWrites, StagedWrites
 

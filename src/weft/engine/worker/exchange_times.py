@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from weft.comm.stats import StepKey, step_key
-from weft.comm.step_rows import CapturedRows
 from weft.comm.transport import Epilogue, LiveSizes, Transport
-from weft.place.exchange import all_to_allv
-from weft.place.experts import Permute
-from weft.place.plan import Plan
-from weft.place.plan_step import Step
-from weft.place.settlements import Settled
-from weft.place.spec import Rows
+from weft.planner.exchange import all_to_allv
+from weft.planner.experts import Permute
+from weft.planner.plan import Plan
+from weft.planner.plan_step import Step
+from weft.planner.settlements import Settled
+from weft.planner.spec import Rows
+from weft.stream.stats import StepKey, step_key
+from weft.stream.step_rows import CapturedRows
 
 CALLS, REPLAYS = 10, 3
 Timer = Callable[[Callable[[], Tensor]], float]

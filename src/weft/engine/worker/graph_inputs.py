@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from weft.attention.caches import Caches
-from weft.attention.context_parallel import ContextParallel
-from weft.attention.forward_batch import Batch, PageTables, StateSlots
-from weft.engine.device import fill
-from weft.engine.messages import GroupRows
+from weft.engine.attention.caches import Caches
+from weft.engine.attention.context_parallel import ContextParallel
+from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
+from weft.engine.kernels.staging import fill
+from weft.engine.kv.cache_spec import Rule
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.worker.device_rows import DeviceRows
-from weft.kv.cache_spec import Rule
-from weft.kv.tokens import token_array
-from weft.place.recipes import Prompt
-from weft.place.settlements import Recipes
+from weft.planner.recipes import Prompt
+from weft.planner.settlements import Recipes
 
 if TYPE_CHECKING:
-    from weft.kernels.triton.decode_step import TablePieces
+    from weft.engine.kernels.triton.decode_step import TablePieces
 
 
 class Shape(NamedTuple):
@@ -131,7 +131,7 @@ class DecodeInputs:
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
         """See `Inputs.batch`. Padding rows have length 0, and are stored nowhere."""
-        from weft.kernels.triton.decode_step import step_in  # a CPU need not have Triton
+        from weft.engine.kernels.triton.decode_step import step_in  # a CPU need not have Triton
 
         rows, decode_rows = self._rows, self._decode_rows[: shape.rows]
         state = rows.last_token, rows.length, rows.entries, rows.steps
@@ -144,7 +144,7 @@ class DecodeInputs:
 
     @cached_property
     def _pieces(self) -> TablePieces:
-        from weft.kernels.triton.decode_step import table_pieces
+        from weft.engine.kernels.triton.decode_step import table_pieces
 
         return table_pieces(self._rows.widths, [rule.state for rule in self._rules], self._decode_rows.device)
 

@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.attention.expansion import MAX_ELEMENTS, MAX_TOKENS
-from weft.attention.forward_batch import Batch, PageTables, StateSlots
-from weft.attention.sdpa import SDPA
 from weft.comm.transport import Transport, serves_all
-from weft.engine.config import EngineConfig
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.expansion import MAX_ELEMENTS, MAX_TOKENS
+from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.config.config import EngineConfig
+from weft.engine.kv.cache import token_bytes
+from weft.engine.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
+from weft.engine.models.load import build_model
+from weft.engine.models.model_config import LanguageModel, ModelConfig
 from weft.engine.worker.graph_inputs import decode_capacities
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kv.cache import token_bytes
-from weft.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
-from weft.models.load import build_model
-from weft.models.model_config import LanguageModel, ModelConfig
-from weft.place.exchange import all_gatherv
-from weft.place.spec import LayoutError, Mesh
+from weft.planner.exchange import all_gatherv
+from weft.planner.spec import LayoutError, Mesh
 
 GIB = 1 << 30
 MAX_PAGES = 1 << 24

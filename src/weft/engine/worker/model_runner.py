@@ -9,34 +9,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.attention.backend_registry import BackendEntry, default_backend
-from weft.attention.caches import Caches, cached_layers
-from weft.attention.forward_batch import Batch
-from weft.comm.settler import Settler
-from weft.comm.stats import StepKey
-from weft.comm.step_rows import StepRows, captured_rows
 from weft.comm.transport import Transport, offer_of, serves_all
-from weft.dcp.group import context_group
-from weft.dcp.interleave import Interleave
-from weft.engine.messages import GroupRows, Planned
-from weft.engine.planning import plan_model, sharded_context
+from weft.engine.attention.backend_registry import BackendEntry, default_backend
+from weft.engine.attention.caches import Caches, cached_layers
+from weft.engine.attention.forward_batch import Batch
+from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.messages.rank_messages import GroupRows, Planned
+from weft.engine.models.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.exchange_times import exchange_times
 from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, Shape, captures_prompts
+from weft.engine.worker.planning import plan_model, sharded_context
 from weft.engine.worker.run_stats import RunStats
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
-from weft.kv.cache_spec import CacheGroup
-from weft.models.model_config import LanguageModel
-from weft.place.chain import Counts
-from weft.place.cost import Costs
-from weft.place.cost import costs as load_costs
-from weft.place.dcp import ShardedContext
-from weft.place.plan import Choice, Planner
-from weft.place.recipes import Merge, Prompt
-from weft.place.settlements import Recipes, Settlements
-from weft.place.spec import Mesh
-from weft.stream import Stream
+from weft.planner.chain import Counts
+from weft.planner.cost import Costs
+from weft.planner.cost import costs as load_costs
+from weft.planner.dcp import ShardedContext
+from weft.planner.plan import Choice, Planner
+from weft.planner.recipes import Merge, Prompt
+from weft.planner.settlements import Recipes, Settlements
+from weft.planner.spec import Mesh
+from weft.stream.group import context_group
+from weft.stream.interleave import Interleave
+from weft.stream.settler import Settler
+from weft.stream.stats import StepKey
+from weft.stream.step_rows import StepRows, captured_rows
+from weft.stream.stream import Stream
 
 
 class ModelRunner:
@@ -47,9 +47,9 @@ class ModelRunner:
         mesh, rank: the layout, and this rank's place in it.
         transports: the planner chooses among them for each edge, by cost.
         groups, page_size: of the caches, which are allocated here once.
-        costs: the cost model (`weft.place.cost.costs`).
+        costs: the cost model (`weft.planner.cost.costs`).
         interleave: under decode context parallelism, consecutive tokens on one rank; None: a page.
-        dcp_exchange: the recipe by which attention is merged (`weft.place.recipes`).
+        dcp_exchange: the recipe by which attention is merged (`weft.planner.recipes`).
         dcp_prefill: the recipe by which prompts attend.
         plan: cheapest or naive.
         attention: the attention backend; None: the default one of the device.

@@ -11,9 +11,8 @@ import torch
 
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import PEER
-from weft.engine.config import EngineConfig
-from weft.engine.device import device_of, dtype_of, enabled_transports, on_gpus
-from weft.engine.planning import trace
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.worker.arena import (
     arena_need,
     available_bytes,
@@ -22,8 +21,9 @@ from weft.engine.worker.arena import (
     merged_bytes,
     sent_bytes,
 )
-from weft.place.chain import bucket
-from weft.place.cost import (
+from weft.engine.worker.planning import trace
+from weft.planner.chain import bucket
+from weft.planner.cost import (
     ETHERNET,
     INFINIBAND,
     Costs,
@@ -34,7 +34,7 @@ from weft.place.cost import (
     over_network,
     read_tuning,
 )
-from weft.place.spec import Mesh
+from weft.planner.spec import Mesh
 
 T = TypeVar("T")
 

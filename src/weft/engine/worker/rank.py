@@ -1,4 +1,4 @@
-"""What a rank's process does, from its start by `weft.engine.controller.fork_server` to its end.
+"""What a rank's process does, from its start by `weft.engine.processes.fork_server` to its end.
 
 Its directory holds config.json (the EngineConfig), the sockets, and where the transports' ranks meet.
 """
@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from weft.engine.config import EngineConfig
-from weft.engine.device import check_gpu, device_of
-from weft.engine.messages import Failure, FromRank, Stop, ToRank, decode_to_rank, encode
-from weft.engine.rank_sockets import SOCKET, RankSocket
-from weft.engine.threads import name_thread
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import check_gpu, device_of
+from weft.engine.config.threads import name_thread
+from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank, decode_to_rank, encode
+from weft.engine.messages.rank_sockets import SOCKET, RankSocket
+from weft.engine.models.model_config import ModelError
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker, failure
 from weft.kernels.build import BuildError
-from weft.models.model_config import ModelError
-from weft.place.spec import LayoutError
+from weft.planner.spec import LayoutError
 
 
 def main(directory: Path, rank: int, parent: int) -> int:

@@ -15,12 +15,12 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from weft.engine.messages import Profiled, StartProfile
-from weft.engine.threads import cpu_by_thread
+from weft.engine.config.threads import cpu_by_thread
+from weft.engine.messages.rank_messages import Profiled, StartProfile
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.run_stats import RunStats
-from weft.place.chain import Counts
+from weft.planner.chain import Counts
 
 STEP = "weft step "
 """The name of a step's range in a trace, before the step's number."""

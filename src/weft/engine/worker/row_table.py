@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.attention.forward_batch import Batch
-from weft.engine.device import on_device
-from weft.engine.messages import Adjust, GroupRows, Sampling
-from weft.engine.worker.build_batch import SeqRows, build_batch
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.forward_batch import Batch
+from weft.engine.kernels.staging import on_device
+from weft.engine.kv.cache_spec import Rule
+from weft.engine.kv.tokens import token_array
+from weft.engine.messages.rank_messages import Adjust, GroupRows, Sampling
 from weft.engine.worker.sampler import cuts, sample, sample_share
 from weft.engine.worker.split_vocabulary import SplitVocabulary
-from weft.kv.cache_spec import Rule
-from weft.kv.tokens import token_array
 
 NO_TOKEN = -1
 """The last token of a row before one is sampled for its sequence. A decode row must not run from it."""

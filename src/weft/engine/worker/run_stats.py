@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 import torch
 
-from weft.comm.settler import Settler
-from weft.comm.stats import Stats, StepKey, StepStat, StepTimes
 from weft.engine.worker.graph_inputs import Shape
-from weft.place.chain import Counts
-from weft.place.plan import Plan, Planner
-from weft.place.recipes import Merge
-from weft.place.settlements import Settled
-from weft.place.show import fold
+from weft.planner.chain import Counts
+from weft.planner.plan import Plan, Planner
+from weft.planner.recipes import Merge
+from weft.planner.settlements import Settled
+from weft.planner.show import fold
+from weft.stream.settler import Settler
+from weft.stream.stats import Stats, StepKey, StepStat, StepTimes
 
 MAX_COUNTS = 4096
 """How many different counts are kept before they are added up, so that they take no more memory with every step."""

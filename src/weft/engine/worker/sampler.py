@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engine.device import on_device
-from weft.engine.messages import Adjust, Sampling
+from weft.engine.kernels.staging import on_device
+from weft.engine.messages.rank_messages import Adjust, Sampling
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 
 LEADING = 512
@@ -26,7 +26,7 @@ def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], ad
     `adjust` comes first: repetition (arXiv 1909.05858), added values, banned and masked tokens. Then come
     temperature, top_k, top_p (nucleus: the fewest most probable tokens that reach it; arXiv 1904.09751) and min_p
     (arXiv 2407.01082). The token is found by Gumbel-max, with noise from (seed, position, token): on GPUs by
-    `weft.kernels.triton.sample`, on CPUs by torch's generator, which is faster there. So a CPU samples
+    `weft.engine.kernels.triton.sample`, on CPUs by torch's generator, which is faster there. So a CPU samples
     other tokens than a GPU.
 
     Args:
@@ -110,7 +110,7 @@ def _best_on_gpu(
     logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary | None = None
 ) -> tuple[Tensor, Tensor]:
     """(score, token) `[S]`, by the kernel that CUDA graphs use. split: the vocabulary, where the logits are a share."""
-    from weft.kernels.triton.sample import sample as sample_best  # a CPU need not have Triton
+    from weft.engine.kernels.triton.sample import sample as sample_best  # a CPU need not have Triton
 
     device = logits.device
     columns = [[h.temperature for h in how], [h.top_p for h in how], [h.min_p for h in how]]

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.comm.settler import Settler
-from weft.models.layers import vocabulary_share
-from weft.place.chain import bucket
-from weft.place.spec import LayoutError, Mesh
-from weft.place.vocabulary import MAX_TOKENS, best_tokens, logit_rows
+from weft.engine.models.layers import vocabulary_share
+from weft.planner.chain import bucket
+from weft.planner.spec import LayoutError, Mesh
+from weft.planner.vocabulary import MAX_TOKENS, best_tokens, logit_rows
+from weft.stream.settler import Settler
 
 
 class SplitVocabulary:

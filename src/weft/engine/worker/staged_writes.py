@@ -91,7 +91,7 @@ class PinnedWrites(StagedWrites):
             self._graphs.append(graph)
 
     def _launch(self, place: int) -> None:
-        from weft.kernels.triton.write_staged import write_staged  # a CPU need not have Triton
+        from weft.engine.kernels.triton.write_staged import write_staged  # a CPU need not have Triton
 
         write_staged(*self._tensors[place])
 

@@ -15,20 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weft.attention.caches import Caches
-from weft.comm.settler import Settler
-from weft.comm.step_rows import CapturedRows, captured_rows
 from weft.comm.transport import Transport
-from weft.engine.messages import GroupRows
+from weft.engine.attention.caches import Caches
+from weft.engine.messages.rank_messages import GroupRows
+from weft.engine.models.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Inputs, Shape
 from weft.engine.worker.pinned_tokens import PinnedTokenRing
 from weft.engine.worker.split_vocabulary import SplitVocabulary
-from weft.models.model_config import LanguageModel
-from weft.place.chain import Counts
-from weft.place.plan import Plan
-from weft.place.spec import Mesh, Rows
-from weft.stream import Stream
+from weft.planner.chain import Counts
+from weft.planner.plan import Plan
+from weft.planner.spec import Mesh, Rows
+from weft.stream.settler import Settler
+from weft.stream.step_rows import CapturedRows, captured_rows
+from weft.stream.stream import Stream
 
 
 class StepGraphs:
@@ -140,8 +140,8 @@ class StepGraphs:
         self.token_ring.next()
 
     def _step(self, shape: Shape, counts: CapturedRows) -> Tensor:
-        from weft.kernels.triton.decode_step import step_out
-        from weft.kernels.triton.sample import best, candidates  # a CPU need not have Triton
+        from weft.engine.kernels.triton.decode_step import step_out
+        from weft.engine.kernels.triton.sample import best, candidates  # a CPU need not have Triton
 
         rows, split = self._rows, self._vocabulary
         batch, sampled = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.device import on_device, to_host
-from weft.engine.messages import GroupRows, Logprobs
+from weft.engine.kernels.staging import on_device, to_host
+from weft.engine.messages.rank_messages import GroupRows, Logprobs
 from weft.engine.worker.row_table import NO_TOKEN
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from weft.engine.config import EngineConfig
-from weft.engine.messages import Chunk, GroupRows, Join, Sampling, Step
-from weft.kv.cache_spec import CacheGroup
-from weft.kv.tokens import token_bytes
+from weft.engine.config.config import EngineConfig
+from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.kv.tokens import token_bytes
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling, Step
 
 OTHERS = (1023,)
 """Numbers of rows beside powers of two and those one above: some tiles are for 1,024 rows and more."""

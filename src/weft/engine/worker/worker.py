@@ -13,11 +13,14 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from weft.attention.caches import cached_layers
 from weft.comm.transport import CommError, Transport
-from weft.engine.config import EngineConfig
-from weft.engine.device import attention_backend, check_float8, device_of, dtype_of, kv_dtype_of, on_device
-from weft.engine.messages import (
+from weft.engine.attention.caches import cached_layers
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import attention_backend, check_float8, device_of, dtype_of, kv_dtype_of
+from weft.engine.config.threads import name_thread
+from weft.engine.kernels.staging import on_device
+from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.messages.rank_messages import (
     AskPlan,
     AskReport,
     Failure,
@@ -37,7 +40,7 @@ from weft.engine.messages import (
     StopProfile,
     ToRank,
 )
-from weft.engine.threads import name_thread
+from weft.engine.models.load import dummy_model, load_model
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.memory import check_cache, check_weights, groups_of, measure, min_over_ranks, sized
@@ -46,11 +49,9 @@ from weft.engine.worker.rank_profiler import RankProfiler
 from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
-from weft.kv.cache_spec import CacheGroup
-from weft.models.load import dummy_model, load_model
-from weft.place.chain import Counts
-from weft.place.cost import Costs
-from weft.place.show import plan_text
+from weft.planner.chain import Counts
+from weft.planner.cost import Costs
+from weft.planner.show import plan_text
 
 Send = Callable[[FromRank], None]
 Finish = Callable[[], Result]
@@ -74,7 +75,8 @@ class Repeatable(NamedTuple):
 class Worker:
     """Loads a rank's shard, then runs steps. Every rank of a DP group samples the same tokens.
 
-    config: as `weft.engine.startup.resolve_defaults` gives it: what `auto` stands for depends on the model's caches.
+    config: as `weft.engine.controller.startup.resolve_defaults` gives it: what `auto` stands for depends on the
+    model's caches.
     """
 
     def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):

@@ -1,4 +1,4 @@
-"""Dispatch of rows to ranks on GPUs, for `weft.comm.dispatch`: rows ordered by rank, and the sums of what comes back.
+"""Dispatch of rows to ranks on GPUs, for `weft.stream.dispatch`: rows ordered by rank, and the sums of what comes back.
 
 Counts stay in device memory. Each row has a place among the rows that go to a rank. They lie rank after rank, so a
 rank's rows begin where the counts of the ranks before it end. No place depends on atomic additions.

@@ -45,7 +45,7 @@ def _rms_norm(
 
 @triton.jit
 def activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """silu(gate) · up in float32, with the limits of `weft.kernels.torch_reference.gated`."""
+    """silu(gate) · up in float32, with the limits of `weft.engine.kernels.model_reference.gated`."""
     if LIMIT is not None:
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if ALPHA is not None:
@@ -127,7 +127,8 @@ def add_rms_norm(
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`weft.kernels.torch_reference.gated` in float32, rounded once. Each row of x `[…, 2 · width]` is gate, then up.
+    """`weft.engine.kernels.model_reference.gated` in float32, rounded once. Each row of x `[…, 2 · width]` is gate,
+    then up.
 
     score: of T rows in all, (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: T / S rows share
         each of them.

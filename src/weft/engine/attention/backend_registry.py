@@ -1,0 +1,202 @@
+"""The table of attention backends: one row each, and those that plugins add.
+
+Options, help texts and errors at the start follow from a backend's row before its module is imported. The table imports
+no torch, so that command lines parse quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Spec
+from weft.planner.spec import LayoutError
+from weft.plugins import PluginError, load_plugins
+
+if TYPE_CHECKING:
+    from weft.engine.attention.sdpa import SDPA
+    from weft.engine.kv.cache import KVCache
+
+AUTO = "auto"
+"""The option that takes the default backend of the ranks' device."""
+
+
+FA3_LIBRARIES = (
+    ("vllm", "vllm_flash_attn/_vllm_fa3_C.abi3.so", "_vllm_fa3_C"),
+    ("sgl_kernel", "flash_ops.abi3.so", "sgl_kernel"),
+)
+"""Packages with FlashAttention 3: the file in each, and the namespace of its operators."""
+
+
+class BackendChoice(str):
+    """An option of the table of attention backends, plugins' included, or AUTO."""
+
+
+ANY_BACKEND = BackendChoice(AUTO)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the ranks of an engine need of an attention backend.
+
+    device: cpu or cuda. capability: of the GPU; None: on CPUs, and where no GPU has been asked yet. dtype: of
+    activations, as torch names it. kv_dtype: of caches, as the option. caches: gives those that layers declare; it
+    builds the model's shape. page_size: tokens of a page. dcp: ranks that share a sequence's tokens. dcp_prefill: as
+    the option. graphs: whether steps are captured in CUDA graphs.
+    """
+
+    device: Literal["cpu", "cuda"]
+    capability: tuple[int, int] | None
+    dtype: str
+    kv_dtype: str
+    caches: Callable[[], Sequence[Spec]]
+    page_size: int
+    dcp: int
+    dcp_prefill: str
+    graphs: bool
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """A backend's row in the table.
+
+    option: its name on command lines and in reports. device: of its ranks. make: makes it for a cache; it imports what
+    the backend takes. lacks: what it cannot do of these needs, and what to do instead, in words that follow its name;
+    None where it does all. float8: whether it attends over caches in FP8 (`weft.kernels.float8.Fp8Vectors`).
+    """
+
+    option: str
+    device: Literal["cpu", "cuda", "any"]
+    make: Callable[[KVCache], SDPA]
+    lacks: Callable[[Needs], str | None] = lambda needs: None
+    float8: bool = False
+
+    def refusal(self, needs: Needs) -> str | None:
+        """What the backend lacks, in words that follow its name; None where it lacks nothing."""
+        if self.device not in (needs.device, "any"):
+            return f"is of {'GPUs' if self.device == 'cuda' else 'CPUs'}; leave it out"
+        if needs.kv_dtype != AUTO and not self.float8:
+            return "has no caches in FP8: --kv-dtype auto, or another backend"
+        return self.lacks(needs)
+
+    def check(self, needs: Needs) -> None:
+        """Raises LayoutError, in one line, where the backend lacks something."""
+        if (found := self.refusal(needs)) is not None:
+            raise LayoutError(f"attention_backend {self.option} {found}")
+
+
+def _maker(module: str, name: str) -> Callable[[KVCache], SDPA]:
+    """A class of a module, which is imported when the first cache is made."""
+
+    def make(cache: KVCache) -> SDPA:
+        made: SDPA = getattr(import_module(module), name)(cache)
+        return made
+
+    return make
+
+
+def _torch_lacks(needs: Needs) -> str | None:
+    if needs.graphs:
+        return "reads the lengths of sequences on the host, which CUDA graphs cannot: add --no-cuda-graphs"
+    return None
+
+
+def fa3_library() -> tuple[str, Path] | None:
+    """The operators' namespace and the file of FlashAttention 3, as an installed package has it; None without one."""
+    for package, file, namespace in FA3_LIBRARIES:
+        found = find_spec(package)
+        for folder in (found and found.submodule_search_locations) or ():
+            if (path := Path(folder) / file).is_file():
+                return namespace, path
+    return None
+
+
+def _fa3_lacks(needs: Needs, latents_merge: bool = False) -> str | None:
+    """latents_merge: prompts over latents, which other kernels compute then, are merged over dcp."""
+    if needs.capability is not None and needs.capability[0] != 9:
+        return f"takes a GPU of sm_90, and this one is sm_{''.join(map(str, needs.capability))}; leave it out"
+    if fa3_library() is None:
+        return (
+            "comes with vLLM and with sglang-kernel, and neither is installed here: pip install vllm, or leave it out"
+        )
+    if needs.dtype != "bfloat16":
+        return f"computes in bfloat16, not in {needs.dtype}: add --dtype bfloat16"
+    caches = needs.caches()
+    for spec in caches:
+        if isinstance(spec, Latent):
+            rest = spec.width - spec.value_width
+            if not (256 <= spec.value_width <= 512 and 8 <= rest <= 64) or spec.value_width % 8 or rest % 8:
+                return f"has no latent vectors of {spec.value_width} + {rest} elements, but 256 to 512 + up to 64"
+        elif not isinstance(spec, Recurrent) and (spec.dim > 256 or spec.dim % 8):
+            return f"has no heads of {spec.dim} elements, but multiples of 8 up to 256"
+    if latents_merge and not any(isinstance(spec, PagedKV) for spec in caches):
+        return None
+    return _merge_lacks(needs)
+
+
+def _merge_lacks(needs: Needs) -> str | None:
+    if needs.dcp > 1 and needs.dcp_prefill != "gather":
+        return "does not merge prompts over dcp: add --dcp-prefill gather"
+    return None
+
+
+def _flashinfer_lacks(needs: Needs) -> str | None:
+    if find_spec("flashinfer") is None:
+        return "takes FlashInfer, which is not installed: pip install flashinfer-python, or leave it out"
+    if needs.graphs:
+        return "plans each step on the host, which CUDA graphs cannot: add --no-cuda-graphs"
+    if needs.dtype != "bfloat16":
+        return f"computes in bfloat16, not in {needs.dtype}: add --dtype bfloat16"
+    for spec in needs.caches():
+        if isinstance(spec, Latent):
+            if (parts := (spec.value_width, spec.width - spec.value_width)) != (512, 64):
+                return f"has no latent vectors of {parts[0]} + {parts[1]} elements, but of 512 + 64"
+        elif not isinstance(spec, Recurrent) and spec.dim not in (64, 128, 256):
+            return f"has no heads of {spec.dim} elements, but of 64, 128 and 256"
+    return _merge_lacks(needs)
+
+
+TORCH = BackendEntry("torch", "any", _maker("weft.engine.attention.sdpa", "SDPA"), _torch_lacks, float8=True)
+TRITON = BackendEntry("triton", "cuda", _maker("weft.engine.attention.paged_triton", "PagedTriton"), float8=True)
+FA3 = BackendEntry("fa3", "cuda", _maker("weft.engine.attention.fa3", "FlashAttention3"), _fa3_lacks)
+MIXED = BackendEntry(
+    "fa3+triton",
+    "cuda",
+    _maker("weft.engine.attention.fa3", "TheQuickerOfEach"),
+    partial(_fa3_lacks, latents_merge=True),
+)
+"""Each kind of rows by what is quicker: prompts over keys and values, and decode rows over latents, by FlashAttention
+3; decode rows over keys and values, and prompts over latents, by Triton."""
+FLASHINFER = BackendEntry(
+    "flashinfer", "cuda", _maker("weft.engine.attention.paged_flashinfer", "FlashInfer"), _flashinfer_lacks
+)
+BACKENDS = (TRITON, FA3, MIXED, FLASHINFER, TORCH)
+
+
+def backends(plugins: Sequence[str] = ()) -> dict[str, BackendEntry]:
+    """The backends of Weft, then those of plugins' ATTENTION_BACKENDS, by option. Raises PluginError."""
+    known = {entry.option: entry for entry in BACKENDS}
+    for module in load_plugins(plugins):
+        for entry in getattr(module, "ATTENTION_BACKENDS", ()):
+            if known.setdefault(entry.option, entry) != entry or entry.option == AUTO:
+                raise PluginError(
+                    f"plugin {module.__name__} adds attention backend {entry.option}, but there is another of this name"
+                )
+    return known
+
+
+def default_backend(device: str) -> BackendEntry:
+    """The default of a device, cpu or cuda, that needs no other package."""
+    return TRITON if device == "cuda" else TORCH
+
+
+def automatic_backend(needs: Needs) -> BackendEntry:
+    """What AUTO stands for: the quickest that lacks nothing."""
+    if needs.device == "cuda" and needs.capability is not None and MIXED.refusal(needs) is None:
+        return MIXED
+    return default_backend(needs.device)

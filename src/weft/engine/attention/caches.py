@@ -1,0 +1,165 @@
+"""All caches of a rank, and the layers' access to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.attention.backend import Absorbed, Backend, HeadSplit, LatentSplit
+from weft.engine.attention.context_parallel import ContextParallel
+from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
+from weft.engine.attention.sdpa import SDPA
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.kv.cache import KVCache, StateCache
+from weft.engine.kv.cache_spec import CacheGroup, Recurrent, Spec, Window, rule
+from weft.stream.group import ContextGroup
+
+
+class Cached(Protocol):
+    """A layer that declares the cache of its share on a rank."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def cache(self) -> Spec: ...
+
+
+def cached_layers(model: nn.Module) -> dict[str, Spec]:
+    """The caches that a model's layers declare, by their paths."""
+    layers: dict[str, Spec] = {}
+    for layer in model.modules():
+        if isinstance(spec := getattr(layer, "cache", None), Spec):
+            layers[str(layer.path)] = spec
+    return layers
+
+
+class Caches:
+    """The caches of a model on a rank.
+
+    layers: as `cached_layers` gives them. groups: the caches of each rule; batches have their tables in the same order.
+    page_size: tokens of a sequence that an entry of its page tables stands for. dtype: as of `KVCache`. backend: makes
+    the attention over a paged cache. group: the dcp group, where the tokens of whole sequences are sharded over ranks;
+    each rank has all tokens of windows and all states.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, Spec],
+        groups: Sequence[CacheGroup],
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        backend: Callable[[KVCache], SDPA] = SDPA,
+        group: ContextGroup | None = None,
+    ):
+        group_of = {group.rule: at for at, group in enumerate(groups)}
+        paths: dict[Spec, list[str]] = {}
+        for path, spec in layers.items():
+            paths.setdefault(spec, []).append(path)
+        self.paged: list[tuple[int, Backend]] = []
+        self.states: list[tuple[int, StateCache]] = []
+        self.places: dict[str, tuple[int, int]] = {}
+        """For each layer the number of its cache among the paged ones, or the states, and its place there."""
+        for spec, names in paths.items():
+            at, kind = group_of[rule(spec)], len(self.states if isinstance(spec, Recurrent) else self.paged)
+            self.places |= {name: (kind, i) for i, name in enumerate(names)}
+            if isinstance(spec, Recurrent):
+                self.states.append((at, StateCache(spec, len(names), groups[at].size, device)))
+                continue
+            shards = None if isinstance(spec, Window) else group
+            slots = page_size if shards is None else shards.interleave.page_size
+            attend = backend(KVCache(spec, len(names), groups[at].size, slots, dtype, device))
+            self.paged.append((at, attend if shards is None else ContextParallel(attend, shards)))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the caches on this rank."""
+        tensors = [t for _, b in self.paged for t in b.cache.tensors] + [t for _, s in self.states for t in s.states]
+        return sum(t.nbytes for t in tensors)
+
+    def plan(self, batch: Batch) -> StepCaches:
+        """The caches for the layers' calls of a step."""
+        plans = []
+        for at, backend in self.paged:
+            tables = batch.tables[at]
+            assert isinstance(tables, PageTables)
+            plans.append((backend, backend.plan(batch, tables)))
+        return StepCaches(batch, self, tuple(plans))
+
+    def copy(self, pages: Tensor) -> None:
+        """Copies pages of whole sequences, each rank its own part of them: all are read first.
+
+        pages: int64 `[N, 2]`, from and to, on the caches' device.
+        """
+        for _, backend in self.paged:
+            cache = backend.cache
+            if not isinstance(cache.spec, Window):
+                cache.copy(*pages.unbind(1))
+
+
+@dataclass(frozen=True, slots=True)
+class StepCaches:
+    """The caches in one step of a batch. plans: for each paged cache its backend, and the plan of the step."""
+
+    batch: Batch
+    caches: Caches
+    plans: tuple[tuple[Backend, Any], ...]
+
+    def attend(
+        self, layer: Cached, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of a layer over its PagedKV, Window or Latent: stores k and v, then attends with q, as `Backend`
+        does both.
+        """
+        backend, plan, at = self._of(layer)
+        backend.store(plan, at, k, v)
+        return backend.attend(plan, at, q, scale, lse, None, False)
+
+    def project(
+        self, layer: Cached, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of a layer over its PagedKV or Window, from the result of its projection."""
+        backend, plan, at = self._of(layer)
+        q = backend.store_projected(plan, at, qkv, heads)
+        return backend.attend(plan, at, q, scale, lse, None, heads.gathered)
+
+    def project_latent(
+        self, layer: Cached, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
+    ) -> Tensor:
+        """Attention of a layer over its Latent, from the results of its projections. Returns the output."""
+        backend, plan, at = self._of(layer)
+        q, absorbed = backend.store_latent(plan, at, q, kv, parts, absorbed)
+        return backend.attend(plan, at, q, scale, False, absorbed, parts.gathered)[0]
+
+    def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
+        """The states of a Recurrent layer's sequences before the step: float32 `[B, …]`, zeros where one begins."""
+        states, at, slots = self._state(layer)
+        return states.load(at, slots.before[sequences])
+
+    def states_and_slots(self, layer: Cached) -> tuple[tuple[Tensor, ...], StateSlots]:
+        """All states of a Recurrent layer, float32 `[slots, …]`, and this step's slots: for a kernel that reads and
+        writes them in place. It writes only slots that are allocated.
+        """
+        cache, at, slots = self._state(layer)
+        return tuple(states[at] for states in cache.states), slots
+
+    def store(self, layer: Cached, states: tuple[Tensor, ...], sequences: slice = slice(None)) -> None:
+        """Keeps the states `[B, …]` after the step's rows."""
+        cache, at, slots = self._state(layer)
+        cache.store(at, slots.after[sequences], states)
+
+    def _of(self, layer: Cached) -> tuple[Backend, Any, int]:
+        cache, at = self.caches.places[layer.path]
+        return *self.plans[cache], at
+
+    def _state(self, layer: Cached) -> tuple[StateCache, int, StateSlots]:
+        cache, at = self.caches.places[layer.path]
+        group, states = self.caches.states[cache]
+        slots = self.batch.tables[group]
+        assert isinstance(slots, StateSlots)
+        return states, at, slots

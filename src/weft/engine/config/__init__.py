@@ -1,0 +1,1 @@
+"""Options of the engine, their defaults and checks."""

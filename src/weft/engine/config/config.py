@@ -1,0 +1,167 @@
+"""What an engine is started with: the options of `weft.engine.config.engine_options`, a model, and what follows from
+them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from weft.comm.cores import core_list
+from weft.comm.transport_registry import AUTO, transports
+from weft.engine.assets import embedded_model_dir
+from weft.engine.attention.backend_registry import ANY_BACKEND, backends
+from weft.engine.config.engine_options import (
+    PARTS,
+    CacheOptions,
+    ClusterOptions,
+    CommunicationOptions,
+    LayoutOptions,
+    ModelOptions,
+    RankOptions,
+    RequestOptions,
+)
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.stream.interleave import Interleave
+
+if TYPE_CHECKING:
+    from weft.engine.models.model_config import ModelConfig
+
+
+class EngineError(RuntimeError):
+    """The engine cannot start or go on: one line that names the rank and the cause."""
+
+
+class QueueFull(EngineError):
+    """Too many requests wait or run. retry_after_s: an estimate of when there may be capacity again."""
+
+    def __init__(self, here: int, retry_after_s: float):
+        super().__init__(f"{here} requests wait or run already; try again in {retry_after_s:.0f} s")
+        self.retry_after_s = retry_after_s
+
+
+PATHS = ("model", "cluster_key", "chat_template")
+"""Options that are paths."""
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
+    """The one option without a name: dataclasses order fields from the last base on, so that it is the first."""
+
+    model: Path = field(default_factory=embedded_model_dir)
+    """A directory as Hugging Face publishes them, or a GGUF file."""
+
+
+@dataclass(frozen=True)
+class EngineConfig(
+    ClusterOptions,
+    CommunicationOptions,
+    RankOptions,
+    RequestOptions,
+    CacheOptions,
+    LayoutOptions,
+    ModelOptions,
+    ModelDirectory,
+):
+    """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
+
+    seed: int = 0
+    """Seeds of requests that bring none follow from it."""
+
+    def __post_init__(self) -> None:
+        for part in PARTS:
+            part.check(self)
+        if (self.node_rank or 0) >= self.mesh.hosts:
+            hosts = self.mesh.hosts
+            raise ValueError(f"node_rank {self.node_rank} is none of {hosts} host(s): they are 0 to {hosts - 1}")
+        if self.cpu_bind is not None:
+            _ = self.cores
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
+        options = (AUTO, *transports())
+        if self.transport not in options and self.transport not in (options := (AUTO, *transports(self.plugins))):
+            raise ValueError(f"transport is {self.transport!r}; it must be one of {', '.join(options)}")
+        known = (ANY_BACKEND, *backends())
+        chosen = self.attention_backend
+        if chosen not in known and chosen not in (known := (ANY_BACKEND, *backends(self.plugins))):
+            raise ValueError(f"attention_backend is {chosen!r}; it must be one of {', '.join(known)}")
+        self._check_interleave()
+
+    def _check_interleave(self) -> None:
+        run = self.page_size if self.dcp_interleave is None else self.dcp_interleave
+        if run < 1 or self.page_size % run:
+            divisors = [n for n in range(1, self.page_size + 1) if self.page_size % n == 0]
+            near = [max((n for n in divisors if n < run), default=1), *[n for n in divisors if n > run][:1]]
+            raise ValueError(
+                f"dcp_interleave is {run}; it must divide a page of {self.page_size} tokens; nearest that do: "
+                + " and ".join(map(str, dict.fromkeys(near)))
+            )
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory of the tokenizer."""
+        return self.model if self.load_format == "auto" else embedded_model_dir()
+
+    @property
+    def interleave(self) -> Interleave:
+        """How cached tokens are sharded over dcp. A page of each rank of a DP group stands for `span` tokens."""
+        return Interleave(self.dcp, self.dcp_interleave or self.page_size, self.page_size)
+
+    @property
+    def cores(self) -> list[set[int]]:
+        """The cores of each rank of a host. Raises ValueError."""
+        here = sorted(os.sched_getaffinity(0))
+        world = self.ranks_of_host
+        if self.cpu_bind in (None, "auto"):
+            if len(here) < world:  # ranks share cores, each still one only
+                return [{here[rank % len(here)]} for rank in range(world)]
+            return [set(here[rank * len(here) // world : (rank + 1) * len(here) // world]) for rank in range(world)]
+        parts = str(self.cpu_bind).split("|")
+        try:
+            cores = [core_list(part) for part in parts]
+        except ValueError:
+            raise ValueError(
+                f"cpu_bind {self.cpu_bind!r} is not auto or cores such as 0-3|4-7, a part a rank"
+            ) from None
+        if len(parts) != world:
+            raise ValueError(
+                f"cpu_bind {self.cpu_bind!r} has {len(parts)} part(s) for {world} rank(s); split them by |"
+            )
+        if missing := set().union(*cores) - set(here):
+            raise ValueError(f"cpu_bind {self.cpu_bind!r}: this machine gives no core {min(missing)}, only {here}")
+        return cores
+
+    def read_model(self) -> ModelConfig:
+        """The model's config.json, read. Raises ModelError."""
+        from weft.engine.models.registry import load_config, registry  # not above: options are checked without torch
+
+        found = load_config(self.model, registry(self.plugins), self.num_layers)
+        replicates = self.dcp_query == "replicate"
+        split, float8 = self.split_vocabulary == "on", self.float8 == "on"
+        return replace(
+            found, split_vocabulary=split, replicate_queries=replicates, experts=self.moe_exchange, float8=float8
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens that the key-value cache of a DP group holds, in whole pages."""
+        return self.num_pages * self.interleave.span
+
+    def with_cache(self, groups: Sequence[CacheGroup]) -> EngineConfig:
+        """The same with the size of the cache that ranks have made, for whoever must know it."""
+        pages = next((g.size for g in groups if g.rule == Rule()), self.num_pages)
+        return replace(self, kv_tokens=pages * self.page_size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a rank's process."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
+        """The inverse of `to_dict`."""
+        paths = {name: Path(values[name]) for name in PATHS if values[name] is not None}
+        return cls(**values | {"plugins": tuple(values["plugins"])} | paths)

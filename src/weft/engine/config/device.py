@@ -1,0 +1,133 @@
+"""The devices of the ranks, their dtype, and the transports between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from weft.comm.transport_registry import AUTO, REFERENCE, TransportEntry, automatic, check_serves, transports
+from weft.engine.attention.backend_registry import (
+    ANY_BACKEND,
+    BackendEntry,
+    Needs,
+    automatic_backend,
+    backends,
+    fa3_library,
+)
+from weft.engine.config.config import EngineConfig
+from weft.engine.kv.cache_spec import Spec
+from weft.engine.models.model_config import ModelConfig
+from weft.kernels.build import OLDEST_GPU
+from weft.kernels.float8 import FLOAT8
+from weft.planner.spec import LayoutError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def on_gpus(config: EngineConfig) -> bool:
+    """Whether the ranks run on GPUs, one each. Raises LayoutError where they are asked for and cannot be had."""
+    entry = None if config.transport == AUTO else transports(config.plugins)[config.transport]
+    if config.device == "cpu" or config.executor == "thread":
+        if entry is not None and not entry.runs_on("cpu"):
+            raise LayoutError(f"transport {config.transport} is of GPUs; leave it out, or take device cuda")
+        return False
+    asked = config.device == "cuda" or (entry is not None and not entry.runs_on("cpu"))
+    on_cpus = entry is not None and not entry.runs_on("cuda")
+    have, world = torch.cuda.device_count(), config.ranks_of_host
+    if asked and not have:
+        here = "torch is built without CUDA" if torch.version.cuda is None else "CUDA sees no GPU"
+        raise LayoutError(f"ranks are to run on GPUs, and {here} here (weft doctor looks closer); or take device cpu")
+    if asked and have < world:
+        raise LayoutError(
+            f"the layout has {world} ranks{' on each host' * (config.mesh.hosts > 1)}, a GPU each, and this machine "
+            f"has {have} GPU(s) that CUDA sees; choose a smaller layout, or device cpu"
+        )
+    if asked and on_cpus:
+        raise LayoutError(f"transport {config.transport} is of CPUs; leave it out, or take device cpu")
+    return have >= world and not on_cpus
+
+
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """A rank's."""
+    return torch.device("cuda", config.place_on_host(rank)) if on_gpus(config) else torch.device("cpu")
+
+
+def dtype_of(config: EngineConfig) -> torch.dtype:
+    """Of weights and activations: auto is bfloat16 on GPUs and float32 on CPUs."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if on_gpus(config) else torch.float32
+    return DTYPES[config.dtype]
+
+
+def kv_dtype_of(config: EngineConfig) -> torch.dtype:
+    """Of the cache's keys and values."""
+    return dtype_of(config) if config.kv_dtype == "auto" else FLOAT8
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raises LayoutError where a GPU is older than what Weft's kernels are compiled for."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_GPU:
+        raise LayoutError(
+            f"{_name(device)} is older than sm_80, from which on GPUs have products in bfloat16 and Weft has kernels: "
+            "choose others with CUDA_VISIBLE_DEVICES, or --device cpu"
+        )
+
+
+def _name(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+
+
+def check_float8(model: ModelConfig, kv_dtype: torch.dtype, device: torch.device) -> None:
+    """Raises LayoutError where a GPU has no products in FP8 and the model has them, or a cache is to be in FP8."""
+    products = model.float8 and model.storage.float8_block
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    if products:
+        raise LayoutError(f"{_name(device)} has no products in FP8, which take sm_89: --float8 off")
+    if kv_dtype == FLOAT8:
+        raise LayoutError(f"{_name(device)} converts no FP8, which takes sm_89: --kv-dtype auto")
+
+
+def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
+    """The transports among which the ranks' plans choose; the first is where activations live. Raises LayoutError where
+    one that is named does not serve so many ranks or hosts.
+    """
+    gpus, world = on_gpus(config), config.mesh.world
+    if config.executor == "thread" or (gpus and world == 1):  # nothing is exchanged
+        return (REFERENCE,)
+    known = transports(config.plugins)
+    if config.transport == AUTO:
+        found = automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
+        alone = config.mesh.hosts > 1 and config.ranks_of_host == 1  # no rank has a neighbour on its host
+        return tuple(entry for entry in found if not alone or entry.max_hosts is None)
+    check_serves([known[config.transport]], config.mesh)
+    return (known[config.transport],)
+
+
+def attention_backend(
+    config: EngineConfig, caches: Callable[[], Sequence[Spec]] = lambda: (), device: torch.device | None = None
+) -> BackendEntry:
+    """The attention backend of the ranks. Raises LayoutError for what it lacks.
+
+    caches: gives those of the model's layers, where they matter. device: the rank's, where it is known.
+    """
+    gpus, option = on_gpus(config), config.attention_backend
+    if device is None and gpus and option == ANY_BACKEND and fa3_library() is not None:
+        device = torch.device("cuda", 0)
+    asked = device is not None and device.type == "cuda"
+    needs = Needs(
+        device="cuda" if gpus else "cpu",
+        capability=torch.cuda.get_device_capability(device) if asked else None,
+        dtype=str(dtype_of(config)).removeprefix("torch."),
+        kv_dtype=config.kv_dtype,
+        caches=caches,
+        page_size=config.page_size,
+        dcp=config.dcp,
+        dcp_prefill=config.dcp_prefill,
+        graphs=gpus and config.cuda_graphs,
+    )
+    found = automatic_backend(needs) if option == ANY_BACKEND else backends(config.plugins)[option]
+    found.check(needs)
+    return found

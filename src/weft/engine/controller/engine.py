@@ -1,0 +1,389 @@
+"""The engine: requests in, increments out, one loop that steps every DP group together."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+from weft.comm.forks import OfOneProcess
+from weft.engine.config.config import EngineConfig, EngineError, QueueFull
+from weft.engine.config.threads import name_thread
+from weft.engine.controller.event_publisher import EventPublisher, KvEventsConfig, open_publisher
+from weft.engine.controller.executor import Executor
+from weft.engine.controller.fault_window import FaultWindow, one_line
+from weft.engine.controller.output_processor import OutputProcessor
+from weft.engine.controller.rank_executors import make_executor
+from weft.engine.controller.request_queue import RequestQueue
+from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
+from weft.engine.messages.rank_messages import Step
+from weft.engine.messages.request import EQUALS, FinishReason, SamplingParams, Sequence, Sharing
+from weft.engine.output.request_output import Named, OutputCallback, RequestOutput, prepare
+from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
+from weft.engine.output.text_processor import TextProcessor
+from weft.engine.scheduler.scheduler import Scheduled, Scheduler, make_schedulers
+from weft.stream.stats import StepStat
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+Request = tuple[Seq[int], SamplingParams, OutputCallback]
+"""Prompt tokens, sampling parameters, and the callback for increments."""
+EngineState = Literal["starting", "serving", "restarting", "draining", "failed", "stopped"]
+IDLE_CHECK_S = 1.0
+"""How often an idle engine checks that its ranks are alive."""
+NEWCOMERS_PER_STEP = 64
+"""Requests taken in between two steps: a burst of new ones does not delay those that run."""
+MAX_STEP_BITS = 20
+"""Powers of two by which the rows of steps are counted."""
+
+
+class Engine(OfOneProcess):
+    """Serves a model on all ranks of a layout. Thread-safe; a context manager; of the process that makes it.
+
+    progress(what, fraction): while it starts. kv_events: where what prefix caches store and remove is published; left
+    out, it is not recorded. Raises ModelError, LayoutError or EngineError, each in one line.
+    """
+
+    fork_error = EngineError
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[str, float], None] | None = None,
+        kv_events: KvEventsConfig | None = None,
+    ):
+        self.config = config = resolve_defaults(config)
+        self.error: str | None = None
+        self._phase: EngineState = "starting"
+        self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
+        self.kv_events: EventPublisher | None = None
+        self._executor: Executor = make_executor(config)
+        try:
+            self.kv_events = open_publisher(kv_events, config)
+            self.model_config = read_model(config)
+            self._executor.prepare()
+            eos, vocabulary = self.model_config.eos_token_ids, self.model_config.vocab_size
+            self.text_processor = TextProcessor(load_tokenizer(config), config.tokenizer, vocabulary, eos)
+            self.tokenizer = self.text_processor.tokenizer
+            self.max_model_len = context_tokens(config, self.model_config)
+            self._executor.config = check_plans(config, self.model_config)
+            self._executor.start(progress)
+        except BaseException:
+            self._executor.close(grace_s=0)
+            if self.kv_events:
+                self.kv_events.close()
+            raise
+        self.config = self._executor.config
+        self._schedulers = self._make_schedulers()
+        self._in_flight: deque[list[Scheduled]] = deque()  # steps that were sent; their tokens have not come
+        self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
+        self._requests = RequestQueue(config.max_waiting + config.batch_sequences * config.attn_dp)
+        self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
+        self._outputs = OutputProcessor(self._requests)
+        self._steps = self._step_rows = 0
+        self._step_sizes = [0] * MAX_STEP_BITS
+        self._closing, self._ended = threading.Event(), threading.Event()
+        self._draining = self._stopping = False
+        self._phase = "serving"
+        self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
+        self._thread.start()
+
+    # --- for callers, on any thread ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """What it does: serving, restarting (ranks failed and start anew; requests wait), draining (new requests are
+        refused), failed (`error` says why), or stopped."""
+        return "draining" if self._draining and self._phase == "serving" else self._phase
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are served now."""
+        return self.state == "serving"
+
+    def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        callback: OutputCallback,
+        *,
+        sharing: Sharing = EQUALS,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Queues one request and returns its id; see `submit_all`."""
+        return self.submit_all([(prompt, params, callback)], sharing=sharing, timeout_s=timeout_s)[0]
+
+    def submit_all(
+        self,
+        requests: Seq[Request],
+        *,
+        sharing: Sharing = EQUALS,
+        timeout_s: float | None = None,
+        name: str = "",
+    ) -> list[int]:
+        """Queues requests, all or none, and returns their ids.
+
+        Each request's callback is called with its `RequestOutput`, on the engine's thread, once for each increment.
+        `RequestOutput.take` then gives the increment, on any thread; the last one has a finish_reason.
+
+        Args:
+            requests: (prompt tokens, sampling parameters, callback) of each.
+            sharing: of all these requests.
+            timeout_s: until the end of the output; a request that has not ended by then ends with "timeout".
+            name: of the requests in the log.
+
+        Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
+        max_choices; QueueFull where too many wait already; EngineError when not healthy.
+        """
+        if len(requests) > (limit := self.config.max_choices):
+            raise ValueError(f"{len(requests)} completions are asked for at once (prompts × n); the limit is {limit}")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        context = min(self.max_model_len, self.config.cached_tokens)
+        outputs, checked = [], dict[tuple[int, ...], Named]()
+        for prompt, params, callback in requests:
+            seed = self._seeds.getrandbits(62)
+            outputs.append(prepare(prompt, params, callback, seed, context, self.text_processor, checked))
+            outputs[-1].name, outputs[-1].sequence.sharing, outputs[-1].sequence.deadline = name, sharing, deadline
+        with self._number:
+            for output in outputs:
+                output.sequence.request = next(self._ids)
+            self._requests.add(outputs)
+        return [output.sequence.request for output in outputs]
+
+    def cancel(self, request: int) -> None:
+        """Ends a request before the next step and frees its pages. Does nothing where it has ended already."""
+        self._requests.put(lambda: self._outputs.cancel(request))
+
+    def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
+        """Completes any number of prompts and waits for all. Raises as `submit`, and EngineError where one ends with
+        "error"."""
+
+        def submit(prompt: Seq[int], callback_for: OutputCallback) -> None:
+            while True:
+                try:
+                    self.submit(prompt, params, callback_for)
+                    return
+                except QueueFull:
+                    self._requests.wait_for_capacity(IDLE_CHECK_S)
+
+        results = gather(prompts, submit)
+        if failed := next((result for result in results if result.finish_reason == "error"), None):
+            raise EngineError(failed.error or "the engine failed")
+        return results
+
+    def stats(self) -> EngineStats:
+        """A snapshot of its counters."""
+        running = sum(len(s.running) for s in self._schedulers)
+        return EngineStats(
+            running=running,
+            waiting=self._requests.here - running,
+            kv_used=tuple(s.used_pages for s in self._schedulers),
+            kv_total=tuple(s.caches.total for s in self._schedulers),
+            prompt_tokens=self._outputs.prompt_tokens,
+            cached_tokens=self._outputs.cached_tokens,
+            generated_tokens=self._outputs.generated_tokens,
+            preemptions=sum(s.preemptions for s in self._schedulers),
+            stalls=sum(s.stalls for s in self._schedulers),
+            steps=self._steps,
+            step_rows=self._step_rows,
+            step_sizes=tuple(self._step_sizes),
+            rejected=self._requests.refused,
+            timeouts=self._outputs.timeouts,
+            queue_seconds=self._outputs.queue_seconds,
+            failures=self._faults.total,
+        )
+
+    def comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
+        """What rank 0 has communicated since the start, by collective, and what the naive plan would have."""
+        self._ask(lambda: self._executor.report())
+        return self.last_comm_report()
+
+    def last_comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
+        """The same, a few seconds old, without waiting for the ranks."""
+        return step_stats((report := self._executor.reported).ran), step_stats(report.naive)
+
+    def plan_text(self, tokens_per_group: int) -> str:
+        """The plan for so many tokens in each DP group, beside the naive one."""
+        return self._ask(lambda: self._executor.plan_text(tokens_per_group))
+
+    def ask_ranks(self, question: Callable[[Executor], T]) -> T:
+        """Runs `question` on the engine's thread, between two steps. Raises EngineError when not serving."""
+        return self._ask(lambda: question(self._executor))
+
+    def reset_cache(self) -> None:
+        """Forgets the prefixes that no request holds."""
+        self._ask(lambda: list(map(Scheduler.forget, self._schedulers)))
+
+    def check_idle(self) -> None:
+        """Raises AssertionError where pages leaked. Call it when nothing runs."""
+        self._ask(lambda: list(map(Scheduler.check_idle, self._schedulers)))
+
+    def drain(self, seconds: float) -> int:
+        """Refuses new requests, waits up to `seconds` for the others, ends the rest with "abort" and stops the ranks.
+
+        Returns the number of aborted requests. May be called twice, from any thread but the engine's.
+        """
+        self._draining = True
+        self._requests.refuse("the engine is shutting down and takes no new requests")
+        if seconds > 0:
+            self._requests.wait_until_empty(seconds)
+        left = self._requests.here
+        self._closing.set()
+        self._executor.interrupt()
+        self._requests.put(partial(setattr, self, "_stopping", True))
+        self._thread.join()
+        self._executor.close()
+        if self.kv_events:
+            self.kv_events.close()
+        return left
+
+    def close(self) -> None:
+        """Ends all requests with "abort" and stops the ranks. May be called twice."""
+        self.drain(0)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the engine has stopped or failed for good; False where it has not in that time."""
+        return self._ended.wait(timeout_s)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Runs `question` on the engine's thread between two steps. Raises EngineError when not serving."""
+
+        def when_serving() -> Any:
+            if self._phase != "serving":
+                raise EngineError(self.error or f"the engine is {self._phase}")
+            return question()
+
+        return self._requests.ask(when_serving)
+
+    # --- on the engine's thread -------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        name_thread("weft-engine")
+        try:
+            while not self._stopping:
+                try:
+                    if not (self._outputs or self._in_flight or self._requests.wait(IDLE_CHECK_S)):
+                        self._executor.idle()
+                    self._take_in()
+                    if (self._outputs or self._in_flight) and not self._stopping:
+                        self._step()
+                    if self.kv_events:
+                        self.kv_events.publish()
+                except Exception as error:
+                    self._restart(error)
+        except Exception as error:
+            self.error, self._phase = one_line(error), "failed"
+            log.error("the engine ends: %s", self.error)
+            self._executor.close(grace_s=0)
+        finally:
+            self._leave()
+
+    def _restart(self, error: Exception) -> None:
+        """Restarts the ranks after a failure, and resumes every request from its prompt and its tokens so far.
+
+        A request's next token depends on these and its seed alone, so its output does not change. Steps under way are
+        dropped: a step counts only once its results have been taken. Raises EngineError after too many failures.
+        """
+        self._outputs.notify()
+        while not self._closing.is_set():
+            pause = self._faults.add(one_line(error))
+            log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._outputs))
+            self._phase, began = "restarting", time.monotonic()
+            # All ranks: the others may wait in a collective that never ends, or hold a device that has faulted.
+            self._schedulers = self._make_schedulers()
+            self._in_flight.clear()
+            for output in sorted(self._outputs, key=lambda a: a.sequence.admitted is None):
+                output.sequence.forget_pages()
+                self._place(output)
+            try:
+                self._requests.pause(pause, self._take_in_or_stop)
+                self._executor.start(poll=self._take_in_or_stop)
+            except Exception as another:
+                error = another
+                continue
+            self._phase = "serving"
+            log.warning("the ranks are back after %.1f s", time.monotonic() - began)
+            return
+        self._stopping = True
+
+    def _take_in(self) -> None:
+        """Between two steps: runs commands of callers, then takes in new requests, then ends overdue ones."""
+        for command in self._requests.commands():
+            command()
+        for output in self._requests.newcomers(NEWCOMERS_PER_STEP):
+            self._place(output)
+            self._outputs.begin(output)
+        self._outputs.end_overdue()
+
+    def _take_in_or_stop(self) -> None:
+        self._take_in()
+        if self._stopping:
+            raise EngineError("the engine is closed")
+
+    def _leave(self) -> None:
+        """Ends every request and runs the last commands, so that each caller gets a result; then takes no more."""
+        self._stopping = True
+        self._outputs.notify()
+        if self.error is None:
+            self._phase = "stopped"
+        self._requests.refuse(self.error or "the engine is closed")
+        reason: FinishReason = "error" if self.error else "abort"
+        why = self.error or "the engine was stopped before the completion ended"
+        self._outputs.end_all(reason, why)
+        while not self._requests.close():
+            for command in self._requests.commands():
+                command()
+            for output in self._requests.newcomers(NEWCOMERS_PER_STEP):
+                self._outputs.end(output, reason, why)
+        self._ended.set()
+
+    def _make_schedulers(self) -> list[Scheduler]:
+        """Schedulers with empty caches."""
+        if self.kv_events:
+            self.kv_events.publish_cleared()
+        return make_schedulers(self.config, self._executor.groups, self.kv_events.recorded if self.kv_events else ())
+
+    def _place(self, output: RequestOutput) -> None:
+        output.scheduler = self._choose_group(output.sequence)
+        output.scheduler.add(output.sequence)
+
+    def _choose_group(self, sequence: Sequence) -> Scheduler:
+        """The DP group with the fewest rows before the first token: queued ones, and the prompt's uncached ones."""
+        tokens, salt = sequence.tokens, sequence.sharing.cache_salt
+        return min(
+            self._schedulers,
+            key=lambda s: (s.queued_tokens + len(tokens) - s.cached_tokens(tokens, salt), len(s.running)),
+        )
+
+    def _step(self) -> None:
+        """Sends the next step, if there is one, then takes the results of the one before (without overlap, its own)."""
+        scheduled = [scheduler.schedule() for scheduler in self._schedulers]
+        step = Step(self._steps + 1, tuple(s.rows for s in scheduled))
+        if sent := any(rows.decode_rows or rows.chunks for rows in step.groups):
+            rows = sum(step.counts)
+            self._steps, self._step_rows = self._steps + 1, self._step_rows + rows
+            self._step_sizes[min((rows - 1).bit_length(), MAX_STEP_BITS - 1)] += 1
+            self._executor.send(step)
+            self._in_flight.append(scheduled)
+        self._outputs.notify()
+        if self._in_flight and not (sent and self.config.overlap and len(self._in_flight) == 1):
+            results = self._executor.collect()
+            self._faults.worked()
+            for of_group, result in zip(self._in_flight.popleft(), results, strict=True):
+                self._outputs.take(of_group, result)
+            if not self._outputs:
+                self._outputs.notify()

@@ -1,0 +1,172 @@
+"""Profiles a window of steps on every rank: the CPU time that they take, and with torch's profiler all that they run.
+
+Ranks begin a window at the same step, and end it by themselves (`weft.engine.worker.rank_profiler`). CPU time is
+counted in windows without the profiler: its own time would be counted, too.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from weft.engine.config.config import EngineError
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.executor import Executor
+from weft.engine.messages.rank_messages import Profiled, StartProfile, StopProfile
+from weft.planner.spec import Mesh
+
+SKIPPED = 2
+"""Steps at the beginning of a traced window that are not counted: ranks leave the start of their profilers at different
+times."""
+MIN_STEPS = 2
+"""Minimum steps of a window: a step lasts from its beginning to that of the next."""
+RECORDING = "recording.json"
+"""File with everything of a recording but the traces, which are a file each."""
+POLL_S = 0.005
+"""How often the number of steps is read; reading it delays the engine's thread a little."""
+
+
+class NotWatched(EngineError):
+    """The engine works, but a window of steps could not be profiled."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A profiled window.
+
+    Attributes:
+        steps: that every rank ran.
+        seconds: from the start of the first step to the end of the last, on rank 0.
+        controller_cpu_s: CPU time of the engine's thread.
+        rank_cpu_s: of each rank's thread that runs steps.
+        process_cpu_s: of all threads of each rank's process.
+        ranks: what each rank says of it, in order.
+    """
+
+    steps: int
+    seconds: float
+    controller_cpu_s: float
+    rank_cpu_s: tuple[float, ...]
+    process_cpu_s: tuple[float, ...]
+    ranks: tuple[Profiled, ...]
+
+
+def watch(engine: Engine, steps: int, *, traced: bool = False) -> Window:
+    """Profiles the next steps of an engine; running requests must fill them. The caller's thread waits.
+
+    traced: with a trace of each rank by torch's profiler; without, only CPU time is counted. Raises NotWatched where
+    too few steps follow, and EngineError.
+    """
+    if engine.config.executor == "thread":
+        raise NotWatched("ranks that are threads have no CPU times of their own; profile them as processes")
+
+    def begin(executor: Executor) -> tuple[int, float]:
+        executor.ask_all(StartProfile(steps, traced), "the profilers")
+        return engine.stats().steps, time.thread_time()
+
+    def end(executor: Executor) -> tuple[int, float, list[Profiled]]:
+        so_far, cpu = engine.stats().steps, time.thread_time()
+        return so_far, cpu, executor.ask_all(StopProfile(), "the profiles")
+
+    first, cpu_before = engine.ask_ranks(begin)
+    deadline = time.monotonic() + engine.config.step_timeout_s
+    while (now := engine.stats()).steps <= first + steps + 1 and now.running and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    last, cpu_after, found = engine.ask_ranks(end)
+    if (seen := min(rank.steps for rank in found)) < steps:
+        raise NotWatched(
+            f"only {seen} steps were run while {steps} were to be watched; keep requests running meanwhile"
+        )
+    found.sort(key=lambda rank: rank.rank)
+    return Window(
+        steps,
+        found[0].seconds,
+        (cpu_after - cpu_before) * steps / (last - first),
+        tuple(rank.thread_cpu_s for rank in found),
+        tuple(rank.process_cpu_s for rank in found),
+        tuple(found),
+    )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Two windows of a running engine, one after the other.
+
+    Attributes:
+        mesh: the engine's layout.
+        window: without the profiler, for the time of a step and the CPU time that it takes.
+        traced: each rank's profile of the second window, in rank order, with its trace.
+    """
+
+    mesh: Mesh
+    window: Window
+    traced: tuple[Profiled, ...]
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """Time of a step without the profiler and the CPU time that it takes, in µs, for JSON."""
+        window, us = self.window, 1e6 / self.window.steps
+        cpu = {
+            "controller": us * window.controller_cpu_s,
+            "rank": [us * s for s in window.rank_cpu_s],
+            "rank_process": [us * s for s in window.process_cpu_s],
+            "rank_threads": [{name: us * s for name, s in rank.threads.items()} for rank in window.ranks],
+        }
+        return {"unprofiled_step_us": us * window.seconds, "cpu_us_a_step": cpu}
+
+    def write(self, folder: Path) -> list[str]:
+        """Write a Chrome trace of each rank and RECORDING into a folder; return the names of the files."""
+        for rank in self.traced:
+            (folder / trace_file(rank.rank)).write_bytes(rank.trace)
+        bare = replace(self, traced=tuple(structs.replace(rank, trace=b"") for rank in self.traced))
+        (folder / RECORDING).write_bytes(msgspec.json.encode(bare))
+        return [RECORDING, *(trace_file(rank.rank) for rank in self.traced)]
+
+    @classmethod
+    def read(cls, folder: Path) -> Recording:
+        """Read what `write` wrote. Raises OSError, and ValueError where a file is no such recording."""
+        bare = msgspec.json.decode((folder / RECORDING).read_bytes(), type=cls)
+        traces = ((folder / trace_file(rank.rank)).read_bytes() for rank in bare.traced)
+        pairs = zip(bare.traced, traces, strict=True)
+        return replace(bare, traced=tuple(structs.replace(rank, trace=trace) for rank, trace in pairs))
+
+
+def trace_file(rank: int) -> str:
+    """Name of a rank's trace in the folder of a recording."""
+    return f"rank{rank}.json.gz"
+
+
+def record(engine: Engine, steps: int) -> Recording:
+    """Watch the next steps of an engine that runs requests: once for CPU time, and once with the profiler.
+
+    steps: MIN_STEPS or more. Raises NotWatched where the requests end before the steps are over, and EngineError.
+    """
+    window = watch(engine, steps)
+    return Recording(engine.config.mesh, window, watch(engine, steps + SKIPPED, traced=True).ranks)
+
+
+def merge_traces(traces: Sequence[dict[str, Any]], shifts_us: Sequence[float], out: Path) -> None:
+    """One Chrome trace, gzipped, of every rank's: a rank is a process. shifts_us: what to add to each rank's clock."""
+    starts = [trace["baseTimeNanoseconds"] / 1e3 for trace in traces]
+    events: list[dict[str, Any]] = []
+    for rank, (trace, shift) in enumerate(zip(traces, shifts_us, strict=True)):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for event in trace["traceEvents"]:
+            if event.get("ph") == "M" and event.get("name") != "thread_name":
+                continue
+            moved = event | {"pid": rank}
+            if "ts" in event:
+                moved["ts"] = event["ts"] + starts[rank] - min(starts) + shift
+            if "id" in event:  # of arrows from a launch to its kernel
+                moved["id"] = f"{rank}.{event['id']}"
+            events.append(moved)
+    with gzip.open(out, "wt", compresslevel=3) as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)

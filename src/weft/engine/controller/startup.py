@@ -1,0 +1,165 @@
+"""Checks before any rank is started: a model, a layout or a cost table that could never serve."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import jinja2
+import torch
+
+from weft.comm.transport import offer_of
+from weft.comm.transport_registry import transports
+from weft.engine.attention.backend_registry import BackendChoice
+from weft.engine.attention.caches import cached_layers
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import attention_backend, dtype_of, enabled_transports, on_gpus
+from weft.engine.kv.cache_spec import Spec
+from weft.engine.models.checkpoint import weight_files
+from weft.engine.models.directory import config_file
+from weft.engine.models.load import build_model, float8_says
+from weft.engine.models.model_config import ModelConfig, ModelError, first_line
+from weft.engine.output.text_processor import read_tokenizer
+from weft.engine.worker.batch_limits import with_batch_limits
+from weft.engine.worker.open_transports import cost_model
+from weft.engine.worker.planning import plan_model, split_steps
+from weft.planner.cost import Offer
+from weft.planner.experts import Dispatch
+from weft.planner.recipes import Merge, Prompt
+from weft.planner.settlements import Recipes
+from weft.planner.spec import LayoutError, PlacementError
+
+
+def read_model(config: EngineConfig) -> ModelConfig:
+    """The model's config.json, read. Raises ModelError, also where its weights are not there."""
+    model = config.read_model()
+    if config.load_format != "dummy":
+        weight_files(config.model)
+    return model
+
+
+def load_tokenizer(config: EngineConfig) -> Any:
+    """The tokenizer, with a chat template that can be read, if it has one. Raises ModelError."""
+    tokenizer = read_tokenizer(config.tokenizer)
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = config.chat_template.read_text()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or first_line(error)
+            raise ModelError(f"--chat-template {config.chat_template} cannot be read: {why}") from error
+    if tokenizer.chat_template:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        except jinja2.TemplateSyntaxError as error:
+            where = f"{config.chat_template or config.tokenizer}, line {error.lineno}"
+            raise ModelError(f"the chat template of {where}, cannot be read: {first_line(error)}") from error
+        except Exception:  # a template may refuse this message, and take others
+            return tokenizer
+    return tokenizer
+
+
+def context_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """Limit of tokens of a prompt and its completion together. Raises ModelError for more than the model has."""
+    if config.max_model_len is not None and config.max_model_len > model.max_position:
+        raise ModelError(
+            f"max_model_len={config.max_model_len} is beyond the model's {model.max_position} positions; ask for fewer"
+        )
+    return config.max_model_len or model.max_position
+
+
+def check_packages(config: EngineConfig) -> None:
+    """Raises LayoutError where the ranks would lack a package."""
+    if on_gpus(config) and find_spec("triton") is None:
+        raise LayoutError("ranks on GPUs take Triton, which is not installed: pip install 'weft[gpu]', or --device cpu")
+
+
+def resolve_defaults(config: EngineConfig) -> EngineConfig:
+    """The configuration with values for what `auto` leaves open: the attention backend, FP8 products, whether the
+    vocabulary is split; and on GPUs sequences and rows of a step.
+
+    Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
+    """
+    backend = attention_backend(config, lambda: declared_caches(config, read_model(config)))
+    config = replace(config, attention_backend=BackendChoice(backend.option))
+    if config.float8 == "auto":
+        config = replace(config, float8="on" if on_gpus(config) else "off")
+    if config.moe_exchange == "auto" and on_gpus(config):
+        config = replace(config, moe_exchange="gather")
+    if config.split_vocabulary == "auto":
+        config = replace(config, split_vocabulary="on" if on_gpus(config) and _split_pays(config) else "off")
+    return with_batch_limits(config)
+
+
+def _split_pays(config: EngineConfig) -> bool:
+    """Whether decode steps of one sequence are predicted to be quicker, and those of many."""
+    model, rows = read_model(config), [1, config.batch_sequences]
+    steps = split_steps(model, config.mesh, dtype_of(config), _offers(config), rows)
+    return bool(steps) and all(step.saved_us > 0 for step in steps)
+
+
+def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    """Builds the model without weights and plans every step that may come. Returns the configuration to start ranks
+    with: experts may dispatch only where some step takes less time by it.
+
+    Raises ModelError for sizes that no model can have, LayoutError where the model does not divide over the layout,
+    or the cost table lacks an edge that is needed.
+    """
+    check_packages(config)
+    counting = [option for option, entry in transports(config.plugins).items() if entry.takes_live_sizes]
+    if config.moe_exchange == "dispatch" and on_gpus(config) and config.mesh.hosts > 1:
+        raise LayoutError("experts by dispatch on GPUs are of one host: leave --moe-exchange out")
+    if config.moe_exchange == "dispatch" and on_gpus(config) and config.transport not in counting:
+        raise LayoutError(
+            "experts by dispatch on GPUs count rows on the device: "
+            f"add --transport {' or '.join(counting)}, or leave it out"
+        )
+    if config.moe_exchange == "dispatch" and config.plan == "naive":
+        raise LayoutError(
+            "the naive plan is one of all-reduces, by which experts gather: leave experts or plan as it is"
+        )
+    mesh, offers = config.mesh, _offers(config)
+    recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
+    try:
+        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan, recipes=recipes)
+    except (LayoutError, PlacementError):
+        raise
+    except ModelError as error:
+        raise ModelError(f"{config_file(config.model)}: {error}") from error
+    check_attention(config, model)
+    rows, dispatches = 1, False
+    while True:
+        counts = (min(rows, config.batch_tokens),) * mesh.attn_dp
+        settled = (settled for read in planner.plan(counts).reads for settled in read.settled)
+        dispatches |= any(isinstance(each.value, Dispatch) for each in settled)
+        planner.naive(counts)
+        if rows >= config.batch_tokens:
+            return config if dispatches or config.moe_exchange != "auto" else replace(config, moe_exchange="gather")
+        rows *= 2
+
+
+def check_attention(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises LayoutError where the attention backend lacks what the model's caches or the options need. What only a GPU
+    can say is checked on the ranks.
+    """
+    attention_backend(config, lambda: declared_caches(config, model))
+
+
+def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:
+    """The caches of rank 0's layers, each once, from the model's shape."""
+    shape = build_model(model, config.mesh, 0, dtype_of(config), torch.device("cpu"), shape_only=True)
+    return list(dict.fromkeys(cached_layers(shape).values()))
+
+
+def float8_products(config: EngineConfig, model: ModelConfig) -> str:
+    """One line: what ranks compute in FP8, as config.json has it; empty where they compute nothing so."""
+    if not model.float8 or model.storage.float8_block is None:
+        return ""
+    cpu = torch.device("cpu")
+    return float8_says(build_model(model, config.mesh, 0, dtype_of(config), cpu, shape_only=True))
+
+
+def _offers(config: EngineConfig) -> list[Offer]:
+    """Offers of the ranks' transports, for tensors of any size."""
+    mesh, table = config.mesh, cost_model(config)
+    return [offer_of(entry, mesh, table.of(entry.name, mesh.world)) for entry in enabled_transports(config)]

@@ -1,0 +1,1 @@
+"""Grammars that outputs follow, compiled in a process of their own."""

@@ -1,0 +1,193 @@
+"""A process in which grammars are compiled before this one does: `python -m weft.engine.grammar.grammar_sandbox PID`.
+
+llguidance may take minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
+Its own limits prevent none of these. So a grammar is tried in a fork of a process that knows the tokenizer, with limits
+that the kernel enforces. That process must stay single-threaded, as forks are made of it; it lives as long as its
+standard input is open and PID, which started it, runs: a process that PID has forked holds a copy of the other end of
+standard input. Its protocol is one JSON value a line:
+
+  in    {"tokenizer": TEXT, "vocabulary": N, "ends": [TOKEN, …]}    once; as `llguidance.LLTokenizer` takes it
+        GRAMMAR                                                     as `llguidance.LLMatcher` takes it
+  out   {"bytes": N}                                                what it takes in memory
+        {"error": LINE}                                             why it cannot be used
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import llguidance
+
+CPU_S = 2.0
+"""Of a processor, for one grammar."""
+MEMORY = 2**29
+"""Bytes of address space for one grammar, while it is compiled."""
+STACK = 2**20
+"""Bytes, of a thread that compiles here; any thread has more, so that what compiles here compiles there."""
+LIMITS = llguidance.LLParserLimits(max_items_in_row=8192, initial_lexer_fuel=750_000, verbose_errors=False)
+"""What llguidance allows; 900 optional properties take 3,600 items."""
+ENDED = {
+    signal.SIGPROF: f"compiling it takes more than {CPU_S:g} s of a processor",
+    signal.SIGSEGV: "it is nested too deeply, or has too many properties",
+    signal.SIGABRT: f"compiling it takes more than {MEMORY >> 20} MiB",
+}
+"""What it means that a fork was ended by a signal."""
+
+
+REGEX_ERROR = re.compile(r"regex parse error:\n {4}([^\n]*)\n {4}( *)\^+\nerror: ([^\n]*)")
+"""What the parser of regular expressions writes: the expression, a mark below the place, and the reason."""
+REGEX_SHOWN = 40
+"""Characters of a regular expression in an error."""
+
+
+def in_a_line(error: str) -> str:
+    """Return an error of llguidance in a line; of a regular expression, the reason and the place."""
+    if (found := REGEX_ERROR.search(error)) is not None:
+        at = len(found[2])
+        return f"{found[3]} at character {at} of the regular expression, {found[1][at : at + REGEX_SHOWN]!r}"
+    if "regex parse error:" in error and (reason := re.search(r"^error: (.*)", error, re.MULTILINE)) is not None:
+        return f"{reason[1]} in the regular expression"
+    return re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", error.splitlines()[0])
+
+
+class GrammarSandbox:
+    """The controller's end. tokenizer: makes the line that describes the tokenizer, when the process first starts."""
+
+    def __init__(self, tokenizer: Callable[[], dict[str, Any]]):
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def bytes_of(self, grammar: str) -> int:
+        """What a grammar takes in memory. ValueError, in a line, for one that cannot be used."""
+        with self._lock:
+            reply = self._ask(grammar) or self._ask(grammar)  # the process itself may have been killed: once more
+        if reply is None:
+            raise ValueError("it cannot be compiled")
+        if "error" in reply:
+            raise ValueError(reply["error"])
+        return int(reply["bytes"])
+
+    def _ask(self, grammar: str) -> dict[str, Any] | None:
+        """None where the process has ended, and is to be started anew."""
+        try:
+            if self._process is None:
+                self._process = self._start()
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(json.dumps(grammar).encode() + b"\n")
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            self._process = None
+            return None
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C is for the controller.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weft.engine.grammar.grammar_sandbox", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+        weakref.finalize(self, _end, process)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(self._tokenizer()).encode() + b"\n")
+        return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with process:  # closes its pipes and waits
+        process.kill()
+
+
+def main(parent: int) -> None:
+    """Tries grammars until standard input or the process that started this one ends."""
+    lines = _lines(parent)
+    if (described := next(lines, None)) is None:
+        return
+    tokenizer = json.loads(described)
+    tokens = llguidance.LLTokenizer(
+        tokenizer["tokenizer"], n_vocab=tokenizer["vocabulary"], eos_token=tokenizer["ends"] or None
+    )
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in lines:
+        pid = os.fork()
+        if pid == 0:
+            _try_and_exit(tokens, line)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code < 0:
+            _say({"error": ENDED.get(signal.Signals(-code), "it cannot be compiled")})
+
+
+def _lines(parent: int) -> Iterator[bytes]:
+    """Lines of standard input, until it or the process `parent` ends."""
+    poller, line = select.poll(), bytearray()
+    poller.register(0, select.POLLIN)
+    with suppress(ProcessLookupError):  # it has ended already
+        poller.register(os.pidfd_open(parent), select.POLLIN)
+        while all(fd == 0 for fd, _ in poller.poll()) and (data := os.read(0, 1 << 16)):
+            *ends, data = data.split(b"\n")
+            for end in ends:
+                yield bytes(line + end)
+                line.clear()
+            line += data
+
+
+def _try_and_exit(tokens: llguidance.LLTokenizer, line: bytes) -> None:
+    size = _pages()[0]
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # which ends the process
+    threading.stack_size(STACK)
+    thread = threading.Thread(target=lambda: _say(_tried(tokens, json.loads(line))))
+    thread.start()
+    thread.join()
+    os._exit(0)
+
+
+def _tried(tokens: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
+    before = _own()
+    matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+    # One step as well: what the first row of the parser holds is known then.
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    if mask:
+        matcher.consume_token((mask & -mask).bit_length() - 1)
+    if error := matcher.get_error():
+        return {"error": in_a_line(error)}
+    return {"bytes": max(_own() - before, len(grammar))}
+
+
+def _own() -> int:
+    """Bytes in memory that are of no file."""
+    _, resident, of_files, *_ = _pages()
+    return resident - of_files
+
+
+def _pages() -> list[int]:
+    """Bytes of this process: of address space, in memory, in memory of files, and others."""
+    with open("/proc/self/statm") as file:
+        return [int(pages) * resource.getpagesize() for pages in file.read().split()]
+
+
+def _say(what: dict[str, Any]) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

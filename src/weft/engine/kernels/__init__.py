@@ -1,0 +1,1 @@
+"""Kernels of models and of sampling, and their definitions in torch."""

@@ -1,0 +1,260 @@
+"""Definitions of the kernels of models in plain torch: tests compare kernels with them, and CPUs run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.engine.kernels.side_stream import nothing
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.kernels import float8
+from weft.kernels.float8 import Fp8Rows, Fp8Weight
+
+
+def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Of two parts of a row: its first sizes[0] features and the next sizes[1]. x: `[T, features]`. float32 or float64
+    `[T, 2]`.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.stack([part.square().sum(-1) for part in wide[:, : sum(sizes)].split(list(sizes), dim=-1)], dim=-1)
+
+
+def norm_by_squares(
+    x: Tensor, squares: Tensor, weight: Tensor, sizes: Sequence[int], features: Sequence[int], eps: float
+) -> Tensor:
+    """`rms_norm` of two parts of a row, which are split over ranks; in place.
+
+    x: `[T, features]`: of this rank, sizes[0] features of the first part and sizes[1] of the second, then others.
+    squares: `[ranks, T, 2]`, of each rank's features (`sums_of_squares`). weight: `[sum(sizes)]`, of x's dtype.
+    features: of the whole parts. Where all ranks together have more, neighbours have the same, and the first counts.
+    """
+    begin, ranks = 0, len(squares)
+    for part, (size, whole) in enumerate(zip(sizes, features, strict=True)):
+        at, copies = slice(begin, begin + size), ranks * size // whole
+        wide = x[:, at].to(squares.dtype)
+        normed = wide * torch.rsqrt(squares[::copies, :, part].sum(0)[:, None] / whole + eps)
+        x[:, at] = weight[at] * normed.to(x.dtype)
+        begin += size
+    return x
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """x Wᵀ + bias of x `[rows, inputs]`, weight `[outputs, inputs]`, bias `[outputs]`; into out where it is given."""
+    if out is None:
+        return F.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """out[t, h] = x[t, h] · weight[h]; fills and returns out `[T, heads, columns]`.
+
+    x: `[T, heads, depth]`. weight: `[heads, depth, columns]`.
+    """
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return out
+
+
+def linear_or_partials(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor | SplitKPartials:
+    """The same, for what adds up a product's parts itself, where a GPU makes it in parts. dtype: of the result and of
+    the arithmetic; None: x's.
+    """
+    if dtype is None:
+        return F.linear(x, weight, bias)
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def linear_float8(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor) -> Tensor:
+    """x Wᵀ as `weft.kernels.float8.linear` computes it; fills and returns out `[rows, outputs]`."""
+    return out.copy_(float8.linear(x, weight)) if out.shape[0] else out
+
+
+def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
+    """Rows of the embedding, `[T, width]`, for int64 tokens `[T]`. weight: `[held, width]`.
+
+    first: where the vocabulary is split, the number of the weight's first token. Rows of tokens on other ranks are 0.
+    """
+    if first is None:
+        return F.embedding(tokens, weight)
+    elsewhere = (tokens < first) | (tokens >= first + len(weight))
+    return F.embedding((tokens - first).masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)
+
+
+def cos_sin(
+    positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """cos and sin times factor, `[T, 1, 2 · n]` each, of the angles positions · inverse (arXiv 2104.09864).
+
+    positions: int64 `[T]`. inverse: float32 `[n]`, the inverse frequencies. Each angle is there twice: as neighbours
+    where interleaved, else once in each half.
+    """
+    angles = positions[:, None, None].float() * inverse
+    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def gated(
+    x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """silu(gate) · up of `[…, 2 · inner]`, gate first.
+
+    limit: the maximum of silu(gate); up is clamped to ± limit.
+    alpha: needs a limit. The result is then gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the limit
+        and up is clamped to ± limit.
+    score: (rows `[T, width]`, weight `[1, width]`) for x `[T, …]`: the sigmoid of their product also scales each row.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    if limit is None:
+        value = F.silu(gate) * up
+    elif alpha is not None:
+        gate = gate.clamp(max=limit)
+        value = gate * (alpha * gate).sigmoid() * (up.clamp(-limit, limit) + 1)
+    else:
+        value = F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    if score is None:
+        return value
+    factor = F.linear(*score).sigmoid()
+    return value * factor.view(-1, *[1] * (x.dim() - 1))
+
+
+def gate_heads(
+    out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention's output `[T, heads, dim]` after a sink and a gate.
+
+    sinks: `[heads]`. A sink is the score of one more token that has no value: it adds to the sum of exponentials, and
+        so scales the output (arXiv 2309.17453). It needs lse `[T, heads]`, the log-sum-exp of the other tokens' scores.
+    gate: `[T, heads]` or `[T, heads · dim]`: its sigmoid scales each head, or each element.
+    """
+    if sinks is not None and lse is not None:
+        out = out * (lse - sinks).sigmoid().to(out.dtype)[..., None]
+    if gate is not None:
+        out = out * gate.sigmoid().unflatten(-1, (out.shape[1], -1))
+    return out
+
+
+class Rule(Protocol):
+    """How k experts of a token are chosen, and their weights.
+
+    score: "softmax" or "sigmoid" of the token's logits. The k experts of the greatest score are chosen (with a bias, of
+    the greatest score + bias).
+    groups: number of groups of consecutive experts. Experts are chosen from the `top_groups` groups with the greatest
+    sum of their `group_best` greatest scores.
+    Weights are scores, divided by their sum where `renormalise` says so, times scale.
+    """
+
+    @property
+    def k(self) -> int: ...
+    @property
+    def score(self) -> str: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def group_best(self) -> int: ...
+    @property
+    def renormalise(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+
+
+Chosen = tuple[Tensor, Tensor]
+"""(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`), in no stated order. On GPUs what `route` and
+`route_chosen` give is a `weft.engine.kernels.triton.route.Routing`, which `experts` takes there.
+"""
+
+
+def choose(
+    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None = None, *, bias: Tensor | None = None
+) -> Chosen:
+    """The experts of tokens with logits `[T, E]`; bias: `[E]`.
+
+    live: int32 `[1]`, how many of the rows are tokens; None: all. On GPUs the others get expert −1, else any.
+    """
+    logits = (logits.total() if isinstance(logits, SplitKPartials) else logits).float()
+    scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if rule.groups > 1:
+        by_group = ranked.unflatten(-1, (rule.groups, -1))
+        best = by_group.topk(rule.group_best, dim=-1).values.sum(-1).topk(rule.top_groups, dim=-1).indices
+        out = torch.ones(by_group.shape[:2], dtype=torch.bool, device=logits.device).scatter_(1, best, False)
+        ranked = by_group.masked_fill(out[..., None], -inf).flatten(1)
+    expert = ranked.topk(rule.k, dim=-1).indices
+    weight = scores.gather(-1, expert)
+    if rule.renormalise:
+        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    return weight * rule.scale, expert
+
+
+def route(
+    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
+) -> Chosen:
+    """`choose` for `experts`. mine: the numbers of this rank's experts; the results count from the first of them.
+    in_float8: whether their weights are in FP8.
+    """
+    return route_chosen(*choose(logits, rule, live, bias=bias), live, mine, in_float8)
+
+
+def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Chosen:
+    """The same of experts that are chosen already; −1: none."""
+    return weight, expert - mine.start
+
+
+def experts(
+    x: Tensor | Fp8Rows,
+    chosen: Chosen,
+    gate_up: Tensor | Fp8Weight,
+    down: Tensor | Fp8Weight,
+    out: Tensor,
+    *,
+    limit: float | None = None,
+    alpha: float | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    add: bool = False,
+    wait: Callable[[], None] = nothing,
+) -> Tensor:
+    """Fills and returns out `[T, width]`: Σ of weight · down(gated(gate_up(x))) over a token's experts on this rank.
+
+    x: `[T, width]`, in FP8 only where the weights are. chosen: by `route`; an index outside `[0, E)` is an expert of
+    another rank. gate_up: `[E, 2·inner, width]`, gate's rows first. down: `[E, width, inner]`. limit, alpha: as `gated`
+    takes them. biases: `[E, 2·inner]`, `[E, width]`. add: the sum is added to the values of out. wait: called once,
+    before out is read or written (`weft.engine.kernels.side_stream`). With weights in FP8 the rows of both products are
+    quantised, and sums are in float32.
+
+    It takes two products for each expert that has a row: on CPUs torch's grouped product is a loop over all experts.
+    """
+    wait()
+    in_float8, (weight, expert) = isinstance(gate_up, Fp8Weight), chosen
+    dtype = torch.promote_types(out.dtype, torch.float32) if in_float8 else out.dtype
+    total = torch.zeros_like(out, dtype=dtype) if add or in_float8 else out.zero_()
+    if not len(out):
+        return out
+    k, held = expert.shape[1], len(gate_up.values if isinstance(gate_up, Fp8Weight) else gate_up)
+    weights = weight.to(out.dtype).to(dtype).flatten()[:, None]
+
+    def product(rows: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, e: int, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else bias[e].to(dtype)
+        if not isinstance(weight, Fp8Weight):
+            assert isinstance(rows, Tensor), "rows in FP8 are for weights in FP8"
+            return F.linear(rows, weight[e], bias)
+        rows = rows if isinstance(rows, Fp8Rows) else float8.quantise(rows, weight.unit[1])
+        weight = Fp8Weight(weight.values[e], weight.scales[e], weight.unit)
+        return F.linear(float8.dequantise(rows, dtype), float8.dequantise(weight, dtype), bias)
+
+    pairs, order = expert.flatten().sort(stable=True)
+    numbers, sizes = pairs.unique_consecutive(return_counts=True)
+    for e, at in zip(numbers.tolist(), order.split(sizes.tolist()), strict=True):
+        if 0 <= e < held:
+            token = at // k
+            rows = Fp8Rows(x.values[token], x.scales[token], x.group_size) if isinstance(x, Fp8Rows) else x[token]
+            inner = gated(product(rows, gate_up, e, gate_up_bias), limit, alpha)
+            total.index_add_(0, token, product(inner, down, e, down_bias) * weights[at])
+    return out if total is out else out.add_(total.to(out.dtype)) if add else out.copy_(total)

@@ -1,0 +1,22 @@
+"""The table of models' ops that have a torch form and a Triton form (`weft.kernels.stream_ops.op` makes one)."""
+
+from __future__ import annotations
+
+from weft.engine.kernels import delta_rule, model_reference
+from weft.kernels.stream_ops import op
+
+embed = op(model_reference.embed, "weft.engine.kernels.triton.embed.embed")
+cos_sin = op(model_reference.cos_sin, "weft.engine.kernels.triton.embed.cos_sin")
+sums_of_squares = op(model_reference.sums_of_squares, "weft.engine.kernels.triton.split_norm.sums_of_squares")
+norm_by_squares = op(model_reference.norm_by_squares, "weft.engine.kernels.triton.split_norm.norm_by_squares")
+gated = op(model_reference.gated, "weft.kernels.triton.rms_norm.gated")
+gate_heads = op(model_reference.gate_heads, "weft.engine.kernels.triton.gate_heads.gate_heads")
+linear = op(model_reference.linear, "weft.engine.kernels.triton.dense.linear_of_any_size")
+multiply_heads = op(model_reference.multiply_heads, "weft.engine.kernels.triton.multiply_heads.multiply_heads")
+linear_or_partials = op(model_reference.linear_or_partials, "weft.engine.kernels.triton.dense.linear_or_partials")
+linear_float8 = op(model_reference.linear_float8, "weft.engine.kernels.triton.float8_linear.linear")
+gated_delta = op(delta_rule.gated_delta, "weft.engine.kernels.triton.delta_chunks.gated_delta")
+choose = op(model_reference.choose, "weft.engine.kernels.triton.route.choose")
+route = op(model_reference.route, "weft.engine.kernels.triton.fused_experts.route_scored")
+route_chosen = op(model_reference.route_chosen, "weft.engine.kernels.triton.fused_experts.route_chosen")
+experts = op(model_reference.experts, "weft.engine.kernels.triton.fused_experts.experts")

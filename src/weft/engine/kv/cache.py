@@ -1,0 +1,108 @@
+"""The tensors of caches (paged: the layout of vLLM's paged attention, arXiv 2309.06180)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Window
+from weft.kernels.float8 import FLOAT8, Fp8Vectors, Stored, to_vectors
+
+
+def token_bytes(spec: PagedKV | Window | Latent, dtype: torch.dtype) -> int:
+    """What a token takes in the cache of a layer. dtype: as of `KVCache`."""
+    vectors, width = (1, spec.width) if isinstance(spec, Latent) else (2 * spec.heads, spec.dim)
+    return vectors * (width * dtype.itemsize + (dtype == FLOAT8))
+
+
+class KVCache:
+    """One rank's keys `[layers, slots, heads, dim]` and values, of layers that declared the same cache.
+
+    A slot is page · page_size + offset. Behind the `num_pages` that are handed out lies one page more, which takes
+    the rows that are to be stored nowhere, on devices where leaving them out would need the host. The values of a
+    latent cache are a part of its keys.
+
+    dtype: of the activations, or float8_e4m3fn. Then each key and each value has an exponent, as in `Fp8Vectors`:
+    `exponents` `[2, layers, slots, heads]`, of keys and of values; `[1, …]` of a latent cache, where the latent and the
+    rotated part of a vector have the same (down to a 2¹⁴-th of the largest element all have three bits of mantissa).
+    """
+
+    def __init__(
+        self,
+        spec: PagedKV | Window | Latent,
+        layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ):
+        self.spec, self.num_pages, self.page_size = spec, num_pages, page_size
+        latent, slots = isinstance(spec, Latent), (num_pages + 1) * page_size
+        heads, dim = (1, spec.width) if isinstance(spec, Latent) else (spec.heads, spec.dim)
+        self.keys = torch.zeros(layers, slots, heads, dim, dtype=dtype, device=device)
+        self.values = self.keys[..., : spec.value_width] if isinstance(spec, Latent) else torch.zeros_like(self.keys)
+        self.exponents: Tensor | None = None
+        if dtype == FLOAT8:
+            self.exponents = torch.zeros(2 - latent, layers, slots, heads, dtype=torch.int8, device=device)
+
+    def of_layer(self, layer: int) -> tuple[Stored, Stored]:
+        """Its keys and values, `[slots, heads, dim]` each."""
+        keys, values = self.keys[layer], self.values[layer]
+        if self.exponents is None:
+            return keys, values
+        return Fp8Vectors(keys, self.exponents[0, layer]), Fp8Vectors(values, self.exponents[-1, layer])
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a row sees, its own included; None: all up to itself."""
+        return self.spec.size if isinstance(self.spec, Window) else None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that the cache holds, `[layers, slots, …]` each; FP8 as bytes, for which torch has every operation."""
+        kept = [self.keys] if isinstance(self.spec, Latent) else [self.keys, self.values]
+        if self.exponents is None:
+            return kept
+        return [*(x.view(torch.uint8) for x in kept), *self.exponents]
+
+    def writable(self, slots: Tensor) -> Tensor:
+        """Slots `[T]` with −1 replaced by one that no sequence reads."""
+        return torch.where(slots < 0, self.num_pages * self.page_size, slots)
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
+        """Stores `[T, heads, dim]` at `writable` slots `[T]`; values: None in a latent cache."""
+        rows = [keys] if values is None else [keys, values]
+        if self.exponents is not None:
+            vectors = [to_vectors(x) for x in rows]
+            rows = [x.values.view(torch.uint8) for x in vectors] + [x.exponents for x in vectors]
+        for kept, new in zip(self.tensors, rows, strict=True):
+            kept[layer].index_copy_(0, slots, new)
+
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copies pages `[N]` onto others: all are read before any is written."""
+        for kept in self.tensors:
+            pages = kept.unflatten(1, (-1, self.page_size))
+            pages.index_copy_(1, destinations, pages.index_select(1, sources))
+
+
+class StateCache:
+    """One rank's recurrent states, of layers that declared the same: a float32 tensor `[layers, slots, …]` a shape.
+
+    Behind the slots that are handed out lie two more: one of zeros, which is where every sequence begins, and one that
+    takes the states of padding sequences.
+    """
+
+    def __init__(self, spec: Recurrent, layers: int, slots: int, device: torch.device | str = "cpu"):
+        self.spec, self.slots = spec, slots
+        self.states = [torch.zeros(layers, slots + 2, *shape, device=device) for shape in spec.shapes]
+
+    def load(self, layer: int, slots: Tensor) -> tuple[Tensor, ...]:
+        """The states of slots `[B]`, `[B, …]` each; −1: zeros."""
+        at = torch.where(slots < 0, self.slots, slots)
+        return tuple(s[layer].index_select(0, at) for s in self.states)
+
+    def store(self, layer: int, slots: Tensor, states: tuple[Tensor, ...]) -> None:
+        """Writes states `[B, …]` to slots `[B]`; −1: nowhere."""
+        at = torch.where(slots < 0, self.slots + 1, slots)
+        for kept, state in zip(self.states, states, strict=True):
+            kept[layer].index_copy_(0, at, state.float())

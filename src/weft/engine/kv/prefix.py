@@ -1,0 +1,383 @@
+"""Prefix reuse: a radix tree over whole pages of tokens (the idea of RadixAttention, arXiv 2312.07104).
+
+Each node is a run of pages, up to where prefixes part; its path from the root is the whole prefix. So a prompt of any
+length costs a few nodes, and not one for each page: neither steps nor garbage collections grow with what is cached. A
+run holds, of each cache group, what each of its pages left there: its page, or the recurrent state after its last
+token. It may lack what only neighbours need: pages behind a window, states that were not kept. A prefix can be reused
+where every group has what goes on from there: all pages of the prefix, the last window of pages, the state at its end.
+
+Where every cache is of whole sequences, a page may also be reused in part: its first tokens, where a prompt goes on
+otherwise after them, or where the page was not filled before its request ended, which makes a leaf with fewer tokens.
+The caller copies such a page.
+
+Requests may name a salt. Each salt has a root of its own, so prefixes are reused under equal salts only; which of them
+are evicted is decided over all.
+
+The tree holds its pages and states; a sequence that matches holds them too. What is shared is never written: a
+sequence writes only past what it matched, and a state is written to another slot than it was read from.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weft.engine.kv.cache_events import CacheEvents, page_hash, salt_hash
+from weft.engine.kv.cache_spec import Rule
+from weft.engine.kv.pages import PagePool
+from weft.engine.kv.prefix_run import ABSENT, Run, RunPath, common_length
+from weft.engine.kv.tokens import TOKEN_BYTES, token_array, token_bytes
+
+
+class Match(NamedTuple):
+    """What of a prompt can be reused. tokens: in whole pages; tables: what a sequence goes on from after these.
+
+    more: how many further tokens are the first ones of `page`, which is to be copied; ABSENT where there are none.
+    """
+
+    tokens: int
+    tables: list[list[int]]
+    more: int
+    page: int
+
+
+class PrefixTree:
+    """The cached prefixes of one DP group. rules, pools: of each cache group. events: record what it stores and
+    removes, where anybody wants to know."""
+
+    def __init__(
+        self, rules: Sequence[Rule], pools: Sequence[PagePool], page_size: int, events: CacheEvents | None = None
+    ):
+        self._rules, self._pools, self._page_size, self._events = rules, pools, page_size, events
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._whole = [g for g, r in enumerate(rules) if not r.state and r.window is None]
+        self._tails = [g for g in range(len(rules)) if g not in self._whole]
+        self._reach = {g: _reach(rules[g], page_size) for g in self._tails}
+        self._roots: dict[str, Run] = {}  # of the salts under which something is held
+        self._clock, self._order = itertools.count(1), itertools.count()
+        self._leaves: list[tuple[int, int, Run]] = []  # a heap; entries may be out of date
+        self._kept: dict[int, dict[Run, None]] = {g: {} for g in self._tails}  # least recently used first
+        self.held = [0] * len(rules)
+        """Pages or slots that the tree holds, of each group."""
+        self.nodes = 0
+        """Runs of pages."""
+
+    def _root(self, salt: str) -> Run:
+        return self._roots.get(salt) or Run(None, b"", [[] for _ in self._rules], salt=salt)
+
+    def _walk(self, root: Run, tokens: bytes) -> RunPath:
+        """The path of the full pages that are there."""
+        path: RunPath = []
+        run, at, size = root, 0, self._page_bytes
+        while at + size <= len(tokens) and (child := run.children.get(tokens[at : at + size])) is not None:
+            pages = common_length(child.tokens, tokens[at : at + len(child.tokens)]) // size
+            path.append((child, pages))
+            at += pages * size
+            if pages < child.pages:
+                break
+            run = child
+        return path
+
+    def _reusable(self, root: Run, tokens: bytes) -> RunPath:
+        """The path of the longest prefix that every group can go on from."""
+        path = self._walk(root, tokens)
+        held = {g: [at for run, pages in path for at in run.held[g][:pages]] for g in self._tails}
+        count = length = sum(pages for _, pages in path)
+        while count and any(ABSENT in each[self._passed(g, count) : count] for g, each in held.items()):
+            count -= 1
+        while length > count:
+            run, pages = path.pop()
+            length -= pages
+        if length < count:
+            path.append((run, count - length))
+        return path
+
+    def _passed(self, group: int, pages: int) -> int:
+        """Of a prefix's pages, how many the tokens behind it need no more: all, where a window is one token."""
+        return max(0, pages - self._reach[group])
+
+    def _part(self, root: Run, path: RunPath, tokens: bytes) -> tuple[int, RunPath]:
+        """How many tokens after a path's are the first ones of another page, and the path up to that page, if there is
+        any."""
+        size, at = self._page_bytes, self._page_bytes * sum(pages for _, pages in path)
+        rest = tokens[at : at + size]
+        run, pages = path[-1] if path else (root, 0)
+        if self._tails or not rest:
+            return 0, path
+        if pages < run.pages:
+            count = common_length(run.tokens[pages * size : (pages + 1) * size], rest) // TOKEN_BYTES
+            return (count, [*path[:-1], (run, pages + 1)]) if count else (0, path)
+        place = bisect.bisect(run.order, rest)
+        near = run.order[max(0, place - 1) : place + 1]
+        count, key = max(((common_length(key, rest) // TOKEN_BYTES, key) for key in near), default=(0, b""))
+        return (count, [*path, (run.children[key], 1)]) if count else (0, path)
+
+    def longest(self, tokens: Sequence[int], salt: str = "") -> int:
+        """How many leading tokens can be reused; holds nothing."""
+        root, content = self._root(salt), token_bytes(tokens)
+        path = self._reusable(root, content)
+        return self._page_size * sum(pages for _, pages in path) + self._part(root, path, content)[0]
+
+    def match(self, tokens: Sequence[int], salt: str = "") -> Match:
+        """How many leading tokens can be reused, and what a sequence goes on from, held for the caller.
+
+        That is, of each group, its page table, ABSENT where a window has passed; or its state's slot, if any. A page
+        that is to be copied is not held: what it holds stays until a step that is scheduled from now on writes to it.
+        """
+        root, content = self._root(salt), token_bytes(tokens)
+        path = self._reusable(root, content)
+        more, with_part = self._part(root, path, content)
+        count, page = sum(pages for _, pages in path), ABSENT
+        if more:
+            run, pages = with_part[-1]
+            page = run.held[0][pages - 1]
+        tables = []
+        for group, rule in enumerate(self._rules):
+            held = [at for run, pages in path for at in run.held[group][:pages]]
+            if group in self._reach:
+                passed = self._passed(group, count)
+                held = held[passed:] if rule.state else [ABSENT] * passed + held[passed:]
+            self._pools[group].hold(page for page in held if page != ABSENT)
+            tables.append(held)
+        self._touch(with_part)
+        return Match(self._page_size * count, tables, more, page)
+
+    def insert(
+        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False, salt: str = ""
+    ) -> None:
+        """Remembers the full pages of a computed prefix; tables as `match` gives them.
+
+        A state is that after the last token, and is remembered where that ends a page. Where a prefix is there
+        already, its older page stays. part: also the last page, which is not full, and which nobody writes any more.
+        """
+        content, size = token_bytes(tokens), self._page_bytes
+        full = len(content) // size
+        path, known = self._walk(root := self._root(salt), content), 0
+        for run, pages in path:
+            self._hold(run, self._entries(tokens, tables, known, pages))
+            known += pages
+        if known < full:
+            run = self._add(self._end(path) if path else root, content[known * size : full * size])
+            self._hold(run, self._entries(tokens, tables, known, full - known))
+            path.append((run, full - known))
+        if part and not self._tails and (rest := content[full * size :]):
+            run, pages = path[-1] if path else (root, 0)
+            if run.tokens[pages * size :].startswith(rest):  # the tree has a page that goes on from these tokens
+                path[-1] = run, pages + 1
+            elif (longer := self._longer(run := self._end(path) if path else root, rest)) is not None:
+                path.append((longer, 1))
+            else:
+                run = self._add(run, rest)
+                self._hold(run, [table[full : full + 1] for table in tables])
+                path.append((run, 1))
+        self._touch(path)
+        if path:
+            self._prune(path[-1][0])
+
+    def _entries(
+        self, tokens: Sequence[int], tables: Sequence[Sequence[int]], first: int, pages: int
+    ) -> list[Sequence[int]]:
+        """Of each group, what a sequence's tables have for so many pages from number `first` on."""
+        found: list[Sequence[int]] = []
+        for rule, table in zip(self._rules, tables, strict=True):
+            if rule.state:
+                ends = table and (first + pages) * self._page_size == len(tokens)
+                found.append([*[ABSENT] * (pages - 1), table[-1] if ends else ABSENT])
+            else:
+                found.append(table[first : first + pages])
+        return found
+
+    def _hold(self, run: Run, entries: Sequence[Sequence[int]]) -> None:
+        """Holds, for the first pages of a run, those of the entries that it lacks."""
+        stored: list[tuple[int, int]] = []
+        for group, (held, found) in enumerate(zip(run.held, entries, strict=True)):
+            if group in self._whole and held[0] != ABSENT:
+                continue  # then it has all of them
+            lacking = [at for at, page in enumerate(found) if page != ABSENT and held[at] == ABSENT]
+            self._pools[group].cache(found[at] for at in lacking)
+            for at in lacking:
+                held[at] = found[at]
+            self.held[group] += len(lacking)
+            if self._events:
+                stored += [(at, group) for at in lacking if at < len(run.hashes)]
+        for at, group in sorted(stored):
+            self._note_stored(group, run, at)
+
+    def _note_stored(self, group: int, run: Run, at: int) -> None:
+        assert self._events is not None and run.parent is not None
+        before = run.hashes[at - 1] if at else run.parent.hashes[-1] if run.parent.hashes else None
+        key = token_array(run.tokens[at * self._page_bytes : (at + 1) * self._page_bytes])
+        self._events.stored(
+            group, self._rules[group], run.hashes[at], before, key, "" if before is not None else run.parent.salt
+        )
+
+    def _end(self, path: RunPath) -> Run:
+        """The last run of a path, cut where the path ends."""
+        run, pages = path[-1]
+        if pages < run.pages:
+            path[-1] = self._cut(run, pages), pages
+        return path[-1][0]
+
+    def _cut(self, run: Run, pages: int) -> Run:
+        """Cuts a run behind so many of its pages. The first ones become a run of their own, which is returned and to
+        be touched; the others stay the run that they were."""
+        size, parent = pages * self._page_bytes, run.parent
+        assert parent is not None
+        head = Run(parent, run.tokens[:size], [held[:pages] for held in run.held], hashes=run.hashes[:pages])
+        parent.children[self._key(run)] = head
+        run.parent, run.tokens = head, run.tokens[size:]
+        run.held, run.hashes = [held[pages:] for held in run.held], run.hashes[pages:]
+        head.children[self._key(run)] = run
+        head.order.append(self._key(run))
+        for group, kept in self._kept.items():
+            if not run.holds(group):
+                kept.pop(run, None)
+        self.nodes += 1
+        return head
+
+    def _key(self, run: Run) -> bytes:
+        """By which its parent has it."""
+        return run.tokens[: self._page_bytes]
+
+    def _longer(self, run: Run, key: bytes) -> Run | None:
+        """The child that goes on from these tokens of a page, if there is one."""
+        at = bisect.bisect_left(run.order, key)
+        return run.children[run.order[at]] if run.order[at : at + 1] and run.order[at].startswith(key) else None
+
+    def _add(self, parent: Run, tokens: bytes) -> Run:
+        """A new child, in the place of one that it goes on from. It holds nothing yet."""
+        pages, key = -(-len(tokens) // self._page_bytes), tokens[: self._page_bytes]
+        at = bisect.bisect(parent.order, key)
+        if at and key.startswith(before := parent.order[at - 1]):
+            shorter = parent.children[before]
+            self._shorten(shorter, 0)
+            self._remove(shorter)
+            at -= 1
+        child = parent.children[key] = Run(parent, tokens, [[ABSENT] * pages for _ in self._rules])
+        parent.order.insert(at, key)
+        self.nodes += 1
+        if parent.parent is None:
+            self._roots[parent.salt] = parent
+        if self._events:
+            before_hash = parent.hashes[-1] if parent.parent else salt_hash(parent.salt)
+            for start in range(0, len(tokens) - self._page_bytes + 1, self._page_bytes):
+                before_hash = page_hash(before_hash, token_array(tokens[start : start + self._page_bytes]))
+                child.hashes.append(before_hash)
+        return child
+
+    def evict(self, group: int, count: int) -> int:
+        """Frees up to `count` pages or slots that only the tree holds, least recently used first.
+
+        Of whole sequences' pages leaves go first, and take with them what other groups have there.
+        """
+        return self._evict_leaves(group, count) if group in self._whole else self._evict_tails(group, count)
+
+    def _evict_leaves(self, group: int, count: int) -> int:
+        pool, freed, in_use = self._pools[group], 0, []
+        while self._leaves and freed < count:
+            entry = heapq.heappop(self._leaves)
+            run = entry[2]
+            if not _current(entry):
+                continue
+            held, left = run.held[group], run.pages
+            while left and freed < count and pool.holders(held[left - 1]) == 1:
+                left, freed = left - 1, freed + 1
+            self._shorten(run, left)
+            if not left:
+                self._remove(run)
+            else:
+                in_use.append(entry)
+        for entry in in_use:
+            heapq.heappush(self._leaves, entry)
+        return freed
+
+    def _evict_tails(self, group: int, count: int) -> int:
+        pool, freed = self._pools[group], 0
+        for run in list(self._kept[group]):
+            if freed == count:
+                break
+            alone = [at for at, held in enumerate(run.held[group]) if held != ABSENT and pool.holders(held) == 1]
+            self._drop(run, group, alone[: count - freed])
+            freed = min(count, freed + len(alone))
+            self._prune(run)
+        return freed
+
+    def _prune(self, run: Run) -> None:
+        """Takes the last pages out of a leaf that hold nothing, and what it leaves so."""
+        while run.parent is not None and not run.children:
+            left = run.pages
+            while left and all(held[left - 1] == ABSENT for held in run.held):
+                left -= 1
+            if left < run.pages:
+                self._shorten(run, left)
+            if left:
+                return
+            run = self._remove(run)
+
+    def _shorten(self, run: Run, pages: int) -> None:
+        """Takes all pages but the first ones out of a leaf, and frees what they hold."""
+        for group, held in enumerate(run.held):
+            self._drop(run, group, [at for at in range(run.pages - 1, pages - 1, -1) if held[at] != ABSENT])
+        run.tokens = run.tokens[: pages * self._page_bytes] if pages else self._key(run)
+        run.held = [held[:pages] for held in run.held]
+        del run.hashes[pages:]
+
+    def _drop(self, run: Run, group: int, places: Sequence[int]) -> None:
+        """Frees what a group holds at these places of a run."""
+        held = run.held[group]
+        self._pools[group].uncache([held[at] for at in places])
+        for at in places:
+            held[at] = ABSENT
+        self.held[group] -= len(places)
+        if group in self._kept and not run.holds(group):
+            self._kept[group].pop(run, None)
+        if self._events:
+            for at in places:
+                if at < len(run.hashes):
+                    self._events.removed(group, run.hashes[at])
+
+    def _remove(self, run: Run) -> Run:
+        """Takes a leaf out; gives its parent."""
+        parent, key = run.parent, self._key(run)
+        assert parent is not None
+        del parent.children[key]
+        del parent.order[bisect.bisect_left(parent.order, key)]
+        run.parent = None
+        self.nodes -= 1
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.salt]
+        self._offer(parent)
+        return parent
+
+    def _touch(self, path: RunPath) -> None:
+        if not path:
+            return
+        last, now = self._end(path), next(self._clock)
+        for run, _ in path:
+            run.used = now
+            for group, kept in self._kept.items():
+                kept.pop(run, None)
+                if run.holds(group):
+                    kept[run] = None
+        self._offer(last)
+
+    def _offer(self, run: Run) -> None:
+        if run.parent is not None and not run.children:
+            heapq.heappush(self._leaves, (run.used, next(self._order), run))
+        if len(self._leaves) > 2 * self.nodes + 64:
+            self._leaves = [entry for entry in self._leaves if _current(entry)]
+            heapq.heapify(self._leaves)
+
+
+def _reach(rule: Rule, page_size: int) -> int:
+    """The pages before a page's border that the tokens behind it still see; of a state, that which ends there."""
+    return 1 if rule.window is None else -(-(rule.window - 1) // page_size)
+
+
+def _current(entry: tuple[int, int, Run]) -> bool:
+    """Whether its run is still a leaf of the tree and was not used since: else it is in the heap again, or gone."""
+    used, _, run = entry
+    return run.parent is not None and not run.children and run.used == used

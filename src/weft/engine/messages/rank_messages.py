@@ -1,0 +1,323 @@
+"""Messages between the controller and its ranks, encoded as msgpack.
+
+A step is one message, the same bytes for every rank, with the rows of every DP group. So every rank knows every count:
+an idle group steps with zero rows, and no rank can leave out a collective. Ranks keep each sequence of their group in a
+row of a table (`weft.engine.worker.row_table`), so a step carries only changes. A step can be sent before the tokens of
+the previous one are back, because the ranks hold these already.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.kv.tokens import TOKEN_BYTES
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The best tokens and their logprobs."""
+
+
+class Sampling(Struct, frozen=True, array_like=True):
+    """How a request's tokens are sampled.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_p: the fewest most probable tokens that reach this probability stay.
+        top_k: so many of the most probable tokens stay; 0 is off.
+        seed: the noise of a token follows from it and the token's position.
+        min_p: tokens less probable than this share of the most probable are left out.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    min_p: float = 0.0
+
+
+class Adjust(Struct, frozen=True, array_like=True):
+    """What the sampling of one token needs beyond `Sampling`.
+
+    Attributes:
+        logprobs: how many alternatives are wanted; -1: no logprobs at all.
+        banned: tokens that must not come, such as the end tokens before min_tokens.
+        added: (token, value added to its logit).
+        repetition: divides the logits of `repeated` tokens, or multiplies them where they are negative.
+        repeated: the tokens that `repetition` applies to.
+        mask: bit t % 8 of byte t // 8 says whether token t may come; empty: all may.
+    """
+
+    logprobs: int = -1
+    banned: tuple[int, ...] = ()
+    added: tuple[tuple[int, float], ...] = ()
+    repetition: float = 1.0
+    repeated: tuple[int, ...] = ()
+    mask: bytes = b""
+
+
+class Score(Struct, frozen=True, array_like=True):
+    """Prompt tokens with requested logprobs: for each row the token after it. logprobs: alternatives of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: int
+
+
+class Join(Struct, frozen=True, array_like=True):
+    """A request's sequence takes a row of the table and replaces what was there.
+
+    Attributes:
+        context: its tokens that are in the caches already.
+        tables: for each cache group its page table, or the slots of its state before and after its next rows.
+        copy: (source, target) page of whole-sequence caches, copied before the step writes any row.
+    """
+
+    row: int
+    request: int
+    context: int
+    tables: tuple[tuple[int, ...], ...]
+    sampling: Sampling
+    copy: tuple[int, int] | None = None
+
+
+class Entries(Struct, frozen=True, array_like=True):
+    """New entries of a row's table from number `first` on: pages, or slots of its state (0: before, 1: after)."""
+
+    row: int
+    group: int
+    first: int
+    values: tuple[int, ...]
+
+
+class Chunk(Struct, frozen=True, array_like=True):
+    """The next prompt tokens of a row.
+
+    Attributes:
+        tokens: as `weft.engine.kv.tokens.token_bytes` gives them.
+        samples: whether a token is sampled after the last of them.
+        score: set where logprobs of the prompt's own tokens are wanted.
+    """
+
+    row: int
+    tokens: bytes
+    samples: bool
+    score: Score | None = None
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+class GroupRows(Struct, frozen=True, array_like=True):
+    """One DP group's part of a step: changes of its table, then its rows, those of `decode_rows` first.
+
+    Attributes:
+        decode_rows: rows of the table that run their last sampled token and sample the next one.
+        chunks: prompt tokens; their rows follow the decode rows in this order.
+        joins, entries: changes of the table, applied before any row runs.
+        adjust: (row of the table, what its sampling needs beyond the row's `Sampling`).
+    """
+
+    decode_rows: tuple[int, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    joins: tuple[Join, ...] = ()
+    entries: tuple[Entries, ...] = ()
+    adjust: tuple[tuple[int, Adjust], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of rows that run."""
+        return len(self.decode_rows) + sum(chunk.count for chunk in self.chunks)
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """The rows of the table that sample a token, in the order of a step's tokens."""
+        return [*self.decode_rows, *(chunk.row for chunk in self.chunks if chunk.samples)]
+
+
+class Step(Struct, frozen=True, tag=True):
+    """To every rank: run one forward pass. Ranks run steps in the order in which they come."""
+
+    number: int
+    groups: tuple[GroupRows, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of every DP group."""
+        return tuple(group.count for group in self.groups)
+
+
+class AskReport(Struct, frozen=True, tag=True):
+    """To a rank: send a `Report`."""
+
+
+class AskPlan(Struct, frozen=True, tag=True):
+    """To a rank: send the plan for `tokens` tokens in each DP group."""
+
+    tokens: int
+
+
+class StartProfile(Struct, frozen=True, tag=True):
+    """To every rank: profile the next `steps` steps. traced: by torch's profiler, too."""
+
+    steps: int
+    traced: bool
+
+
+class StopProfile(Struct, frozen=True, tag=True):
+    """To every rank: end the profile and send a `Profiled`."""
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """To every rank: leave."""
+
+
+class Progress(Struct, frozen=True, tag=True):
+    """From a starting rank: `done` of `total` parts of `what` are done."""
+
+    rank: int
+    done: int
+    total: int
+    what: str = "loading weights"
+
+
+class Planned(Struct, frozen=True, array_like=True):
+    """The checksum of a rank's plan for steps of `rows` rows in each DP group. captured: the step is a CUDA graph."""
+
+    rows: int
+    captured: bool
+    plan: int
+
+    def __str__(self) -> str:
+        return f"{'captured ' * self.captured}steps of {self.rows} rows by plan {self.plan:08x}"
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """From a rank that is ready for steps. Both fields are the same on every rank.
+
+    Attributes:
+        groups: its cache groups.
+        plans: those of every graph, and that of the largest step without one.
+    """
+
+    rank: int
+    groups: tuple[CacheGroup, ...]
+    plans: tuple[Planned, ...] = ()
+
+
+Logprobs = tuple[float, TopLogprobs]
+"""A token's logprob, and the best alternatives."""
+
+
+class Scored(Struct, frozen=True, array_like=True):
+    """The logprobs of a prompt's tokens from number `first` on."""
+
+    first: int
+    logprobs: tuple[Logprobs, ...]
+
+
+class Ran(Struct, frozen=True, array_like=True):
+    """What a rank executed in a step.
+
+    Attributes:
+        number: the step's.
+        counts: rows of every DP group.
+        plan: checksum of its plan, the same on every rank.
+        tokens: checksum of its sampled tokens, the same on every rank of a DP group.
+    """
+
+    number: int
+    counts: tuple[int, ...]
+    plan: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"step {self.number} of {self.counts} rows by plan {self.plan:08x} with tokens {self.tokens:08x}"
+
+
+class Result(Struct, frozen=True, tag=True):
+    """From every rank, after a step. Only the leader of a DP group fills the fields after `ran`.
+
+    Attributes:
+        tokens: sampled tokens, in the order of `GroupRows.sampled_rows`.
+        logprobs: one for each token, None where the row did not ask; empty where no row asked.
+        scored: one for each chunk that asked, in their order.
+    """
+
+    rank: int
+    ran: Ran
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs | None, ...] = ()
+    scored: tuple[Scored, ...] = ()
+
+
+class Stat(Struct, frozen=True, array_like=True):
+    """A `weft.stream.stats.StepStat` on the wire."""
+
+    site: str
+    step: str
+    group: str
+    count: int
+    bytes: int
+    seconds: float
+    predicted: float
+
+
+class Report(Struct, frozen=True, tag=True):
+    """From a rank: what its steps communicated, and what the naive plan would have."""
+
+    ran: tuple[Stat, ...]
+    naive: tuple[Stat, ...]
+
+
+class PlanText(Struct, frozen=True, tag=True):
+    """From a rank: the plan, printable."""
+
+    text: str
+
+
+class Profiled(Struct, frozen=True, tag=True):
+    """From a rank: its profile of the last steps.
+
+    Attributes:
+        steps: how many steps it covers.
+        seconds: from the start of the first to the end of the last.
+        thread_cpu_s: CPU time of the thread that runs steps.
+        process_cpu_s: CPU time of all threads of the rank's process.
+        threads: of each of them, by name.
+        trace: of torch's profiler, as gzipped JSON; empty where it did not run.
+        about: as JSON, the steps of the trace and what they exchange.
+    """
+
+    rank: int
+    steps: int
+    seconds: float
+    thread_cpu_s: float
+    process_cpu_s: float
+    threads: dict[str, float] = {}
+    trace: bytes = b""
+    about: str = ""
+
+
+class Failure(Struct, frozen=True, tag=True):
+    """From a rank that cannot go on.
+
+    Attributes:
+        text: one line.
+        user: the user can put it right, such as a bad model.
+        lost_peer: a collective failed, most likely because another rank did; that rank's Failure is the cause.
+    """
+
+    rank: int
+    text: str
+    user: bool
+    lost_peer: bool = False
+
+
+ToRank = Step | AskReport | AskPlan | StartProfile | StopProfile | Stop
+FromRank = Progress | Ready | Result | Report | PlanText | Profiled | Failure
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
+decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode

@@ -1,0 +1,120 @@
+"""Gated DeltaNet (arXiv 2412.06464): linear attention with a state that decays and is corrected by each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.engine.attention.caches import StepCaches
+from weft.engine.kernels.ops import gated_delta
+from weft.engine.kv.cache_spec import Recurrent
+from weft.engine.models.decoder import on_group_rows
+from weft.engine.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
+from weft.engine.models.rotary import RotaryTable
+from weft.engine.models.source import Fused, PartOfGroups, Source
+from weft.stream.hidden import Hidden
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The heads of a layer, summed over all ranks. Neighbouring value heads share a key head and its query.
+
+    window: tokens that the convolution reads, a row's own included.
+    by_key_head: checkpoints store the projections in two tensors, key head by key head (Qwen3-Next).
+    """
+
+    key: int
+    value: int
+    key_dim: int
+    value_dim: int
+    window: int
+    by_key_head: bool = False
+
+
+class GatedDeltaNet(Layer):
+    """A short convolution over each feature of queries, keys and values, the gated delta rule, and a norm after a gate.
+
+    Value heads are split over attn_tp, and with them the state: float32 `[value heads, key_dim, value_dim]`, and the
+    last window − 1 inputs of the convolution. Where there are fewer key heads than ranks, several ranks hold the same
+    one.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, heads: DeltaHeads, eps: float):
+        super().__init__(path)
+        keys, values = heads.key * heads.key_dim, heads.value * heads.value_dim
+        fused = [Fused(start, 2 * keys + values) for start in (0, keys, 2 * keys)]
+        outs = _by_key_head(path, heads) if heads.by_key_head else _one_after_another(path, heads, fused)
+        self.project = ColumnLinear(b, f"{path}.in_proj", width, outs, over="attn_tp")
+        self.sizes, features = self.project.sizes, sum(self.project.sizes[:3])
+        self.conv = b.empty(features, 1, heads.window)
+        self.sources["conv"] = []
+        start = 0
+        for out, view in zip(outs[:3], fused, strict=True):
+            share = b.share(out.name, out.features, "attn_tp", out.unit, out.replicate)
+            at = (slice(start, start + share.stop - share.start),)
+            shape = (out.features, 1, heads.window)
+            self.sources["conv"].append(Source(f"{path}.conv1d.weight", shape, (share,), at, (view,)))
+            start = at[0].stop
+        mine = b.share(f"{path} (heads)", heads.value, "attn_tp")
+        held = mine.stop - mine.start
+        self.decay, self.bias = (b.empty(held, dtype=torch.float32) for _ in range(2))
+        self.sources["decay"] = [Source(f"{path}.A_log", (heads.value,), (mine,))]
+        self.sources["bias"] = [Source(f"{path}.dt_bias", (heads.value,), (mine,))]
+        self.norm = HeadNorm(b, f"{path}.norm", heads.value_dim, eps)
+        self.out = RowLinear(b, f"{path}.out_proj", values, width, over="attn_tp", unit=heads.value_dim)
+        self.cache = Recurrent(((held, heads.key_dim, heads.value_dim), (features, heads.window - 1)), by_starts=True)
+
+    def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
+        on_group_rows(self.path, x)
+        (states, tails), slots = caches.states_and_slots(self)
+
+        def run(product: Tensor) -> Tensor:
+            out = product.new_empty(len(product), self.sizes[3])
+            gated_delta(
+                product,
+                caches.batch.starts,
+                slots.before,
+                slots.after,
+                self.conv,
+                self.decay,
+                self.bias,
+                self.norm.weight,
+                self.norm.eps,
+                states,
+                tails,
+                out,
+            )
+            return out
+
+        return self.out(self.project(x).elementwise(run, self.path))
+
+
+def _one_after_another(path: str, heads: DeltaHeads, fused: list[Fused]) -> list[Out]:
+    """The projections to queries, keys, values, the output's gate, the corrections' strength and the decay."""
+    keys, values, name = heads.key * heads.key_dim, heads.value * heads.value_dim, f"{path}.in_proj_qkv"
+    return [
+        Out(name, keys, heads.key_dim, replicate=True, views=(fused[0],)),
+        Out(name, keys, heads.key_dim, replicate=True, views=(fused[1],)),
+        Out(name, values, heads.value_dim, views=(fused[2],)),
+        Out(f"{path}.in_proj_z", values, heads.value_dim),
+        Out(f"{path}.in_proj_b", heads.value),
+        Out(f"{path}.in_proj_a", heads.value),
+    ]
+
+
+def _by_key_head(path: str, heads: DeltaHeads) -> list[Out]:
+    """The same projections."""
+    keys, values, share = heads.key * heads.key_dim, heads.value * heads.value_dim, heads.value // heads.key
+    key, value, (qkvz, ba) = heads.key_dim, share * heads.value_dim, (f"{path}.in_proj_qkvz", f"{path}.in_proj_ba")
+    starts, stride = (0, key, 2 * key, 2 * key + value), 2 * key + 2 * value
+    q, k, v, z = (PartOfGroups(at, size, stride) for at, size in zip(starts, (key, key, value, value), strict=True))
+    return [
+        Out(qkvz, keys, heads.key_dim, replicate=True, views=(q,)),
+        Out(qkvz, keys, heads.key_dim, replicate=True, views=(k,)),
+        Out(qkvz, values, heads.value_dim, views=(v,)),
+        Out(qkvz, values, heads.value_dim, views=(z,)),
+        Out(ba, heads.value, views=(PartOfGroups(0, share, 2 * share),)),
+        Out(ba, heads.value, views=(PartOfGroups(share, share, 2 * share),)),
+    ]

@@ -1,0 +1,90 @@
+"""Sources of the weights of a mixture of experts: where checkpoints keep them, and the part that a rank reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.engine.models.source import Fused, Source, Stacked, Transposed
+
+ExpertLayout = Literal["per_expert", "per_expert_w123", "stacked", "fused", "interleaved", "interleaved_transposed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStorage:
+    """Where checkpoints keep the weights of a mixture of experts: names behind the block's path.
+
+    router, experts, shared: prefixes of the router's, the experts' and the shared expert's weights.
+    bias: the router's bias; empty: `e_score_correction_bias` behind the router.
+    layout: of the experts' weights:
+        per_expert: a tensor for each expert and projection;
+        per_expert_w123: the same, with gate, down and up called w1, w2 and w3;
+        stacked: a tensor for each projection, of all experts;
+        fused: stacked, with gate and up in one tensor;
+        interleaved: fused, with rows of gate and up in alternation;
+        interleaved_transposed: interleaved, with outputs as the last dimension.
+    """
+
+    router: str = "gate"
+    bias: str = ""
+    experts: str = "experts"
+    layout: ExpertLayout = "per_expert"
+    shared: str = "shared_expert"
+
+
+EXPERT_STORAGE = ExpertStorage()
+"""The names of most checkpoints."""
+
+
+def expert_sources(
+    path: str, layout: ExpertLayout, experts: int, width: int, inner: int, mine: slice, cut: slice
+) -> dict[str, list[Source]]:
+    """The sources of parameters `gate_up` `[held, 2·size, width]`, gate's rows first, and `down` `[held, width, size]`.
+
+    mine: the `held` of all `experts` that this rank has. cut: the `size` of their `inner` features that it has.
+    """
+    size = cut.stop - cut.start
+    gate, up, everything = slice(0, size), slice(size, 2 * size), slice(None)
+    if layout in ("per_expert", "per_expert_w123"):
+        names = ("gate_proj", "up_proj", "down_proj") if layout == "per_expert" else ("w1", "w3", "w2")
+        shape, sources = (inner, width), dict[str, list[Source]](gate_up=[], down=[])
+        for i, e in enumerate(range(mine.start, mine.stop)):
+            name = f"{path}.{e}"
+            sources["gate_up"] += [
+                Source(f"{name}.{names[0]}.weight", shape, (cut,), (i, gate)),
+                Source(f"{name}.{names[1]}.weight", shape, (cut,), (i, up)),
+            ]
+            sources["down"].append(Source(f"{name}.{names[2]}.weight", (width, inner), (everything, cut), (i,)))
+        return sources
+    if layout in ("interleaved", "interleaved_transposed"):
+        transposed = (Transposed(),) if layout == "interleaved_transposed" else ()
+        sources = dict(gate_up=[], down=[])
+        for i, e in enumerate(range(mine.start, mine.stop)):
+            last = (*transposed, Stacked(e, experts))
+            for start, rows_at in enumerate((gate, up)):
+                views = (Fused(start, 2 * inner, 2), *last)
+                source = Source(f"{path}.gate_up_proj", (inner, width), (cut,), (i, rows_at), views)
+                sources["gate_up"].append(source)
+            sources["down"].append(Source(f"{path}.down_proj", (width, inner), (everything, cut), (i,), last))
+        return sources
+    end, fused = (".weight", False) if layout == "stacked" else ("", True)
+    rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
+    below = slice(inner + cut.start, inner + cut.stop) if fused else cut
+    return {
+        "gate_up": [
+            Source(f"{path}.{gate_name}_proj{end}", (experts, rows, width), (mine, cut), (everything, gate)),
+            Source(f"{path}.{up_name}_proj{end}", (experts, rows, width), (mine, below), (everything, up)),
+        ],
+        "down": [Source(f"{path}.down_proj{end}", (experts, width, inner), (mine, everything, cut))],
+    }
+
+
+def gate_up_biases(path: str, experts: int, inner: int, mine: slice, cut: slice) -> list[Source]:
+    """The sources of a parameter `[held, 2·size]`, gate's biases first; in checkpoints the two are interleaved."""
+    size, sources = cut.stop - cut.start, []
+    for i, e in enumerate(range(mine.start, mine.stop)):
+        for start in (0, 1):
+            views = (Fused(start, 2 * inner, 2), Stacked(e, experts))
+            at = (i, slice(start * size, (start + 1) * size))
+            sources.append(Source(f"{path}.gate_up_proj_bias", (inner,), (cut,), at, views))
+    return sources

@@ -1,0 +1,64 @@
+"""The common structure of DeepSeek's and GLM's models: the first layers have an MLP, all others routed and shared
+experts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from weft.engine.models.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.expert_sources import ExpertStorage
+from weft.engine.models.layers import Builder, Layer
+from weft.engine.models.mlp import FeedForward, GatedMLP
+from weft.engine.models.model_config import MAX_EXPERTS, Fields
+from weft.engine.models.moe import MoEConfig, SparseMoE
+from weft.engine.models.routing import Routing
+
+
+@dataclass(frozen=True)
+class FirstDenseConfig(DecoderConfig):
+    """Widths in elements. dense_layers: the first so many have an MLP instead of experts."""
+
+    intermediate_size: int
+    dense_layers: int
+    moe: MoEConfig
+
+    @abstractmethod
+    def attention(self, b: Builder, path: str) -> Layer:
+        """The attention of each layer."""
+
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mlp: FeedForward
+        if index < self.dense_layers:
+            mlp = GatedMLP(b, f"{path}.mlp", self.hidden_size, self.intermediate_size)
+        else:
+            mlp = SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe)
+        return DecoderLayer(b, path, self, self.attention(b, f"{path}.self_attn"), mlp)
+
+
+def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> dict[str, Any]:
+    """FirstDenseConfig's own fields. sigmoid: routing by sigmoids with a bias, which ranks groups by their best two
+    experts (DeepSeek-V3), not by a softmax (V2); grouped: experts are chosen among groups, if there are more than one.
+    Raises ModelError.
+    """
+    inner = fields.size("moe_intermediate_size")
+    groups, top_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
+    routing = Routing(
+        fields.size("num_experts_per_tok"),
+        score="sigmoid" if sigmoid else "softmax",
+        groups=groups if grouped else 1,
+        top_groups=top_groups if grouped else 1,
+        group_best=2 if sigmoid else 1,
+        bias=sigmoid,
+        renormalise=fields.flag("norm_topk_prob"),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        wide=True,
+    )
+    experts = fields.size("n_routed_experts", high=MAX_EXPERTS)
+    shared, stored = inner * fields.size("n_shared_experts", 0, low=0), ExpertStorage(shared="shared_experts")
+    return dict(
+        intermediate_size=fields.size("intermediate_size"),
+        dense_layers=fields.size("first_k_dense_replace", 0, low=0),
+        moe=MoEConfig(experts, inner, routing, shared, shared_gate=False, stored=stored),
+    )

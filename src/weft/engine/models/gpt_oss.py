@@ -1,0 +1,72 @@
+"""GPT-OSS (arXiv 2508.10925): windows and full attention in alternation, sinks, biases everywhere, experts in MXFP4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.engine.models.attention import Attention, Heads
+from weft.engine.models.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.expert_sources import ExpertStorage
+from weft.engine.models.layers import Builder
+from weft.engine.models.model_config import MAX_EXPERTS, Fields, ModelError, common_fields
+from weft.engine.models.moe import MoEConfig, SparseMoE
+from weft.engine.models.routing import Routing
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class GptOssConfig(DecoderConfig):
+    """heads: of each layer. moe: of every layer."""
+
+    heads: tuple[Heads, ...]
+    moe: MoEConfig
+
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mlp = SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe)
+        return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, self.heads[index]), mlp)
+
+
+def read(fields: Fields) -> GptOssConfig:
+    """Raises ModelError."""
+    chosen = fields.size("num_experts_per_tok")
+    fields.only("experts_per_token", chosen)
+    fields.get("initial_context_length")  # the same as rotary's
+    kinds = fields.items("layer_types", str)
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise ModelError(
+                f"layer type {kind!r} is not supported for {fields.family!r}; supported: {FULL}, {SLIDING}"
+            )
+    window = fields.size("sliding_window") if SLIDING in kinds else None
+    fields.get("sliding_window")
+    common = common_fields(fields, fields.size("head_dim"))
+    bias = fields.flag("attention_bias", True)
+    full, sliding = (
+        Heads(
+            common["num_heads"],
+            common["num_kv_heads"],
+            common["head_dim"],
+            window=size,
+            bias=bias,
+            output_bias=bias,
+            sinks=True,
+        )
+        for size in (None, window)
+    )
+    return GptOssConfig(
+        **common,
+        heads=tuple(full if kind == FULL else sliding for kind in kinds),
+        moe=MoEConfig(
+            fields.size("num_local_experts", high=MAX_EXPERTS),
+            fields.size("intermediate_size"),
+            Routing(chosen, renormalise=True, offset=True),
+            # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
+            stored=ExpertStorage(
+                "router", layout="interleaved" if common["storage"].mxfp4 else "interleaved_transposed"
+            ),
+            limit=fields.number("swiglu_limit", 7.0),
+            alpha=fields.number("swiglu_alpha", 1.702),
+            bias=True,
+        ),
+    )

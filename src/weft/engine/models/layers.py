@@ -1,0 +1,374 @@
+"""Typed layers. Each layer declares how its weight is sharded, and maps placements by rule:
+
+| layer | takes | gives |
+|---|---|---|
+| `Linear`, `RMSNorm` (replicated) | complete | complete |
+| `ColumnLinear` over G | complete | features split over G |
+| `RowLinear` over G | features split over G | owes a sum over G |
+
+No layer communicates. A layer raises PlacementError for an input with another placement.
+(Column and row parallel as in Megatron-LM, arXiv 1909.08053.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from weft.engine.kernels.ops import embed
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.models.products import BLOCK, product, product_or_partials, unit_of
+from weft.engine.models.source import LessOne, Source, View
+from weft.kernels.float8 import FLOAT8, Fp8Weight
+from weft.kernels.stream_ops import rms_norm
+from weft.planner.experts import Forms
+from weft.planner.spec import LayoutError, Mesh, Placement, PlacementError, Rows
+from weft.stream.hidden import Hidden
+
+
+class Workspace(Protocol):
+    """Makes an unfilled tensor of like's dtype and device, in memory that ranks can sum fastest."""
+
+    def __call__(self, *shape: int, like: Tensor) -> Tensor: ...
+
+
+UNEVEN = 16
+"""Features of an uneven share are a multiple of so many: tensor cores multiply 16 at a time."""
+
+
+def torch_empty(*shape: int, like: Tensor) -> Tensor:
+    """An unfilled tensor in torch's own memory."""
+    return like.new_empty(shape)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """The arguments that all layers are built with: the rank, its weights' dtype and device, and the layout's choices.
+
+    workspace: makes tensors that the ranks will sum.
+    queries_shared_by: number of neighbouring ranks that each compute the queries of all their heads, for attention over
+        sharded tokens.
+    shape_only: weights have their shapes and take no memory, for a pass over zero rows.
+    experts: the forms in which a mixture of experts may take its rows.
+    float8: whether products with the weight of a name are computed in FP8; None: none are.
+    """
+
+    mesh: Mesh
+    rank: int
+    dtype: torch.dtype
+    device: torch.device
+    workspace: Workspace = torch_empty
+    queries_shared_by: int = 1
+    shape_only: bool = False
+    experts: Forms = "gather"
+    float8: Callable[[str], bool] | None = None
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An unfilled weight, of the model's dtype by default."""
+        weight = torch.empty(() if self.shape_only else shape, dtype=dtype or self.dtype, device=self.device)
+        return nn.Parameter(weight.expand(shape) if self.shape_only else weight, requires_grad=False)
+
+    def share(
+        self,
+        what: str,
+        size: int,
+        over: str | None,
+        unit: int = 1,
+        replicate: bool = False,
+        shared_by: int = 1,
+        uneven: bool = False,
+    ) -> slice:
+        """This rank's share of `size` features, which are split over a group in whole `unit`s.
+
+        replicate: where there are fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
+        shared_by: number of neighbouring ranks that hold the same share.
+        uneven: shares may differ, in whole runs of 16 features, or of 128 where weights are in FP8; the first rank's is
+            one of the largest.
+        Raises LayoutError where the units do not divide among the ranks.
+        """
+        ranks = self.mesh.size(self.mesh.canonical(over)) // shared_by
+        place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank) // shared_by
+        units = size // unit
+        if units % ranks == 0:
+            each = size // ranks
+            return slice(place * each, (place + 1) * each)
+        if replicate and ranks % units == 0:
+            at = place * units // ranks
+            return slice(at * unit, (at + 1) * unit)
+        runs = -(-size // (run := UNEVEN if self.float8 is None else BLOCK))
+        if uneven and runs >= ranks:
+            return slice(-(-place * runs // ranks) * run, min(size, -(-(place + 1) * runs // ranks) * run))
+        raise LayoutError(
+            f"{what}: {units} do not divide over {over}={ranks}; choose {over} among the divisors of {units}"
+        )
+
+
+class Layer(nn.Module):
+    """A module with a qualified name and, for each of its weights, the sources that fill it.
+
+    units: of the weights that are in FP8, the (rows, columns) that share a scale of `{name}_scales`.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+        self.sources: dict[str, list[Source]] = {}
+        self.units: dict[str, tuple[int, int]] = {}
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """`forward`, without torch's search for hooks: layers have none."""
+        return self.forward(*args, **options)
+
+    def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: list[Source]) -> None:
+        """An unfilled weight, with FP8 scales where all its sources are to stay in FP8. Raises LayoutError."""
+        self.sources[name] = sources
+        if b.float8 is None or not all(b.float8(source.name) for source in sources):
+            self.register_parameter(name, b.empty(*shape))
+            return
+        self.units[name] = rows, columns = unit_of(self.path, len(shape), sources)
+        self.register_parameter(name, b.empty(*shape, dtype=FLOAT8))
+        blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+        self.register_parameter(f"{name}_scales", b.empty(*blocks, dtype=torch.float32))
+
+    def declared(self, name: str) -> Tensor | Fp8Weight:
+        """The weight, as `weft.engine.models.products.product` takes it."""
+        weight, unit = getattr(self, name), self.units.get(name)
+        return weight if unit is None else Fp8Weight(weight, getattr(self, f"{name}_scales"), unit)
+
+
+class Linear(Layer):
+    """y = x Wᵀ, whole on every rank (routers, gates). x: complete `[rows, inputs]`; y: complete.
+
+    plain: never in FP8.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, b: Builder, path: str, inputs: int, outputs: int, plain: bool = False):
+        super().__init__(path)
+        source = Source(f"{path}.weight", (outputs, inputs), (slice(None),))
+        self.declare(replace(b, float8=None) if plain else b, "weight", (outputs, inputs), [source])
+
+    def forward(self, x: Hidden) -> Hidden:
+        weight = self.declared("weight")
+        value = product(x.taken(weight, self.path), weight, x.value)
+        return Hidden(value, x.mesh.placement(x.placement.rows), x.mesh, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never split (a head).
+
+    views: from the weight to its stored form. shared_by: number of neighbouring ranks that hold the same features.
+    uneven: as `Builder.share` takes it.
+    """
+
+    name: str
+    features: int
+    unit: int = 1
+    replicate: bool = False
+    views: tuple[View, ...] = ()
+    shared_by: int = 1
+    uneven: bool = False
+
+
+class ColumnLinear(Layer):
+    """Several outputs of one input in one product, each split over a group by features; over None: whole on all ranks.
+
+    x: complete `[rows, inputs]`; returns `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where
+    the group's ranks hold different rows. Neighbouring outputs share a product if all their weights are in FP8, or
+    none.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str | None, bias: bool = False):
+        super().__init__(path)
+        self.over = over
+        shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.shared_by, o.uneven) for o in outs]
+        self.sizes = [s.stop - s.start for s in shares]
+        self.bias = b.empty(sum(self.sizes)) if bias else None
+        if bias:
+            self.sources["bias"] = []
+        self.products: list[tuple[str, slice]] = []
+        total = 0
+        held = zip(outs, shares, self.sizes, strict=True)
+        for _, neighbours in groupby(held, lambda o: b.float8 is not None and b.float8(f"{o[0].name}.weight")):
+            start, sources = total, []
+            for out, share, size in neighbours:
+                at = (slice(total - start, total - start + size),)
+                sources.append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at, out.views))
+                if bias:
+                    to = (slice(total, total + size),)
+                    self.sources["bias"].append(Source(f"{out.name}.bias", (out.features,), (share,), to, out.views))
+                total += size
+            name = f"weight_{len(self.products)}" if self.products else "weight"
+            self.declare(b, name, (total - start, inputs), sources)
+            self.products.append((name, slice(start, total)))
+
+    def forward(self, x: Hidden) -> Hidden:
+        return Hidden(self._product(x), self._placement(x), x.mesh, self.path)
+
+    def feed(self, x: Hidden, function: Callable[[Tensor | SplitKPartials], Tensor], origin: str) -> Hidden:
+        """`self(x).elementwise(function, origin)`; the function gets the product's parts, if there are, and adds
+        them."""
+        placement = self._placement(x)
+        if len(self.products) > 1:
+            return Hidden(function(self._product(x)), placement, x.mesh, origin)
+        weight = self.declared("weight")
+        made = product_or_partials(x.taken(weight, self.path), weight, x.value, self.bias)
+        return Hidden(function(made), placement, x.mesh, origin)
+
+    def _placement(self, x: Hidden) -> Placement:
+        try:
+            return x.mesh.placement(x.placement.rows, split=self.over)
+        except PlacementError as error:
+            raise PlacementError(f"{self.path} reads {x.origin} {x.placement}: {error}") from None
+
+    def _product(self, x: Hidden) -> Tensor:
+        like, weights = x.value, [self.declared(name) for name, _ in self.products]
+        if len(weights) == 1:
+            return product(x.taken(weights[0], self.path), weights[0], like, bias=self.bias)
+        out = like.new_empty(like.shape[0], sum(self.sizes))
+        for weight, (_, columns) in zip(weights, self.products, strict=True):
+            bias = None if self.bias is None else self.bias[columns]
+            product(x.taken(weight, self.path), weight, like, out[:, columns], bias)
+        return out
+
+
+class RowLinear(Layer):
+    """y = x Wᵀ with the input features split over a group: y `[rows, outputs]` owes the sum over it.
+
+    Only the group's first rank adds a bias, so that the sum holds it once.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        b: Builder,
+        path: str,
+        inputs: int,
+        outputs: int,
+        over: str,
+        unit: int = 1,
+        bias: bool = False,
+        uneven: bool = False,
+    ):
+        super().__init__(path)
+        self.over, self.workspace = over, b.workspace
+        share = b.share(path, inputs, over, unit, uneven=uneven)
+        source = Source(f"{path}.weight", (outputs, inputs), (slice(None), share))
+        self.declare(b, "weight", (outputs, share.stop - share.start), [source])
+        self.bias = None
+        if bias and share.start == 0:
+            self.bias = b.empty(outputs)
+            self.sources["bias"] = [Source(f"{path}.bias", (outputs,), (slice(None),))]
+
+    def forward(self, x: Hidden) -> Hidden:
+        needs = Placement(x.placement.rows, split=x.mesh.canonical(self.over))
+        if x.placement != needs:
+            raise PlacementError(f"{self.path} needs {needs}, but {x.origin} is {x.placement}")
+        placement = x.mesh.placement(x.placement.rows, owes=self.over)
+        out = self.workspace(x.value.shape[0], self.weight.shape[0], like=x.value)
+        product(x.value, self.declared("weight"), out, out, self.bias)
+        return Hidden(out, placement, x.mesh, self.path)
+
+
+class RMSNorm(Layer):
+    """`weft.kernels.torch_reference.rms_norm` over all features of complete hidden states; else PlacementError.
+
+    less_one: checkpoints store the weight minus one. One is added in float32, and the weight stays in float32.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, eps: float, less_one: bool = False):
+        super().__init__(path)
+        self.eps = eps
+        self.weight = b.empty(width, dtype=torch.float32 if less_one else None)
+        self.sources["weight"] = [_norm_source(path, width, less_one)]
+
+    def forward(self, x: Hidden) -> Hidden:
+        return x.rowwise(lambda rows: rms_norm(rows, self.weight, self.eps), self.path)
+
+
+class HeadNorm(Layer):
+    """`RMSNorm` of queries or keys `[T, heads, head_dim]`, head by head: a rank holds whole heads."""
+
+    def __init__(self, b: Builder, path: str, head_dim: int, eps: float, less_one: bool = False):
+        super().__init__(path)
+        self.eps = eps
+        self.weight = b.empty(head_dim, dtype=torch.float32 if less_one else None)
+        self.sources["weight"] = [_norm_source(path, head_dim, less_one)]
+
+    def forward(self, heads: Tensor) -> Tensor:
+        return rms_norm(heads, self.weight, self.eps)
+
+
+def _norm_source(path: str, width: int, less_one: bool) -> Source:
+    return Source(f"{path}.weight", (width,), (slice(None),), views=(LessOne(),) if less_one else ())
+
+
+def vocabulary_share(mesh: Mesh, rank: int, vocabulary: int) -> slice:
+    """The rank's tokens of a vocabulary that is split over attn_tp; the numbers differ by one at most."""
+    place, ranks = mesh.peers("attn_tp", rank).index(rank), mesh.attn_tp
+    return slice(vocabulary * place // ranks, vocabulary * (place + 1) // ranks)
+
+
+class Embedding(Layer):
+    """Token embeddings: int64 `[rows]` → `[rows, width]` of the DP group, whole on all ranks and complete.
+
+    split: over attn_tp by tokens; the result owes the sum over it, in which a token has one term that is not zero.
+    """
+
+    def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool = False):
+        super().__init__(path)
+        self.mesh, self.split = b.mesh, split and b.mesh.attn_tp > 1
+        self.share = vocabulary_share(b.mesh, b.rank, vocabulary) if self.split else slice(0, vocabulary)
+        self.weight = b.empty(self.share.stop - self.share.start, width)
+        self.sources["weight"] = [Source(f"{path}.weight", (vocabulary, width), (self.share,))]
+
+    def forward(self, tokens: Tensor) -> Hidden:
+        value = embed(tokens, self.weight, self.share.start if self.split else None)
+        placement = self.mesh.placement(Rows.GROUP, owes="attn_tp" if self.split else None)
+        return Hidden(value, placement, self.mesh, self.path)
+
+
+class Head(Layer):
+    """Logits `[rows, vocabulary]` of complete rows; where the vocabulary is split, of the rank's share of it.
+
+    tied: the embedding with its weight. It is split as `Embedding` is. source: of its own weight, which a checkpoint of
+    a tied model may have, too.
+    """
+
+    def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool, tied: Embedding | None):
+        super().__init__(path)
+        self.split = split and b.mesh.attn_tp > 1
+        self._tied = [] if tied is None else [tied]  # in a list, so that it is not a part of this layer
+        share = vocabulary_share(b.mesh, b.rank, vocabulary) if self.split else slice(0, vocabulary)
+        self.source = Source(f"{path}.weight", (vocabulary, width), (share,))
+        if tied is None:
+            self.weight = b.empty(share.stop - share.start, width)
+            self.sources["weight"] = [self.source]
+
+    @property
+    def tied(self) -> bool:
+        """Whether it uses the embedding's weight."""
+        return bool(self._tied)
+
+    def untie(self, weight: Tensor) -> None:
+        """Uses a weight of its own from now on, if it differs from the embedding's."""
+        other = self._tied[0].weight
+        own = weight.to(other)
+        if not torch.equal(own, other):
+            self._tied.clear()
+            self.weight = nn.Parameter(own, requires_grad=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        weight = self._tied[0].weight if self._tied else self.weight
+        return F.linear(rows, weight)

@@ -1,0 +1,244 @@
+"""Weights: each rank reads its own slices of a checkpoint, or makes them up, directly into its parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from weft.engine.models.attention import WholeNorms
+from weft.engine.models.checkpoint import Checkpoint, open_checkpoint
+from weft.engine.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.engine.models.model_config import LanguageModel, ModelConfig, ModelError, first_line
+from weft.engine.models.registry import plugin_line
+from weft.engine.models.source import Source
+from weft.kernels.float8 import LARGEST
+from weft.planner.spec import LayoutError, Mesh, PlacementError
+
+if TYPE_CHECKING:
+    from weft.engine.models.gguf_file import GgufFile  # an extra brings its package
+
+Progress = Callable[[int, int], None]
+NORMS = (RMSNorm, HeadNorm, WholeNorms)
+"""Layers of which made-up weights are 1."""
+DUMMY_BLOCK, DUMMY_BLOCK_CPU = 1 << 24, 1 << 16
+"""Elements that `dummy_model` makes at a time; on CPUs temporaries of 20 bytes for each must fit a cache."""
+
+
+def build_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    workspace: Workspace = torch_empty,
+    shape_only: bool = False,
+    in_float8: Callable[[str], bool] | None = None,
+) -> LanguageModel:
+    """The model of one rank with unfilled weights (without memory on the `meta` device).
+
+    workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a pass over zero rows.
+    in_float8: which weights are stored in FP8, where products in FP8 are requested; None: as config.json says.
+
+    Raises LayoutError where the model's heads, experts or features do not divide over the layout, ModelError for sizes
+    that no model can have.
+    """
+    queries = mesh.dcp if config.replicate_queries else 1
+    stored = (in_float8 or config.storage.in_float8) if config.float8 else None
+    try:
+        return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
+    except (LayoutError, PlacementError, ModelError):
+        raise
+    except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
+        plugin = plugin_line(error, type(config))
+        what = f"{plugin} builds no model" if plugin else "no model can be built"
+        raise ModelError(f"{what} from config.json: {type(error).__name__}: {first_line(error)}") from error
+
+
+def load_model(
+    model_dir: Path,
+    config: ModelConfig,
+    mesh: Mesh,
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    workspace: Workspace = torch_empty,
+) -> LanguageModel:
+    """The model of one rank with its weights. progress(done, total) counts tensors. workspace: as `build_model`.
+
+    Raises ModelError for tensors that are missing, misshapen, of another dtype than floats, or of no weight;
+    LayoutError as `build_model`.
+    """
+    with open_checkpoint(model_dir, config.storage) as checkpoint:
+
+        def in_float8(name: str) -> bool:
+            return config.storage.in_float8(name) and checkpoint.has_scales(name)
+
+        if rank == 0:
+            check_tensors(checkpoint, config)
+        model = build_model(config, mesh, rank, dtype, torch.device(device), workspace, in_float8=in_float8)
+        jobs = list(_jobs(model))
+        for done, (layer, name, source) in enumerate(jobs):
+            weight = layer.get_parameter(name).data[source.at]
+            if name in layer.units:
+                values, scales = checkpoint.read_float8(source, layer.units[name])
+                weight.copy_(values)
+                _scales_of(layer, name, source).copy_(scales)
+            else:
+                weight.copy_(checkpoint.read(source))
+            if progress:
+                progress(done + 1, len(jobs))
+        # A head in the checkpoint is used even if config.json says that it is tied, as in transformers: fine-tuning may
+        # have changed it alone.
+        for head in model.modules():
+            if isinstance(head, Head) and head.tied and checkpoint.has(head.source.name):
+                head.untie(checkpoint.read(head.source))
+    return model
+
+
+def check_tensors(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> None:
+    """Raises ModelError for a tensor that no weight of the whole model reads, unless it is a known spare.
+
+    Spares are frequencies of rotary embeddings, layers after the last one, which draft tokens, and `config.spares`.
+    """
+    whole = build_model(replace(config, float8=False), Mesh(), 0, torch.float32, torch.device("meta"))
+    read = {source.name for _, _, source in _jobs(whole)}
+    read |= {layer.source.name for layer in whole.modules() if isinstance(layer, Head)}
+    beside = ("_scale_inv", "_blocks", "_scales") if config.storage.mxfp4 else ("_scale_inv",)
+    read |= {name + end for name in list(read) for end in beside}
+    layer = re.compile(rf"{re.escape(config.prefix)}\.layers\.(\d+)\.")
+    for stored, path in checkpoint.names(read).items():
+        for name in (stored, f"model.{stored}"):
+            found = layer.match(name)
+            spare = found is not None and int(found[1]) >= config.num_layers
+            if name in read or spare or name.startswith(config.spares) or name.endswith(".rotary_emb.inv_freq"):
+                break
+        else:
+            raise ModelError(
+                f"{path} has a tensor {stored} that a model of config.json does not read; it may change what the model "
+                "computes: remove it if it does not"
+            )
+
+
+def dummy_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    workspace: Workspace = torch_empty,
+) -> LanguageModel:
+    """The model of one rank with made-up weights, to measure a shape without its checkpoint.
+
+    A weight's value is a hash of its tensor's name and its place there. So all layouts, ranks and devices have parts of
+    the same model, and each rank makes only its part. Matrices are uniform with a standard deviation of 1 / √inputs,
+    rounded where products are in FP8; other vectors are within ± 0.1; the weights of norms are 1.
+    progress, workspace: as `load_model`.
+    Raises LayoutError as `build_model`.
+    """
+    model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
+    jobs = list(_jobs(model))
+    for done, (layer, name, source) in enumerate(jobs):
+        part = layer.get_parameter(name).data[source.at]
+        if isinstance(layer, NORMS):
+            part.fill_(1.0)
+        elif name in layer.units:
+            _make_up(part, source, LARGEST)
+            _scales_of(layer, name, source).fill_(_bound(source) / LARGEST)
+        else:
+            _make_up(part, source)
+        if progress:
+            progress(done + 1, len(jobs))
+    return model
+
+
+@dataclass(frozen=True)
+class DummyTensor:
+    """A whole tensor of a checkpoint, which holds what `dummy_model` makes of it."""
+
+    source: Source
+    ones: bool
+
+    def make(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Its values, of `source.shape`."""
+        whole = torch.ones(self.source.shape, dtype=dtype, device=device)
+        if not self.ones:
+            _make_up(whole, self.source)
+        return whole
+
+
+def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
+    """The tensors of a checkpoint with the weights of `dummy_model`.
+
+    Raises ModelError for a family that stores a tensor in another form than it is used in, or in FP8.
+    """
+    tensors = {}
+    for layer, name, source in _jobs(build_model(config, Mesh(), 0, torch.float32, torch.device("meta"))):
+        if source.views or name in layer.units:
+            raise ModelError(f"no checkpoint is written of {source.name}: it is not stored as it is used")
+        tensors[source.name] = DummyTensor(replace(source, take=()), isinstance(layer, NORMS))
+    return list(tensors.values())
+
+
+def float8_says(model: LanguageModel) -> str:
+    """One line: the products that a model computes in FP8, and their bytes; empty where there are none."""
+    names, size = dict[str, None](), 0
+    for layer in model.modules():
+        for weight in layer.units if isinstance(layer, Layer) else ():
+            assert isinstance(layer, Layer)
+            size += layer.get_parameter(weight).numel()
+            names |= {s.name.removesuffix(".weight").rpartition(".")[2]: None for s in layer.sources[weight]}
+    if not names:
+        return ""
+    return f"products in FP8: {', '.join(names)} ({size / 1e9:.2f} GB a rank); other weights are dequantised"
+
+
+def _scales_of(layer: Layer, name: str, source: Source) -> torch.Tensor:
+    """The scales of the part of an FP8 weight that comes from a source."""
+    scales, rows = layer.get_parameter(f"{name}_scales").data, layer.units[name][0]
+    *before, last = (*source.at, *[slice(None)] * (scales.dim() - 1))[: scales.dim() - 1]
+    if isinstance(last, slice) and last.stop is not None:
+        last = slice((last.start or 0) // rows, -(-last.stop // rows))
+    return scales[(*before, last)]
+
+
+def _jobs(model: Layer) -> Iterator[tuple[Layer, str, Source]]:
+    """All weights, by name, with each of their sources."""
+    for layer in model.modules():
+        if isinstance(layer, Layer):
+            for attribute, sources in layer.sources.items():
+                for source in sources:
+                    yield layer, attribute, source
+
+
+def _bound(source: Source) -> float:
+    """The greatest magnitude of a made-up tensor's values."""
+    return float((3 / source.shape[-1]) ** 0.5) if len(source.shape) > 1 else 0.1
+
+
+def _make_up(part: torch.Tensor, source: Source, bound: float | None = None) -> None:
+    """Fills a slice of a tensor with hashes of the whole tensor's indices. bound: of values; None: `_bound`."""
+    width = source.shape[-1]
+    bound = _bound(source) if bound is None else bound
+    name = f"{source.name}{source.views or ''}".encode()
+    seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
+    starts = [take.start for take in source.used]
+    columns = torch.arange(part.shape[-1], device=part.device) + starts[-1]
+    row = torch.zeros(1, dtype=torch.int64, device=part.device)  # each row's number in the whole tensor
+    for start, size, whole in zip(starts[:-1], part.shape[:-1], source.shape[:-1], strict=True):
+        row = (row[:, None] * whole + torch.arange(start, start + size, device=part.device)).flatten()
+    blocks = (part,) if part.is_contiguous() else part.unbind(0)  # rows of several experts are not evenly spaced
+    step = max(1, (DUMMY_BLOCK_CPU if part.device.type == "cpu" else DUMMY_BLOCK) // part.shape[-1])
+    for numbers, block in zip(row.view(len(blocks), -1), blocks, strict=True):
+        for rows, out in zip(numbers.split(step), block.view(-1, part.shape[-1]).split(step), strict=True):
+            # Two rounds of multiply and shift (as in SplitMix64) in wrapping integers: the same bits on all devices.
+            value = rows[:, None] * width + columns
+            value.add_(seed).mul_(-0x61C8864680B583EB).bitwise_xor_(value >> 29).mul_(-0x40A7B892E31B1A47)
+            out.copy_((value >> 40).float().mul_(bound / (1 << 23)))

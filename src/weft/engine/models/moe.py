@@ -1,0 +1,209 @@
+"""The mixture of experts, with the shared expert of some models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from weft.engine.kernels import ops
+from weft.engine.kernels.model_reference import Chosen
+from weft.engine.kernels.side_stream import beside, nothing
+from weft.engine.models.expert_sources import (
+    EXPERT_STORAGE,
+    ExpertLayout,
+    ExpertStorage,
+    expert_sources,
+    gate_up_biases,
+)
+from weft.engine.models.layers import Builder, Layer, Linear
+from weft.engine.models.mlp import FeedForward, GatedMLP, WholeMLP
+from weft.engine.models.routing import Router, Routing
+from weft.engine.models.source import Source
+from weft.kernels.float8 import Fp8Rows
+from weft.kernels.stream_ops import on_gpu
+from weft.planner.spec import LayoutError, PlacementError, Rows
+from weft.stream.hidden import Hidden
+
+
+class Experts(Layer):
+    """Routed experts: whole experts over `ep`, their inner features over `moe_tp`.
+
+    Rows are gathered or dispatched (`weft.planner.experts`). For rows that all ranks hold, the result owes a sum over
+    ep and moe_tp, the world. A rank's own rows are dispatched to the ranks of their experts and back: complete.
+
+    layout: as `ExpertStorage`. limit, alpha: as `weft.engine.kernels.model_reference.gated` takes them.
+    bias: products have biases; only the first rank of moe_tp adds the last one, so that the sum holds it once.
+
+    Both products are in FP8, or neither. The constructor raises LayoutError where the split leaves sizes that grouped
+    products do not take.
+    """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(
+        self,
+        b: Builder,
+        path: str,
+        experts: int,
+        width: int,
+        inner: int,
+        layout: ExpertLayout = "per_expert",
+        limit: float | None = None,
+        alpha: float | None = None,
+        bias: bool = False,
+    ):
+        super().__init__(path)
+        mine = b.share(f"{path} (experts)", experts, "ep")
+        cut = b.share(f"{path} (inner features)", inner, "moe_tp")
+        size, step = cut.stop - cut.start, 16 // b.dtype.itemsize
+        if b.device.type == "cuda" and (size % step or width % step):
+            raise LayoutError(
+                f"{path}: {size} inner features a rank and {width} wide, but grouped products on GPUs take multiples "
+                f"of {step}; choose a smaller moe_tp"
+            )
+        self.mine, self.experts = range(mine.start, mine.stop), experts
+        self.workspace, self.limit, self.alpha = b.workspace, limit, alpha
+        found, held = expert_sources(path, layout, experts, width, inner, mine, cut), mine.stop - mine.start
+        if b.float8 is not None and not all(b.float8(s.name) for part in found.values() for s in part):
+            b = replace(b, float8=None)
+        self.declare(b, "gate_up", (held, 2 * size, width), found["gate_up"])
+        self.declare(b, "down", (held, width, size), found["down"])
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = b.empty(mine.stop - mine.start, 2 * size)
+            self.sources["gate_up_bias"] = gate_up_biases(path, experts, inner, mine, cut)
+            if cut.start == 0:
+                self.down_bias = b.empty(mine.stop - mine.start, width)
+                self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (experts, width), (mine,))]
+
+    def forward(self, x: Hidden, router: Router, shared: Callable[[], Hidden] | None = None) -> Hidden:
+        """The sum over the experts that the router chooses for x, complete rows.
+
+        Rows after x's live ones are undefined. shared: makes a term of the sum, which is overwritten.
+        """
+        if self._dispatches(x):
+            assert x.settler is not None
+            added, wait = beside(shared, x.value) if shared else (None, nothing)
+            chosen = router.choose(x)
+            out = x.settler.dispatch(x.require_complete(self.path), *chosen, self.experts, self._sum_of_chosen)
+            owned = Hidden(out, x.placement, x.mesh, self.path)
+            wait()
+            if added is not None:
+                owned += added
+            return owned
+        taken, placement = self._world_rows(x), x.mesh.placement(x.placement.rows, owes="world")
+        added, wait = beside(shared, x.value) if shared else (None, nothing)
+        in_float8 = bool(self.units)
+        if added is not None:
+            Hidden(x.value, placement, x.mesh, self.path).require_same(added)
+        if x.beside is None:
+            routed = ops.route(router.logits(x), router.routing, x.live, self.mine, in_float8, router.bias)
+        else:
+            routed = ops.route_chosen(*router.listed(x.beside), x.live, self.mine, in_float8)
+        out = self._sum(taken, x.value, routed, None if added is None else added.value, wait)
+        return Hidden(out, placement, x.mesh, self.path)
+
+    def _sum_of_chosen(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+        """The sum over this rank's experts for rows; expert: counted over all ranks, −1 for none."""
+        return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, bool(self.units)))
+
+    def _sum(
+        self,
+        x: Tensor | Fp8Rows,
+        like: Tensor,
+        chosen: Chosen,
+        added: Tensor | None = None,
+        wait: Callable[[], None] = nothing,
+    ) -> Tensor:
+        """The sum over this rank's experts for rows, of like's dtype; added: a term of it, overwritten with it, which
+        may be read once wait was called."""
+        return ops.experts(
+            x,
+            chosen,
+            self.declared("gate_up"),
+            self.declared("down"),
+            self.workspace(*like.shape, like=like) if added is None else added,
+            limit=self.limit,
+            alpha=self.alpha,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            add=added is not None,
+            wait=wait,
+        )
+
+    def _dispatches(self, x: Hidden) -> bool:
+        """Whether the rows are this rank's own, to be dispatched to their experts."""
+        return x.settler is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
+
+    def _world_rows(self, x: Hidden) -> Tensor | Fp8Rows:
+        """The rows, if they are complete and all ranks hold the same; else PlacementError."""
+        taken = x.taken(self.declared("gate_up"), self.path)
+        if not x.mesh.same_rows(x.placement.rows, "world"):
+            wanted = x.mesh.placement(Rows.WORLD)
+            raise PlacementError(f"{self.path} needs {wanted}, but {x.origin} is {x.placement}")
+        return taken
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts. Raises ModelError where its routing cannot choose among so many experts.
+
+    inner: inner features of each expert. shared: of the shared expert; 0: there is none. shared_gate: it has a sigmoid
+    gate. limit, shared_limit, alpha: of the routed experts and of the shared one, as
+    `weft.engine.kernels.model_reference.gated` takes them. bias: the routed experts' products have biases.
+    """
+
+    experts: int
+    inner: int
+    routing: Routing
+    shared: int = 0
+    shared_gate: bool = True
+    stored: ExpertStorage = EXPERT_STORAGE
+    limit: float | None = None
+    shared_limit: float | None = None
+    alpha: float | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        self.routing.check(self.experts)
+
+
+class SparseMoE(FeedForward):
+    """Router, routed experts and, where the model has one, a shared expert for all tokens.
+
+    takes: the rows that it may read, by the builder's `experts`: WORLD to gather, OWN to dispatch, or either
+    (`weft.planner.experts`). A shared expert that may get either is whole on all ranks.
+    """
+
+    def __init__(self, b: Builder, path: str, width: int, c: MoEConfig):
+        super().__init__(path)
+        stored, shared = c.stored, c.shared
+        bias = f"{path}.{stored.bias}" if stored.bias else ""
+        self.router = Router(b, f"{path}.{stored.router}", width, c.experts, c.routing, bias)
+        self.experts = Experts(
+            b, f"{path}.{stored.experts}", c.experts, width, c.inner, stored.layout, c.limit, c.alpha, c.bias
+        )
+        self.takes = {"gather": (Rows.WORLD,), "dispatch": (Rows.OWN,), "auto": (Rows.WORLD, Rows.OWN)}[b.experts]
+        mlp = GatedMLP if b.experts == "gather" or b.mesh.world == 1 else WholeMLP
+        self.shared = mlp(b, f"{path}.{stored.shared}", width, shared, c.shared_limit) if shared else None
+        self.shared_gate = (
+            Linear(b, f"{path}.{stored.shared}_gate", width, 1, plain=True) if shared and c.shared_gate else None
+        )
+
+    def beside(self, x: Hidden) -> Tensor:
+        return self.router.beside(x)
+
+    def forward(self, x: Hidden) -> Hidden:
+        return self.experts(x, self.router, None if self.shared is None else partial(self._of_shared, x))
+
+    def _of_shared(self, x: Hidden) -> Hidden:
+        assert self.shared is not None
+        if self.shared_gate is None or on_gpu(x.value):  # there the gate's score needs no kernel of its own
+            return self.shared(x, self.shared_gate)
+        score: Hidden = self.shared_gate(x).elementwise(torch.sigmoid, self.shared_gate.path)
+        return self.shared(x).scale(score)

@@ -1,0 +1,107 @@
+"""Qwen3.5-MoE, its text part: layers of Gated DeltaNet and of gated attention, all with experts and a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.engine.models.attention import Attention, HeadNorms, Heads
+from weft.engine.models.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.deltanet import DeltaHeads, GatedDeltaNet
+from weft.engine.models.expert_sources import ExpertStorage
+from weft.engine.models.layers import Builder, Layer
+from weft.engine.models.model_config import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError, common_fields, rope_of
+from weft.engine.models.moe import MoEConfig, SparseMoE
+from weft.engine.models.routing import Routing
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+@dataclass(frozen=True)
+class Qwen35Config(DecoderConfig):
+    """kinds: of each layer. heads: of full attention; delta: of linear attention; moe: of every layer."""
+
+    norms_less_one: ClassVar[bool] = True
+    prefix: ClassVar[str] = "model.language_model"
+    spares: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+
+    kinds: tuple[str, ...]
+    heads: Heads
+    delta: DeltaHeads
+    moe: MoEConfig
+
+    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
+        mixer: Layer
+        if self.kinds[index] == FULL:
+            mixer = Attention(b, f"{path}.self_attn", self.hidden_size, self.heads)
+        else:
+            mixer = GatedDeltaNet(b, f"{path}.linear_attn", self.hidden_size, self.delta, self.rms_norm_eps)
+        return DecoderLayer(b, path, self, mixer, SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe))
+
+
+def read(whole: Fields) -> Qwen35Config:
+    """Reads a published config, of text and pictures, as a model of text alone. Raises ModelError."""
+    for name in ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        whole.get(name)
+    whole.only("language_model_only", False, True)
+    for name in ("tie_word_embeddings", "is_encoder_decoder"):
+        whole.only(name, False)
+    text = whole.section("text_config", quantization_config=whole.get("quantization_config"))
+    return read_text(text, Qwen35Config)
+
+
+def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False) -> Qwen35Config:
+    """Reads the fields of the text's part. qwen3_next: checkpoints have DeltaNet's projections by key heads, and each
+    expert by itself. Raises ModelError.
+    """
+    fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # draft layers, which are not run
+    fields.get("intermediate_size")  # of layers without experts, of which there are none
+    fields.only("tie_word_embeddings", False)
+    fields.only("mlp_only_layers", [])
+    fields.only("decoder_sparse_step", 1)
+    for name in ("attn_output_gate", "norm_topk_prob"):
+        fields.only(name, True)
+    fields.only("mamba_ssm_dtype", "float32")
+    layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS))
+    interval = fields.size("full_attention_interval", 4)
+    kinds = tuple(fields.items("layer_types", str, [LINEAR if (i + 1) % interval else FULL for i in layers]))
+    if len(kinds) != len(layers) or not set(kinds) <= {FULL, LINEAR}:
+        raise ModelError(f"layer_types {list(kinds)} are not {len(layers)} of {FULL} and {LINEAR}")
+    parameters = fields.section("rope_parameters")
+    part = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 0.25), high=1.0)
+    fields.only("partial_rotary_factor", part)
+    for name in ("mrope_section", "mrope_interleaved"):  # of text alone, all three positions are one
+        parameters.get(name)
+    dim = fields.size("head_dim")
+    rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)
+    common = common_fields(fields, dim, rope=rope)
+    bias = fields.flag("attention_bias")
+    fused = not qwen3_next and common["storage"].float8_block is None
+    return kind(
+        **common,
+        kinds=kinds,
+        heads=Heads(
+            common["num_heads"],
+            common["num_kv_heads"],
+            dim,
+            HeadNorms(common["rms_norm_eps"], less_one=True),
+            bias=bias,
+            output_bias=bias,
+            gate="element",
+        ),
+        delta=DeltaHeads(
+            fields.size("linear_num_key_heads"),
+            fields.size("linear_num_value_heads"),
+            fields.size("linear_key_head_dim"),
+            fields.size("linear_value_head_dim"),
+            fields.size("linear_conv_kernel_dim"),
+            by_key_head=qwen3_next,
+        ),
+        moe=MoEConfig(
+            fields.size("num_experts", high=MAX_EXPERTS),
+            fields.size("moe_intermediate_size"),
+            Routing(fields.size("num_experts_per_tok"), renormalise=True),
+            shared=fields.size("shared_expert_intermediate_size"),
+            stored=ExpertStorage(layout="fused" if fused else "per_expert"),
+        ),
+    )

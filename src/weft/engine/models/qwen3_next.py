@@ -1,0 +1,21 @@
+"""Qwen3-Next: the layers of Qwen3.5-MoE, which came after it, under other names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from weft.engine.models.model_config import Fields
+from weft.engine.models.qwen35 import Qwen35Config, read_text
+
+
+@dataclass(frozen=True)
+class Qwen3NextConfig(Qwen35Config):
+    """A model of text alone."""
+
+    prefix: ClassVar[str] = "model"
+
+
+def read(fields: Fields) -> Qwen35Config:
+    """Reads a config of Qwen3-Next or Qwen3-Coder-Next. Raises ModelError."""
+    return read_text(fields, Qwen3NextConfig, qwen3_next=True)

@@ -1,0 +1,183 @@
+"""The registry of model families: one line each, and those that plugins add."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from textwrap import shorten
+from types import MappingProxyType
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from weft.engine.models import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
+from weft.engine.models.directory import config_file, is_gguf, no_model
+from weft.engine.models.json_file import read_json
+from weft.engine.models.known_fields import known_fields
+from weft.engine.models.model_config import HARMLESS, MAX_LAYERS, Fields, ModelConfig, ModelError, first_line
+from weft.plugins import PluginError, load_plugins
+
+Registry = Mapping[str, Callable[[Fields], ModelConfig]]
+"""For each model type of config.json the reader of its fields. Its config builds the family's model."""
+
+FAMILIES: Registry = MappingProxyType(
+    {
+        "qwen2_moe": qwen.read,
+        "qwen3_moe": qwen.read,
+        "qwen3": qwen.read,
+        "qwen2": qwen.read,
+        "llama": llama.read,
+        "mistral": llama.read,
+        "mixtral": llama.read,
+        "deepseek_v2": deepseek.read,
+        "deepseek_v3": deepseek.read,
+        "kimi_k2": deepseek.read,
+        "step3p5": step.read,
+        "qwen3_5_moe": qwen35.read,
+        "qwen3_next": qwen3_next.read,
+        "gpt_oss": gpt_oss.read,
+        "glm4_moe": glm.read,
+        "minimax_m2": minimax.read,
+    }
+)
+
+MAX_REASON = 400
+"""Characters of transformers' errors, which may hold the whole value."""
+
+AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
+"""Types with a config.json that is read as it is: transformers' class for them silently drops fields."""
+
+IN_TRANSFORMERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+"""Types that transformers knows by another name."""
+
+
+def registry(plugins: Sequence[str] = ()) -> Registry:
+    """The families of Weft and of the `FAMILIES` of plugins (`weft.plugins`). Raises ModelError."""
+    known = dict(FAMILIES)
+    try:
+        modules = list(load_plugins(plugins))
+    except PluginError as error:
+        raise ModelError(str(error)) from error
+    for name, module in zip(plugins, modules, strict=True):
+        families = getattr(module, "FAMILIES", {})
+        if not isinstance(families, Mapping):
+            raise ModelError(f"plugin {name}: FAMILIES is no dict from model type to the reader of its config")
+        if wrong := [kind for kind, reader in families.items() if not callable(reader)]:
+            raise ModelError(f"plugin {name}: FAMILIES[{wrong[0]!r}] is no function that reads the fields of a config")
+        known |= families
+    return known
+
+
+def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
+    """Reads config.json, or a GGUF file's metadata. num_layers: the model has the first so many layers only.
+
+    Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
+    does not understand.
+    """
+    if (why := no_model(model_dir)) is not None:
+        raise ModelError(why)
+    path = config_file(model_dir)
+    values = _values(path)
+    try:
+        if num_layers is not None:
+            values = deepcopy(values)
+            text = values.get("text_config", values)  # of models that see pictures too
+            there = Fields({"model_type": None, **text}).size("num_hidden_layers", high=MAX_LAYERS)
+            if num_layers > there:
+                raise ModelError(f"{num_layers} layers were asked for; there are {there}")
+            text["num_hidden_layers"] = num_layers
+            if isinstance(text.get("layer_types"), list):
+                text["layer_types"] = text["layer_types"][:num_layers]
+        return read_config(values, families)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except Exception as error:  # any error of values of a wrong type, or of a plugin
+        plugin = plugin_line(error, families.get(str(values.get("model_type"))))
+        what = f"{plugin} does not read {path}" if plugin else f"{path} cannot be understood"
+        raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The fields of a config.json, or of the metadata of a GGUF file. Raises ModelError."""
+    if is_gguf(path):
+        from weft.engine.models.gguf_file import GgufFile  # an extra brings its package
+
+        return GgufFile(path).values()
+    return read_json(path)
+
+
+def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:
+    """`load_config` from the values of config.json. transformers fills in defaults and old names of the types it
+    knows."""
+    if "model_type" not in values:
+        raise ModelError("config.json has no model_type, which names the family")
+    kind = str(values["model_type"])
+    if kind not in families:
+        near = _nearest(kind, values, families)
+        raise ModelError(
+            f"model type {kind!r} is not supported{near}; supported: {', '.join(families)}; --plugins adds others"
+        )
+    theirs = IN_TRANSFORMERS.get(kind, kind)
+    known = None
+    if theirs in CONFIG_MAPPING:
+        known = known_fields(CONFIG_MAPPING[theirs])
+        if kind not in AS_PUBLISHED:
+            values = _filled(values, theirs) | {"model_type": kind}
+    fields = Fields(values, known)
+    config = families[kind](fields)
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"the reader of model type {kind!r} gives a {type(config).__name__}, not a ModelConfig")
+    return replace(config, ignored=tuple(fields.finish()))
+
+
+def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The values of a config with transformers' defaults and names. Raises ModelError, which names the field."""
+    given = {name: value for name, value in values.items() if name not in HARMLESS or name in ("dtype", "torch_dtype")}
+    Fields({**given, "model_type": kind}).size("num_hidden_layers", 1, high=MAX_LAYERS)  # lists are filled for each
+
+    def fill(leave_out: str = "") -> dict[str, Any]:
+        kept = {name: value for name, value in given.items() if name != leave_out}
+        filled: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(deepcopy(kept) | {"model_type": kind}).to_dict()
+        return filled
+
+    def is_wrong(name: str) -> bool:
+        with suppress(Exception):
+            return bool(fill(leave_out=name))
+        return False
+
+    try:
+        return fill()
+    except Exception as error:  # its checks raise errors of many classes, of which not all name the field
+        why = shorten(str(error), MAX_REASON) or type(error).__name__
+        if not any(f"'{name}'" in why or f"`{name}`" in why for name in given):
+            why = f"{next(filter(is_wrong, given), 'several fields')}: {why}"
+        raise ModelError(f"not a config of model type {kind!r}: {why}") from error
+
+
+def _nearest(kind: str, values: Mapping[str, Any], families: Registry) -> str:
+    """The family that is nearest by the name of the model type, or else by that of the architecture, in brackets."""
+    for name in get_close_matches(kind, families, n=1):
+        return f" (nearest by name: {name!r})"
+    plain = {family.replace("_", ""): family for family in families}
+    for architecture in values.get("architectures") or ():
+        for name in get_close_matches(str(architecture).lower().partition("for")[0], plain, n=1):
+            return f" (nearest by its architecture {architecture}: {plain[name]!r})"
+    return ""
+
+
+def plugin_line(error: Exception, at: Any) -> str | None:
+    """The line of a plugin at which an error was raised, or which called the code that did. None for Weft's own code.
+
+    at: the called object, a plugin's or Weft's own: the reader of a family, or the class of its config.
+    """
+    module = sys.modules.get(getattr(at, "__module__", ""))
+    if module is None or module.__name__.startswith("weft."):
+        return None
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == module.__file__]
+    return f"plugin {module.__file__}" + (f", line {lines[-1]}," if lines else "")

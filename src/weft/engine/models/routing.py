@@ -1,0 +1,91 @@
+"""Routers: which experts a token goes to, and with what weight, as in published models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from weft.engine.kernels import ops
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.models.layers import Builder, Linear
+from weft.engine.models.model_config import ModelError
+from weft.engine.models.source import Source
+from weft.stream.hidden import Hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How k experts are chosen by their scores, which are a softmax or a sigmoid of the router's logits in float32.
+
+    groups: number of groups of consecutive experts. A token's experts are in its best `top_groups` groups; a group's
+        score is the sum of its best `group_best` experts' scores. (DeepSeek-V2: one, arXiv 2405.04434; V3: two, arXiv
+        2412.19437.)
+    bias: a learnt bias of each expert is added to its score to choose experts, but not to weigh them.
+    offset: a learnt bias is part of the logits.
+    renormalise: the chosen experts' weights are divided by their sum, then multiplied by `scale`.
+    wide: the logits themselves are computed in float32.
+    """
+
+    k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    bias: bool = False
+    renormalise: bool = False
+    scale: float = 1.0
+    wide: bool = False
+    offset: bool = False
+
+    def check(self, experts: int) -> None:
+        """Raises ModelError where k of so many experts cannot be chosen by it."""
+        if experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ModelError(
+                f"topk_group={self.top_groups} of n_group={self.groups} cannot be chosen: {experts} experts need equal "
+                "groups, of which 1 or more are chosen"
+            )
+        size = experts // self.groups
+        if self.groups > 1 and size < self.group_best:
+            raise ModelError(f"n_group={self.groups} leaves {size} experts in a group; routing ranks {self.group_best}")
+        if not 1 <= self.k <= self.top_groups * size:
+            raise ModelError(
+                f"num_experts_per_tok={self.k} cannot be chosen: a token may go to 1 … {self.top_groups * size} experts"
+            )
+
+
+class Router(Linear):
+    """Scores all experts for each token, and chooses. bias: the name of the experts' biases; empty: the default."""
+
+    def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing, bias: str = ""):
+        super().__init__(b, path, width, experts, plain=True)
+        self.routing = routing
+        self.bias = self.offset = None
+        if routing.offset:
+            self.offset = b.empty(experts)
+            self.sources["offset"] = [Source(f"{path}.bias", (experts,), (slice(None),))]
+        if routing.bias:
+            self.bias = b.empty(experts, dtype=torch.float32)
+            self.sources["bias"] = [Source(bias or f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
+
+    def logits(self, x: Hidden) -> Tensor | SplitKPartials:
+        """`[T, E]`, in x's dtype or, where the routing is wide, in float32; on GPUs perhaps its parts."""
+        value = x.require_complete(self.path)
+        return ops.linear_or_partials(value, self.weight, self.offset, torch.float32 if self.routing.wide else None)
+
+    def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
+        """(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`; on GPUs −1 for padding rows)."""
+        return ops.choose(self.logits(x), self.routing, x.live, bias=self.bias)
+
+    def beside(self, x: Hidden) -> Tensor:
+        """The chosen experts and weights of x as int32 `[T, 2k]`, to travel beside rows
+        (`weft.stream.stream.Beside`)."""
+        weight, expert = self.choose(x)
+        return torch.cat((weight.view(torch.int32), expert.int()), dim=1)
+
+    def listed(self, beside: Tensor) -> tuple[Tensor, Tensor]:
+        """(weight float32, expert int32 `[T, k]`) of rows that have travelled."""
+        weight, expert = beside.split(self.routing.k, dim=1)
+        return weight.contiguous().view(torch.float32), expert.contiguous()

@@ -1,0 +1,1 @@
+"""Rank processes: how they are forked, watched and ended."""

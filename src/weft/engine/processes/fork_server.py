@@ -1,0 +1,102 @@
+"""The process that forks ranks, with all imported: `python -m weft.engine.processes.fork_server DIRECTORY PID`.
+
+Importing torch takes seconds of a core. With this process one import serves every rank, the first time and each time
+that ranks are started anew, and its memory is shared. It must stay single-threaded and touch no device: a fork copies
+neither. It lives as long as its standard input is open and PID, the controller, runs: a process that the controller has
+forked holds a copy of the other end of standard input. Then it kills its ranks and removes DIRECTORY. Its protocol is
+one JSON object a line:
+
+  in    {"directory": PATH, "rank": N}        fork a rank; its files are there
+  out   {"ready": true}                       once, when all is imported
+        {"rank": N, "pid": PID}               a rank has been forked
+        {"pid": PID, "code": CODE}            a rank has ended; as `subprocess.Popen.returncode`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from weft.engine.config.threads import name_thread
+from weft.engine.worker import rank
+
+
+def main(root: Path, controller: int) -> None:
+    """Forks ranks until standard input or the controller ends."""
+    name_thread("weft-forks")
+    children: dict[int, int] = {}  # pidfd → pid
+    pending = b""
+    _say({"ready": True})
+    poller = select.poll()
+    poller.register(0, select.POLLIN | select.POLLHUP)
+    try:
+        controllers_end = os.pidfd_open(controller)
+        poller.register(controllers_end, select.POLLIN)
+        while True:
+            for fd, _ in poller.poll():
+                if fd == controllers_end:
+                    return
+                if fd:
+                    poller.unregister(fd)
+                    pid = children.pop(fd)
+                    os.close(fd)
+                    _say({"pid": pid, "code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+                    continue
+                data = os.read(0, 65536)
+                if not data:
+                    return
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    wanted = json.loads(line)
+                    pid = _fork(Path(wanted["directory"]), wanted["rank"], [controllers_end, *children])
+                    child = os.pidfd_open(pid)
+                    children[child] = pid
+                    poller.register(child, select.POLLIN)
+                    _say({"rank": wanted["rank"], "pid": pid})
+    except (BrokenPipeError, ProcessLookupError):  # the controller is gone
+        pass
+    finally:
+        for pid in children.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _say(what: dict[str, Any]) -> None:
+    os.write(1, json.dumps(what).encode() + b"\n")
+
+
+def _fork(directory: Path, number: int, descriptors: list[int]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for fd in descriptors:
+            os.close(fd)
+        log = os.open(directory / f"rank-{number}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
+        os.close(null)
+        os.close(log)
+        code = rank.main(directory, number, parent)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Peers that wait in a collective for this rank must not keep it: no clean-up that could wait for them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,125 @@
+"""The processes of one host's ranks: a fork server starts them, and sockets carry messages to and from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.messages.rank_messages import Stop, encode
+from weft.engine.messages.rank_sockets import SOCKET, RankSockets
+from weft.engine.processes.fork_client import ForkServer, RankProcess
+
+POLL_S = 0.2
+"""How long a wait for one message lasts."""
+DRAIN_S = 0.05
+"""How often messages of ranks that are to stop are read."""
+
+
+class RankProcesses:
+    """One host's ranks. All their files are in one private folder. Methods raise EngineError in one line.
+
+    ranks: their numbers in the world. processes: in the order of `ranks`. sockets: to poll, while they run.
+    """
+
+    def __init__(self, ranks: Sequence[int]):
+        self.ranks = tuple(ranks)
+        self.processes: list[RankProcess] = []
+        self.sockets: RankSockets | None = None
+        self._server: ForkServer | None = None
+
+    def prepare(self) -> None:
+        """Begins the start of the fork server, unless there is one."""
+        if self._server is None or not self._server.alive:
+            self.close()  # what is left of one that was killed
+            self.directory = Path(tempfile.mkdtemp(prefix="weft-"))
+            self._server = ForkServer(self.directory)
+
+    @property
+    def running(self) -> bool:
+        """Whether ranks were launched and not stopped."""
+        return self.sockets is not None
+
+    def launch(self, config: EngineConfig, number: int) -> None:
+        """Requests all ranks; `launched` says when they are there. number: of this start, another for each."""
+        self.prepare()
+        assert self._server is not None
+        self.processes = []
+        self._run = run = self.directory / str(number)
+        run.mkdir()
+        (run / "config.json").write_text(json.dumps(config.to_dict()))
+        try:
+            self.sockets = RankSockets(run / SOCKET, self.ranks)
+        except OSError as error:  # not every file system has sockets
+            raise EngineError(f"no sockets in {self.directory}: {error}; set TMPDIR to another") from error
+        for rank in self.ranks:
+            self._server.request(run, rank)
+
+    def launched(self, timeout_s: float) -> bool:
+        """Whether every rank's process is there; looks for the next one as long as timeout_s."""
+        assert self._server is not None
+        if len(self.processes) < len(self.ranks):
+            process = self._server.forked(self.ranks[len(self.processes)], timeout_s)
+            if process is not None:
+                self.processes.append(process)
+        return len(self.processes) == len(self.ranks)
+
+    def send(self, rank: int, encoded: bytes) -> None:
+        """Sends a message to one rank."""
+        assert self.sockets is not None
+        self.sockets.send(rank, encoded)
+
+    def send_all(self, encoded: bytes) -> None:
+        """Sends the same message to every rank of this host."""
+        for rank in self.ranks:
+            self.send(rank, encoded)
+
+    def receive(self, timeout_s: float = POLL_S) -> bytes | None:
+        """The next message of a rank; None where none came within timeout_s."""
+        assert self.sockets is not None
+        return self.sockets.receive(timeout_s)
+
+    def ended(self, *, killed: bool = False) -> str | None:
+        """One line about a rank that has ended, or None. killed: only about one that a signal ended."""
+        # A killed rank is the cause where others failed after it: look for signals first.
+        gone = [(r, c) for r, p in zip(self.ranks, self.processes, strict=False) if (c := p.poll()) is not None]
+        gone = [(r, code) for r, code in gone if code < 0 or not killed]
+        for rank, code in sorted(gone, key=lambda g: g[1]):
+            log = self._run / f"rank-{rank}.log"
+            lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return f"rank {rank} {how}" + (f": {lines[-1]}" if lines else "")
+        return None
+
+    def stop(self, grace_s: float) -> None:
+        """Ends every rank. grace_s: how long they may take to exit by themselves. May be called twice."""
+        if self.sockets is None:
+            return
+        for rank, process in zip(self.ranks, self.processes, strict=False):
+            if grace_s and process.poll() is None:
+                self.send(rank, encode(Stop()))
+        deadline = time.monotonic() + grace_s
+        for process in self.processes:
+            while process.wait(max(0.0, min(DRAIN_S, deadline - time.monotonic()))) is None:
+                while self.sockets.receive(0):  # a rank that waits for that does not see that it is to stop
+                    pass
+                if time.monotonic() >= deadline:
+                    process.kill()
+                    process.wait()
+        self.sockets.close()
+        self.sockets = None
+        shutil.rmtree(self._run, ignore_errors=True)
+        if len(self.processes) < len(self.ranks) and self._server is not None:
+            self._server.close()  # it may still fork ranks that were asked for: they must not be taken for later ones
+
+    def close(self, grace_s: float = 5.0) -> None:
+        """Ends every rank and the fork server. May be called twice."""
+        self.stop(grace_s)
+        if self._server is not None:
+            self._server.close()
+            shutil.rmtree(self.directory, ignore_errors=True)  # where the server was killed, it could not
+        self._server = None

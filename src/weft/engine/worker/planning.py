@@ -1,0 +1,142 @@
+"""A model's trace on a layout, and what is planned from it, before any rank has weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from weft.engine.attention.build_batch import build_batch
+from weft.engine.attention.caches import Caches, cached_layers
+from weft.engine.attention.gathered_tokens import gathered_bytes
+from weft.engine.kv.cache import token_bytes
+from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
+from weft.engine.models.layers import Workspace, torch_empty
+from weft.engine.models.load import build_model
+from weft.engine.models.model_config import ModelConfig
+from weft.planner.chain import Chain
+from weft.planner.cost import Offer
+from weft.planner.dcp import ShardedContext
+from weft.planner.plan import Choice, Planner
+from weft.planner.recipes import RECIPES
+from weft.planner.settlements import Recipes, Settlement, Settlements
+from weft.planner.spec import LayoutError, Mesh
+from weft.planner.vocabulary import Head, SplitStep, best_tokens, logit_rows, split_step
+from weft.stream.group import context_group
+from weft.stream.interleave import Interleave
+from weft.stream.stream import TraceStream
+
+
+def trace(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    workspace: Workspace = torch_empty,
+) -> Chain:
+    """The model's chain of reads, adds and settlements, from a run on zero rows with weights that take no memory.
+
+    It runs on the CPU, as the `meta` device does many operations in Python, and imports seconds of torch for them.
+    workspace: sees every tensor that the layers take from it on the way. Raises LayoutError where the layout is not one
+    of the model's.
+    """
+    cpu = torch.device("cpu")
+    model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
+    layers = cached_layers(model)
+    check_heads(config, mesh, layers.values())
+    groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
+
+    def form(number: int) -> TraceStream:
+        stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
+        group = context_group(Interleave(mesh.dcp, 1, 1), stream.settler)
+        caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
+        batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
+        model(stream, batch, caches.plan(batch))
+        stream.settler.found += _head(config, mesh)
+        return stream
+
+    first = form(0)
+    others = tuple(form(number).chain().reads for number in range(1, first.forms))
+    return replace(first.chain(), others=others)
+
+
+def _head(config: ModelConfig, mesh: Mesh) -> list[Settlement]:
+    """What ranks that hold runs of the vocabulary settle once the model has run."""
+    if not config.split_vocabulary or mesh.attn_tp == 1:
+        return []
+    best, logits = best_tokens(1), logit_rows(config.vocab_size, mesh.attn_tp)
+    return [Settlement(best, "attn_tp", packed=True, spares=True), Settlement(logits, "attn_tp", asked=True)]
+
+
+def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
+    """Raises LayoutError where the ranks of a dcp group would hold other key-value heads than each other.
+
+    Only where attn_tp has more ranks than there are key-value heads do neighbours hold the same. A latent cache is the
+    same on all ranks.
+    """
+    copies = max(1, mesh.attn_tp // config.num_kv_heads)
+    if mesh.dcp == 1 or copies % mesh.dcp == 0 or not any(isinstance(spec, PagedKV) for spec in caches):
+        return
+    legal = [n for n in range(1, copies + 1) if copies % n == 0]
+    near = sorted(legal, key=lambda n: (abs(n - mesh.dcp), n))[0]
+    raise LayoutError(
+        f"dcp={mesh.dcp}: the ranks of a dcp group must hold the same key-value heads, but attn_tp={mesh.attn_tp} over "
+        f"{config.num_kv_heads} of them gives each to {copies} rank(s); the nearest dcp is {near}, or take attn_tp="
+        f"{config.num_kv_heads * mesh.dcp}"
+    )
+
+
+def plan_model(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    offers: Sequence[Offer],
+    choice: Choice = "cheapest",
+    slices_copy: bool = False,
+    recipes: Recipes | None = None,
+) -> Planner:
+    """The planner of a model on a mesh, as `Planner`. recipes: as `Settlements`; those that `auto` leaves open are the
+    first of the table where the naive plan is to be followed. Raises LayoutError, PlacementError.
+    """
+    if choice == "naive":
+        auto = [kind for kind, asked in (recipes or {}).items() if asked == "auto"]
+        recipes = {**(recipes or {}), **{kind: RECIPES[kind][0].name for kind in auto}}
+    settlements = Settlements(mesh, offers, recipes, slices_copy)
+    return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, settlements)
+
+
+def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: Chain) -> ShardedContext | None:
+    """What attention does where tokens are sharded over dcp, in a chain that was traced; None where they are not.
+
+    dtype: of keys and values, as of `KVCache`.
+    """
+    if mesh.dcp == 1:
+        return None
+    caches = cached_layers(build_model(config, mesh, 0, config.dtype, torch.device("meta"))).values()
+    kept = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
+    latent = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, Latent))
+    tokens = Counter(gathered_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV | Latent))
+    settled = [settlement.value for settlement in chain.settlements if settlement.group == "dcp"]
+    return ShardedContext(mesh.dcp, settled, tokens, kept, latent)
+
+
+def split_steps(
+    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer], rows: Sequence[int]
+) -> list[SplitStep]:
+    """What splitting the vocabulary means for decode steps of so many rows in each DP group; none where there is
+    nothing to split it over. Raises as `plan_model`.
+    """
+    if mesh.attn_tp == 1 or not rows:
+        return []
+    head = Head(mesh.attn_tp, config.vocab_size, config.hidden_size * dtype.itemsize)
+    whole, split = (plan_model(replace(config, split_vocabulary=s), mesh, dtype, offers) for s in (False, True))
+    found = []
+    for n in rows:
+        counts = (n,) * mesh.attn_dp
+        try:
+            ours, theirs = ([s.us for r in p.plan(counts).reads for s in r.steps] for p in (split, whole))
+            found.append(split_step(head, n, sum(ours) - sum(theirs), split.settlements))
+        except LayoutError:  # no transport holds it: an explicit --split-vocabulary on fails with its plan
+            return []
+    return found

@@ -1,0 +1,115 @@
+"""The two forms of a mixture of experts, gather and dispatch, and the settlements of the second.
+
+| form | reads | leaves | settles inside |
+|---|---|---|---|
+| gather | WORLD | WORLD, owes the sum over the world | nothing |
+| dispatch | OWN | OWN, complete | a Dispatch: counts, rows with their experts, results |
+
+In gather each rank takes all rows, and adds the results of its experts. In dispatch a row goes once to each rank that
+has one of its experts, and comes back once from it: dispatch and combine of GShard (arXiv 2006.16668), with the rows
+sent to a rank deduplicated as in DeepEP. A chain with both forms is planned for the cheaper one, read by read. Only the
+router knows how many ranks a row goes to: costs assume that all choices of k experts are equally likely.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from weft.planner.spec import Mesh
+
+Forms = Literal["auto", "gather", "dispatch"]
+"""The values of an option: auto allows both and chooses by cost."""
+COUNTS, SEND, RETURN = "counts", "dispatch", "combine"
+"""Names of a dispatch's exchanges, in order."""
+COUNT_BYTES = 4
+PACK_KERNELS = 16
+"""Small torch kernels that pack rows, and read their lists after they arrive, beside the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """Rows that ranks send to each other; only the step itself knows how many.
+
+    what: its name in plans. shared: ranks that share a DP group's tokens. fixed_bytes: from each rank to each other
+    one, for any rows. row_bytes: expected, to each other rank for each of a rank's rows. sent_row_bytes: of a row that
+    is sent.
+    """
+
+    what: str
+    shared: int
+    fixed_bytes: int
+    row_bytes: float
+    sent_row_bytes: int
+
+    def bytes(self, tokens: int, ranks: int) -> int:
+        """Of the largest tensor: all rows may go to all ranks, or to one."""
+        return -(-tokens // self.shared) * ranks * self.sent_row_bytes
+
+    def alike(self, counts: tuple[int, ...]) -> float:
+        """Tokens of each DP group, all equal, with which the busiest rank receives as much as with these counts."""
+        others = len(counts) * self.shared - 1
+        return (sum(counts) * self.shared - min(counts)) / others
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Local work of a rank between exchanges. what: its name in plans. row_bytes: bytes touched for each of its rows.
+    launches: small kernels beside it.
+    """
+
+    what: str
+    row_bytes: float
+    launches: int = 0
+
+    def bytes(self, rows: int, ranks: int) -> int:
+        """0: no transport is involved."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Rows that go to k of so many experts, which are spread evenly over `ep`, and the sums of the experts' results.
+
+    shared: ranks that share a DP group's tokens. row_bytes: of a row of the stream.
+    """
+
+    experts: int
+    k: int
+    ep: int
+    shared: int
+    row_bytes: int
+    what: ClassVar[str] = "dispatch"
+
+    @staticmethod
+    def on(mesh: Mesh, experts: int, k: int, row_bytes: int) -> Dispatch:
+        """The dispatch over the world of a mesh."""
+        return Dispatch(experts, k, mesh.ep, mesh.attn_tp, row_bytes)
+
+    @property
+    def share(self) -> float:
+        """The probability that a row goes to a given rank: 1 minus that none of its k experts is there."""
+        elsewhere = self.experts - self.experts // self.ep
+        return 1 - math.comb(elsewhere, self.k) / math.comb(self.experts, self.k)
+
+    def parts(self, ranks: int, tokens: int) -> tuple[tuple[Permute | Kernel, int], ...]:
+        """By all_to_allv, in order. Packing reads rows and writes those that are sent; adding is the reverse."""
+        share, sent, own = self.share, self.row_bytes + listed_bytes(self.k), -(-tokens // self.shared)
+        moved = self.row_bytes * (1 + ranks * share)
+        return (
+            (Permute(COUNTS, self.shared, COUNT_BYTES, 0.0, 0), tokens),
+            (Kernel("pack rows for their experts on OWN", moved, PACK_KERNELS), own),
+            (Permute(SEND, self.shared, 0, share * sent, sent), tokens),
+            (Permute(RETURN, self.shared, 0, share * self.row_bytes, self.row_bytes), tokens),
+            (Kernel("add results on OWN", moved, ranks), own),  # one kernel for each rank's results
+        )
+
+    def bytes(self, tokens: int, ranks: int) -> int:
+        """Of the largest tensor of all exchanges."""
+        return max(part.bytes(rows, ranks) for part, rows in self.parts(ranks, tokens))
+
+
+def listed_bytes(k: int) -> int:
+    """Bytes of a row's lists: for each of its k experts a number and a weight, in four bytes each."""
+    return 8 * k

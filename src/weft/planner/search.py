@@ -1,0 +1,249 @@
+"""The cheapest steps that serve one read, found exactly.
+
+Steps on different values commute, so a plan is determined by the sets of deltas that are summed, and where, before the
+residual absorbs them. The cheapest sum of a set of deltas in some placement is either moved there, or joined there from
+the sums of two smaller sets: the Steiner trees of Dreyfus and Wagner (doi:10.1002/net.3230010302). The residual absorbs
+such sums between moves of its own, the last of them perhaps in a `finish`. This is exact for all costs that are not
+negative, and takes time in 3ⁿ for n deltas of different placements; of equal ones only the number counts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from weft.planner.plan_step import NORMED, RESIDUAL, Step
+from weft.planner.spec import Placement
+
+Deltas = tuple[int, ...]
+"""A set of a read's deltas: the number of each placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """All steps that may be taken, with their prices; placements have numbers.
+
+    moves, finishes: by the number where they start, each with the number where it ends. merge, absorb, norm: on each
+    placement's rows. norm_of_sum: right after an absorb.
+    """
+
+    placements: tuple[Placement, ...]
+    moves: tuple[tuple[tuple[int, Step], ...], ...]
+    finishes: tuple[tuple[tuple[int, Step], ...], ...]
+    merge: tuple[Step, ...]
+    absorb: tuple[Step, ...]
+    norm: tuple[Step, ...]
+    norm_of_sum: tuple[Step, ...]
+
+
+Moves = Sequence[Sequence[tuple[int, Step]]]
+"""Steps by the number where they start, each with the number where it ends."""
+
+
+class Delivery:
+    """The cheapest steps from a normalised value in any placement to the value that its readers take.
+
+    moves: of the value; numbers are those of the graph's placements, and more after them. goal: the readers' value.
+    with_norm: by the placement that is normalised, steps that its norm's kernel includes, and where they end.
+    """
+
+    def __init__(self, moves: Moves, goal: int, with_norm: Mapping[int, Sequence[tuple[int, Step]]]):
+        self._goal, self._with_norm = goal, with_norm
+        into: dict[int, list[tuple[int, Step]]] = {}
+        for src, steps in enumerate(moves):
+            for dst, step in steps:
+                into.setdefault(dst, []).append((src, step))
+        self._best: dict[int, tuple[float, int]] = {goal: (0.0, 0)}
+        self._first: dict[int, tuple[Step, int]] = {}
+        done, heap = set[int](), [(0.0, 0, goal)]
+        while heap:
+            us, length, at = heapq.heappop(heap)
+            if at in done:
+                continue
+            done.add(at)
+            for src, step in into.get(at, ()):
+                cost = us + step.us, length + 1
+                if src not in done and (src not in self._best or cost < self._best[src]):
+                    self._best[src], self._first[src] = cost, (step, at)
+                    heapq.heappush(heap, (*cost, src))
+        self._known: dict[int, tuple[Step, ...] | None] = {}
+
+    def steps(self, normed: int) -> tuple[Step, ...] | None:
+        """The steps after the norm on a placement; None where none lead to the goal."""
+        if normed not in self._known:
+            starts: list[tuple[tuple[float, int], int, Step | None]] = []
+            if normed in self._best:
+                starts.append((self._best[normed], normed, None))
+            for at, step in self._with_norm.get(normed, ()):
+                if at in self._best:
+                    us, length = self._best[at]
+                    starts.append(((us + step.us, length + 1), at, step))
+            self._known[normed] = self._follow(*min(starts, key=lambda s: s[0])[1:]) if starts else None
+        return self._known[normed]
+
+    def _follow(self, at: int, begin: Step | None) -> tuple[Step, ...]:
+        found = [] if begin is None else [begin]
+        while at != self._goal:
+            step, at = self._first[at]
+            found.append(step)
+        return tuple(found)
+
+
+class SearchNode(NamedTuple):
+    """The cheapest steps found so far that make a value: the last step, and the nodes of its operands.
+
+    us, length: of all steps; of nodes with equal times the one with fewer steps is kept. given: the number of the
+    placement of the delta that it begins with, where it has no step; -1 for the residual.
+    """
+
+    us: float
+    length: int
+    step: Step | None = None
+    after: tuple[SearchNode, ...] = ()
+    given: int = -1
+
+
+Nodes = dict[int, SearchNode]
+"""The node of a value in each placement that can be reached."""
+
+
+def _within(of: Deltas) -> Iterator[Deltas]:
+    """All sets of deltas within `of`; a set comes after its subsets."""
+    return itertools.product(*(range(n + 1) for n in of))
+
+
+def _improve(nodes: Nodes, at: int, step: Step, *after: SearchNode) -> None:
+    """Keeps the node that takes `step` after these, where it is better than the one found before."""
+    us, length = step.us, 1
+    for node in after:
+        us, length = us + node.us, length + node.length
+    found = nodes.get(at)
+    if found is None or us < found.us or (us == found.us and length < found.length):
+        nodes[at] = SearchNode(us, length, step, after)
+
+
+def _cost(node: SearchNode) -> tuple[float, int]:
+    return node.us, node.length
+
+
+def _better(one: Nodes, other: Nodes) -> Nodes:
+    """The better of two nodes of a value, in each placement."""
+    return {at: min((nodes[at] for nodes in (one, other) if at in nodes), key=_cost) for at in one | other}
+
+
+def _spread(begin: Nodes, graph: Graph) -> Nodes:
+    """The nodes of a value in all placements that moves lead to (Dijkstra's algorithm)."""
+    best, done = dict(begin), set[int]()
+    heap = [(node.us, node.length, at) for at, node in best.items()]
+    heapq.heapify(heap)
+    while heap:
+        at = heapq.heappop(heap)[2]
+        if at in done:
+            continue
+        done.add(at)
+        for to, step in graph.moves[at]:
+            if to not in done:
+                before = best.get(to)
+                _improve(best, to, step, best[at])
+                if best[to] is not before:
+                    heapq.heappush(heap, (best[to].us, best[to].length, to))
+    return best
+
+
+class Sums:
+    """The nodes of the sum of each set of a read's deltas, in each placement. deltas: numbers of placements."""
+
+    def __init__(self, deltas: Sequence[int], graph: Graph):
+        kinds = tuple(dict.fromkeys(deltas))
+        self.deltas, self.graph = tuple(deltas), graph
+        self.all: Deltas = tuple(self.deltas.count(kind) for kind in kinds)
+        self.parts = {
+            chosen: [(part, tuple(map(operator.sub, chosen, part))) for part in _within(chosen) if any(part)]
+            for chosen in _within(self.all)
+        }
+        self.nodes: dict[Deltas, Nodes] = {}
+        for chosen, parts in self.parts.items():
+            found: Nodes = {}
+            if sum(chosen) == 1:
+                given = kinds[chosen.index(1)]
+                found[given] = SearchNode(0.0, 0, given=given)
+            for part, rest in parts:
+                if part <= rest:
+                    theirs = self.nodes[rest]
+                    for at, node in self.nodes[part].items():
+                        if at in theirs:
+                            _improve(found, at, graph.merge[at], node, theirs[at])
+            self.nodes[chosen] = _spread(found, graph)
+
+    def serve(self, residual: int | None, delivery: Delivery) -> Nodes:
+        """For each placement of the residual after the read: the node of the readers' value.
+
+        residual: its placement before; None where the first delta becomes the residual.
+        """
+        graph = self.graph
+        taken: dict[Deltas, Nodes] = {}  # the residual, once it has absorbed a set of deltas
+        for chosen, parts in self.parts.items():
+            begun: Nodes = {}
+            if residual is not None and not parts:
+                begun[residual] = SearchNode(0.0, 0)
+            if residual is None and parts:
+                for at, delta in self.nodes[chosen].items():
+                    if graph.placements[at].owes is None:
+                        _improve(begun, at, replace(graph.absorb[at], us=0.0), delta)
+            added: Nodes = {}
+            for part, before in parts:
+                deltas = self.nodes[part]
+                for at, kept in taken[before].items():
+                    if at in deltas:
+                        _improve(added, at, graph.absorb[at], kept, deltas[at])
+            taken[chosen] = _spread(_better(begun, added), graph)
+        normed: Nodes = {}
+        for at, kept in taken[self.all].items():
+            _improve(normed, at, graph.norm[at], kept)
+        for at, kept in added.items():  # of all deltas, which come last
+            _improve(normed, at, graph.norm_of_sum[at], kept)
+        for part, before in self.parts[self.all]:
+            for src, delta in self.nodes[part].items():
+                for at, step in graph.finishes[src]:
+                    if at in taken[before]:
+                        _improve(normed, at, step, taken[before][at], delta)
+        found: Nodes = {}
+        for end, node in normed.items():
+            if (steps := delivery.steps(end)) is not None:
+                for step in steps:
+                    node = SearchNode(node.us + step.us, node.length + 1, step, (node,))
+                found[end] = node
+        return found
+
+    def steps(self, node: SearchNode) -> tuple[Step, ...]:
+        """The steps of a node of `serve` in order, with the indices that deltas have by then."""
+        live = list(range(len(self.deltas)))
+        unused = list(live)
+        written: list[Step] = []
+
+        def write(node: SearchNode) -> int | str:
+            """Writes the steps; returns what they make: a delta by its number in the read, RESIDUAL or NORMED."""
+            if node.step is None:
+                if node.given < 0:
+                    return RESIDUAL
+                return unused.pop(next(i for i, n in enumerate(unused) if self.deltas[n] == node.given))
+            step, values = node.step, [write(before) for before in node.after]
+            value = values[-1]
+            if isinstance(value, str):  # moved or normalised
+                written.append(replace(step, operand=value))
+                return NORMED if step.op == "norm" else value
+            if step.op == "merge":
+                first, value = sorted(v for v in values if isinstance(v, int))
+                step = replace(step, into=live.index(first))
+            written.append(replace(step, operand=live.index(value)))
+            if step.op == "move":
+                return value
+            live.remove(value)
+            return first if step.op == "merge" else NORMED if step.op == "finish" else RESIDUAL
+
+        write(node)
+        return tuple(written)

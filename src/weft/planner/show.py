@@ -1,0 +1,200 @@
+"""Plans for people (text) and programs (JSON-ready dictionaries)."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from weft.planner.chain import Counts
+from weft.planner.plan import Plan, Planner, ReadPlan
+from weft.planner.plan_step import Step
+from weft.planner.settlements import Settled
+
+
+def fold(site: str) -> str:
+    """A read's name with its layer number folded, so that equal layers share a line."""
+    return re.sub(r"\b\d+\b", "*", site)
+
+
+def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
+    """The plan and the naive plan for `counts` tokens in each DP group: all steps of all reads.
+
+    bytes: that the busiest rank receives. us: predicted; null where no transport offers a step of the naive plan.
+    """
+    plan, naive = planner.plan(counts), planner.naive(counts)
+    return {
+        "layout": str(planner.mesh),
+        "counts": list(plan.counts),
+        "cost": {o.transport: o.cost.name for o in planner.offers},
+        "plan": _totals(planner, plan) | {"formats": _formats(planner, plan), "reads": _reads(planner, plan)},
+        "naive": _totals(planner, naive) | {"reads": _reads(planner, naive)},
+    }
+
+
+def plan_text(planner: Planner, counts: Counts) -> str:
+    """The plans as text of 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
+    plan, naive = planner.plan(counts), planner.naive(counts)
+    models = ", ".join(dict.fromkeys(o.cost.name for o in planner.offers))
+    by = list(dict.fromkeys(op.transport for _, op in plan.ops()))
+    tokens = f"{plan.counts[0]:,} token{'s' * (plan.counts[0] != 1)}"
+    lines = [
+        f"layout {planner.mesh} · {tokens} in each DP group",
+        f"edges of {', '.join(o.transport for o in planner.offers)}; times by {models}",
+        "",
+        f"plan{' (the naive one, as chosen)' * (planner.choice == 'naive')}: {_sum(planner, plan)}"
+        + (f", all by {by[0]}" if len(by) == 1 else ""),
+        *_table(planner, plan, one_transport=len(by) < 2),
+        "",
+        *(
+            f"{found['format']}: {found['calls']} calls bring {size_text(found['bytes'])} a rank instead of "
+            f"{size_text(found['plain_bytes'])}"
+            for found in _formats(planner, plan)
+        ),
+        *textwrap.wrap(f"naive: {_sum(planner, naive)}: {_kinds(naive)}", 79, subsequent_indent="  "),
+        "",
+    ]
+    if naive.us == math.inf:
+        return "\n".join([*lines, "saving: not known, as the naive plan takes what none of these transports offers"])
+    ours, theirs = _totals(planner, plan), _totals(planner, naive)
+    saved = 1 - ours["us"] / theirs["us"] if theirs["us"] else 0.0
+    moved = ours["bytes"] / theirs["bytes"] - 1 if theirs["bytes"] else 0.0
+    change = f"{abs(moved):.0%} {'more' if moved > 0 else 'fewer'} bytes" if round(moved, 2) else "as many bytes"
+    return "\n".join([*lines, f"saving: {saved:.0%} of the predicted time, with {change}"])
+
+
+def size_text(size: float) -> str:
+    """Bytes as text: `512 B`, `10.5 KiB`."""
+    power = min(max(int(size), 1).bit_length() - 1, 39) // 10
+    number = size / 1024**power
+    return f"{number:,.{int(power > 0 and number < 100)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table: the first cells of the rows left-aligned, the others right-aligned; a row may have fewer."""
+    widths = [max(map(len, cells)) for cells in zip_longest(*rows, fillvalue="")]
+    lines = []
+    for first, *others in rows:
+        cells = [f"  {cell:>{width}}" for cell, width in zip(others, widths[1:], strict=False)]
+        lines.append((f"{first:{widths[0]}}" + "".join(cells)).rstrip())
+    return lines
+
+
+def _sum(planner: Planner, plan: Plan) -> str:
+    total = _totals(planner, plan)
+    us = "not offered" if plan.us == math.inf else f"{plan.us:,.0f} µs"
+    return f"{us}, {total['collectives']} collectives, {size_text(total['bytes'])} a rank"
+
+
+def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
+    """For each format of rows: the number of calls, and the bytes that a rank receives with and without it."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _, _, edge in plan.moves():
+        if edge.src.wire is not None:
+            plain = replace(edge, src=replace(edge.src, wire=None), dst=replace(edge.dst, wire=None))
+            sizes = (planner.bytes_received(each, plan.counts) for each in (edge, plain))
+            found.setdefault(str(edge.src.wire.format), []).append((next(sizes), next(sizes)))
+    return [
+        {
+            "format": name,
+            "calls": len(sizes),
+            "bytes": int(sum(size for size, _ in sizes)),
+            "plain_bytes": int(sum(size for _, size in sizes)),
+        }
+        for name, sizes in found.items()
+    ]
+
+
+def _kinds(plan: Plan) -> str:
+    """How often each collective runs."""
+    found = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in _calls(op))
+    return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
+
+
+def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
+    ops = [op for _, op in plan.ops(asked=False)]
+    moved = sum(planner.received(op, plan.counts) for op in ops)
+    return {"us": _finite(plan.us), "collectives": sum(len(_calls(op)) for op in ops), "bytes": moved}
+
+
+def _calls(op: Step | Settled) -> list[str]:
+    """The kinds of an op's collectives, in order."""
+    return [kind for kind, _ in op.calls(op.rows, op.rows)] if isinstance(op, Settled) else list(op.kinds)
+
+
+def _finite(us: float) -> float | None:
+    """None where a step is not offered: JSON has no infinity."""
+    return None if us == math.inf else us
+
+
+def _reads(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
+    return [_read(planner, plan, read) for read in plan.reads]
+
+
+def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = []
+    for s in read.steps:
+        step: dict[str, Any] = {"op": s.op, "us": _finite(s.us)}
+        if s.edge is None:
+            step |= {"rows": s.rows.name}
+        else:
+            step |= {
+                "edge": s.edge.kind,
+                "group": s.edge.group,
+                "from": str(s.edge.src),
+                "to": str(s.edge.dst),
+                "operand": s.operand if isinstance(s.operand, str) else f"delta {s.operand}",
+                "bytes": int(planner.bytes_received(s.edge, plan.counts)),
+                "transport": s.transport,
+            }
+        steps.append(step)
+    steps += [
+        {
+            "op": "settle",
+            "value": step.value.what,
+            "recipe": step.recipe.name,
+            "group": step.group,
+            "bytes": step.bytes,
+            "transport": step.transport,
+            "us": _finite(step.us),
+            "asked": settlement.asked,
+        }
+        for settlement, settled in read.settlements()
+        for step in settled.steps()
+    ]
+    return {"site": read.read.site, "us": _finite(read.us), "residual": read.residual.name, "steps": steps}
+
+
+def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
+    """A line for each step under its read: its text, the bytes that the busiest rank receives, µs."""
+    rows: list[tuple[str, ...]] = []
+    reads = _folded(plan)
+    first = {read.read.site.split(".")[0] for _, read in reads}
+    prefix = f"{first.pop()}." if len(first) == 1 else ""
+    for times, read in reads:
+        often = f"  × {times}" if times > 1 else ""
+        form = "".join(f"  by {settled.value.what}" for settled in read.settled if settled.parts)
+        rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}{form}",))
+        for s in read.steps:
+            moved = size_text(planner.bytes_received(s.edge, plan.counts)) if s.edge and s.edge.moves else ""
+            named = s.brief() if one_transport or not (s.edge and s.edge.moves) else str(s)
+            rows.append((f"    {named}", moved, f"{s.us:,.1f} µs"))
+        for settlement, settled in read.settlements():
+            for step in settled.steps():
+                named = step.brief() if one_transport or not step.kinds else str(step)
+                asked = ", where a row asks for it" * settlement.asked
+                rows.append((f"    {named}{asked}", size_text(step.bytes) if step.kinds else "", f"{step.us:,.1f} µs"))
+    return columns(rows)
+
+
+def _folded(plan: Plan) -> list[tuple[int, ReadPlan]]:
+    """Reads with equal folded names, steps, residuals and settlements, counted, in the order first seen."""
+    seen: dict[tuple[object, ...], list[ReadPlan]] = {}
+    for read in plan.reads:
+        seen.setdefault((fold(read.read.site), read.steps, read.residual, read.settled), []).append(read)
+    return [(len(same), same[0]) for same in seen.values()]

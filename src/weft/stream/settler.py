@@ -1,0 +1,283 @@
+"""Settlements: values that blocks exchange between ranks, by the plan's recipe and transport.
+
+The plan gives the recipe, the transport and the rows of a call (`weft.planner.settlements`). This module cuts values
+into calls, exchanges, times and counts them. A recipe is a row of the planner's table and a function of `MERGES`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from weft.comm.transport import COLLECTIVE, CommError, LiveSizes, Ranks, Sizes, Transport, place_in
+from weft.kernels import stream_ops as ops
+from weft.kernels.torch_reference import packed_shards
+from weft.planner import exchange
+from weft.planner.chain import Counts
+from weft.planner.exchange import Exchange
+from weft.planner.experts import Dispatch
+from weft.planner.plan import ReadPlan
+from weft.planner.recipes import RECIPES, Gather, Merge, Prompt, Value
+from weft.planner.settlements import Settled, Settlement, Settlements
+from weft.planner.spec import Mesh, PlacementError, Rows
+from weft.stream.dispatch import Exchanging, Work, all_to_allv
+from weft.stream.stats import StepTimes
+from weft.stream.step_rows import StepRows
+
+Calls = tuple[int, int, float, float]
+"""Of a settlement: calls, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
+MergeFunction = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Tensor, Tensor]]
+
+
+class Settling(Protocol):
+    """What blocks settle values with: a rank's `Settler`, or a `TraceSettler`."""
+
+    mesh: Mesh
+    rank: int
+
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor: ...
+
+    def rows_of_call(self, what: Gather, group: str, rows: int) -> int: ...
+
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+    def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor: ...
+
+    def recipe(self, what: Prompt, group: str, rows: int) -> str: ...
+
+
+class Settler:
+    """A rank's executor of settlements.
+
+    transports: by name. settlements: the plans to follow; `planned_by` replaces them for a while.
+    site: the read of the stream that precedes the settlement. `ran` counts calls by it and the plan, except for calls
+        of which the bytes follow from a step's counts: the step's plan counts these.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], settlements: Settlements):
+        self.mesh, self.rank, self.settlements = mesh, rank, settlements
+        self._transports = transports
+        self.site = ""
+        self._planned: tuple[Settled, ...] = ()  # settlements of the read's block
+        self.ran: dict[tuple[str, Settled], Calls] = {}
+
+    @contextmanager
+    def planned_by(self, settlements: Settlements) -> Iterator[None]:
+        """Follows these plans inside the context: those of steps that are captured."""
+        before, self.settlements = self.settlements, settlements
+        try:
+            yield
+        finally:
+            self.settlements = before
+
+    def begin(self, counts: Counts, rows: StepRows, times: StepTimes | None) -> None:
+        """Begins a pass of the model. counts: those of its plan. times: not None where the pass is timed."""
+        self._counts, self._rows, self._times = counts, rows, times
+
+    def serve(self, read: ReadPlan) -> None:
+        """Serves a read of the pass; settlements from now on follow it."""
+        self.site, self._planned = read.read.site, read.settled
+
+    def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+        """Sends this rank's own rows x `[T, width]` to the ranks of their experts; returns the results `[T, width]`.
+
+        weight: `[T, k]`. expert: `[T, k]`. experts: their total number. work: each rank calls it with the rows that it
+        received. All ranks of the world must call. Raises CommError; PlacementError where the plan has no such
+        dispatch here.
+        """
+        if self._rows.idle:  # no rank has a row, and all ranks know it: no rank sends rows or calls its experts
+            return x.new_empty(x.shape)
+        what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
+        found = [settled for settled in self._planned if settled.value == what]
+        if not found:
+            raise PlacementError(f"what {self.site} gives is dispatched by {what}, which the plan has not here")
+        ops, world = {op.value.what: op for op in found[0].ops()}, tuple(range(self.mesh.world))
+
+        def carry(name: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
+            op = ops[name]
+            with nullcontext() if self._times is None else self._times.timed(self._counts, self.site, op):
+                return self._transports[op.transport].exchange(x, exchange.all_to_allv(len(world)), world, sizes)
+
+        def empty(name: str, *shape: int, like: Tensor) -> Tensor:
+            return self._transports[ops[name].transport].empty(*shape, like=like)
+
+        capacity = tuple(self.mesh.row_count(Rows.OWN, rank, self._rows.capacity) for rank in world)
+        by = Exchanging(self.mesh, self.rank, capacity, carry, empty)
+        return DISPATCHES[found[0].recipe.name](by, x, weight, expert, experts, work)
+
+    def recipe(self, what: Prompt, group: str, rows: int) -> str:
+        """The name of the cheapest recipe for exactly so many rows; the caller settles its parts one by one.
+
+        Ranks with the same arguments get the same recipe. Raises LayoutError where there is none.
+        """
+        return self.settlements.cheapest(what, group, rows).recipe.name
+
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
+        """All ranks' rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
+
+        sizes: rows of each rank; LiveSizes: for what is `live`, of up to `rows_of_call` rows. Raises CommError, and
+        LayoutError where no transport takes one row of each rank.
+        """
+        calls, sizes = sizes, sizes.capacity if isinstance(sizes, LiveSizes) else sizes
+        if not sum(sizes):
+            return x
+        plan, ranks = self._plan(what, group, max(sizes)), self.mesh.peers(group, self.rank)
+        transport, kind = self._transports[plan.transport], exchange.all_gatherv(len(ranks))
+        with self._counted(plan, (sum(sizes) - min(sizes)) * x.shape[1] * x.element_size(), x):
+            if plan.each >= max(sizes) or calls is not sizes:
+                return in_a_range(transport, x, kind, ranks, calls)
+            out = x.new_empty(sum(sizes), x.shape[1])
+            into = out.split(list(sizes))
+            for begin in range(0, max(sizes), plan.each):
+                part = tuple(min(plan.each, max(0, size - begin)) for size in sizes)
+                came = in_a_range(transport, x[begin : begin + plan.each], kind, ranks, part)
+                for run, rank_rows in zip(came.split(list(part)), into, strict=True):
+                    rank_rows[begin : begin + len(run)] = run
+        return out
+
+    def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
+        """How many of so many rows of each rank a call of the plan for them takes; 0 where no transport takes them."""
+        found = self.settlements.find(what, group, rows)
+        return 0 if found is None else min(found.each, rows)
+
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Attention over the ranks' shards of the keys, merged: this rank's heads, complete, `[T, H/n, D]` and
+        `[T, H/n]`.
+
+        out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's keys. live: see `Transport.merge_scatterv`.
+        """
+        ranks, (tokens, heads, dim) = self.mesh.peers(group, self.rank), out.shape
+        if not tokens:
+            return own_heads(out, ranks), own_heads(lse, ranks)
+        what = Merge(heads, dim, out.element_size())
+        plan = self._plan(what, group, tokens)
+        merge, transport = MERGES[plan.recipe.name], self._transports[plan.transport]
+        with self._counted(plan, sum(moved for _, moved in plan.calls(tokens, tokens)), out):
+            if tokens <= plan.each:
+                return merge(transport, out, lse, ranks, live)
+            own, total = own_heads(out, ranks), own_heads(lse, ranks)
+            for begin in range(0, tokens, plan.each):
+                at = slice(begin, begin + plan.each)
+                here = None if live is None else (live - begin).clamp(0, plan.each)
+                own[at], total[at] = merge(transport, out[at], lse[at], ranks, here)
+        return own, total
+
+    def _plan(self, what: Gather | Merge, group: str, rows: int) -> Settled:
+        """The step's plan for a value; it is made for the largest DP group. For a value that the step's plan does not
+        have, as in prompts, the cheapest for so many rows.
+        """
+        for settled in self._planned:
+            if settled.group == group and settled.rows >= rows and _covers(settled.value, what):
+                return settled
+        return self.settlements.plan(what, group, rows)
+
+    @contextmanager
+    def _counted(self, plan: Settled, moved: int, x: Tensor) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        seconds = 0.0 if x.is_cuda else time.perf_counter() - began
+        key = self.site, plan
+        calls, size, spent, predicted = self.ran.get(key, (0, 0, 0.0, 0.0))
+        us = plan.us if plan.us < float("inf") else 0.0
+        self.ran[key] = calls + 1, size + moved, spent + seconds, predicted + us / 1e6
+
+
+def _covers(planned: Value, what: Value) -> bool:
+    """Whether the plan of a value serves this one: a rank may have fewer rows that travel as one than planned."""
+    if isinstance(planned, Gather) and isinstance(what, Gather):
+        alike = (planned.what, planned.relaid, planned.live) == (what.what, what.relaid, what.live)
+        return alike and planned.row_bytes >= what.row_bytes
+    return planned == what
+
+
+class TraceSettler:
+    """Records the settlements of a traced model's blocks, in order. Exchanges nothing. found: since the last read."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh, self.rank = mesh, 0
+        self.found: list[Settlement] = []
+
+    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
+        self._note(what, group)
+        return x
+
+    def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
+        return rows
+
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        self._note(Merge(out.shape[1], out.shape[2], out.element_size()), group)
+        ranks = range(self.mesh.size(group))
+        return own_heads(out, ranks), own_heads(lse, ranks)
+
+    def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
+        self._note(Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size()), "world")
+        return work(x, weight, expert)
+
+    def recipe(self, what: Prompt, group: str, rows: int) -> str:
+        return RECIPES[type(what)][0].name  # a trace is of a decode step, which has no prompts
+
+    def _note(self, what: Value, group: str) -> None:
+        self.found.append(Settlement(what, group))
+
+
+def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
+    """An unfilled tensor for this rank's heads of x `[T, H, …]`. Raises CommError where they do not divide."""
+    tokens, heads, *rest = x.shape
+    if heads % len(group):
+        raise CommError(f"{heads} heads do not divide over a group of {len(group)} ranks")
+    return x.new_empty(tokens, heads // len(group), *rest)
+
+
+def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes) -> Tensor:
+    """`Transport.exchange`, as a range in torch's profiler that names the collective."""
+    with record_function(f"{COLLECTIVE}{exchange.kind}"):
+        return transport.exchange(x, exchange, group, sizes)
+
+
+def ag_rs(
+    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gathers every rank's lse, scales the output by this rank's weight, and reduce-scatters it by heads.
+
+    The terms are rounded to the output's dtype before the sum.
+    """
+    place, n = place_in(group, transport.rank), len(group)
+    own = own_heads(out, group)
+    lses = in_a_range(transport, lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
+    by_rank = transport.empty(n, own.numel(), like=out)
+    total = ops.scale_shard(out, lses.view(n, *lse.shape), place, by_rank)
+    summed = in_a_range(transport, by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
+    return summed.view(own.shape), total
+
+
+def a2a(
+    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sends each rank its heads, lse and output in one exchange, and merges the received parts in rank order and
+    float32.
+    """
+    n, (tokens, heads, dim) = len(group), out.shape
+    own_heads(out, group)
+    packed = transport.empty(n, packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
+    ops.pack_shard(out, lse, packed)
+    came = in_a_range(transport, packed, exchange.all_to_allv(n), group, (1,) * n**2)
+    return ops.merge_packed(came, tokens, heads, dim)
+
+
+def fused(
+    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """A transport's own merge, in one call."""
+    with record_function(f"{COLLECTIVE}merge_scatterv"):
+        return transport.merge_scatterv(out, lse, group, live)
+
+
+MERGES: dict[str, MergeFunction] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
+"""The function of each recipe of a merge."""
+DISPATCHES: dict[str, Callable[[Exchanging, Tensor, Tensor, Tensor, int, Work], Tensor]] = {"all_to_allv": all_to_allv}
+"""The function of each recipe of a dispatch."""

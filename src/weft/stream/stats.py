@@ -1,0 +1,151 @@
+"""The exchanges of a rank's steps: calls, bytes and times."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch.profiler import record_function
+
+from weft.comm.transport import COLLECTIVE
+from weft.planner.chain import Counts
+from weft.planner.plan import Plan, Planner
+from weft.planner.plan_step import Step
+from weft.planner.settlements import Settled
+from weft.planner.show import fold
+
+MAX_EVENTS = 4096
+"""Timed calls that are kept before those that have ended are added up."""
+
+
+@dataclass(frozen=True)
+class StepStat:
+    """Totals of one communicating step.
+
+    site: the read that it serves, with layers folded into `*`. step: edge and placements. group: the group's name.
+    count: number of calls.
+    bytes: that the busiest rank must receive (`weft.planner.exchange.rows_received`); a transport's algorithm may move
+        more.
+    seconds: of calls of eager steps, from those that were timed in place, waiting for peers included; and of calls of
+        replayed graphs, the time that a call takes alone when all ranks enter it at once.
+    predicted: seconds by the cost model.
+    """
+
+    site: str
+    step: str
+    group: str
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    predicted: float = 0.0
+
+
+StepKey = tuple[str, str]
+"""A read's folded name and a step's text."""
+
+
+def step_key(site: str, step: Step | Settled) -> StepKey:
+    """The key by which an op's calls are added up. site: of its read."""
+    return fold(site), str(step)
+
+
+class StepTimes:
+    """Times of communicating steps, from the calls that were timed. On a GPU events time them; no thread waits for
+    these.
+    """
+
+    def __init__(self, device: torch.device):
+        self._gpu = device.type == "cuda"
+        self._totals: dict[tuple[Counts, StepKey], tuple[int, float]] = {}
+        self._events: deque[tuple[Counts, StepKey, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def timed(self, counts: Counts, site: str, step: Step | Settled) -> Iterator[None]:
+        """Times the calls inside the context, and marks them as a range in torch's profiler. counts: those of the
+        plan."""
+        with record_function(f"{COLLECTIVE}{' + '.join(step.kinds)}"):
+            yield from self._timed(counts, step_key(site, step))
+
+    def _timed(self, counts: Counts, key: StepKey) -> Iterator[None]:
+        if self._gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events.append((counts, key, begin, end))
+            while len(self._events) > MAX_EVENTS and self._events[0][-1].query():
+                self._read_event()
+        else:
+            began = time.perf_counter()
+            yield
+            self._add(counts, key, time.perf_counter() - began)
+
+    def mean(self, counts: Counts, key: StepKey) -> float:
+        """Seconds of a call; of steps with other counts where none of these was timed; 0 where none was timed at all.
+
+        Waits for the GPU's queued events.
+        """
+        while self._events:
+            self._read_event()
+        known = self._totals.get((counts, key))
+        found = [known] if known else [total for (_, k), total in self._totals.items() if k == key]
+        return sum(seconds for _, seconds in found) / max(1, sum(calls for calls, _ in found))
+
+    def _read_event(self) -> None:
+        counts, key, begin, end = self._events.popleft()
+        end.synchronize()
+        self._add(counts, key, begin.elapsed_time(end) / 1e3)
+
+    def _add(self, counts: Counts, key: StepKey, seconds: float) -> None:
+        calls, total = self._totals.get((counts, key), (0, 0.0))
+        self._totals[counts, key] = (calls + 1, total + seconds)
+
+
+class Stats:
+    """StepStats by step, in the order first seen, computed from plans and how often each was walked."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[StepKey, StepStat] = {}
+        self._eager: Counter[tuple[StepKey, Counts]] = Counter()
+
+    def record(
+        self, planner: Planner, plan: Plan, counts: Counts, walks: int, alone: Mapping[StepKey, float] | None = None
+    ) -> None:
+        """Counts walks along a plan, each with `counts` tokens in each DP group. Of settlements it counts those with
+        bytes that follow from these counts; eager steps count the others as they run.
+
+        alone: for walks by a graph, the seconds that a call of each op takes alone.
+        """
+        for site, op in plan.ops(asked=False):
+            if isinstance(op, Settled) and not op.by_counts and alone is None:
+                continue
+            key, us = step_key(site, op), op.us if op.us < math.inf else 0.0
+            seconds = walks * alone.get(key, 0.0) if alone else 0.0
+            self.add(site, op, walks, walks * planner.received(op, counts), seconds, walks * us / 1e6)
+            if alone is None:
+                self._eager[key, plan.counts] += walks
+
+    def add(self, site: str, op: Step | Settled, calls: int, moved: int, seconds: float, predicted: float) -> None:
+        """Counts calls of an op: the bytes, seconds and predicted seconds are of all these calls."""
+        key = step_key(site, op)
+        stat = self._by_step.get(key, StepStat(*key, op.group))
+        self._by_step[key] = replace(
+            stat,
+            count=stat.count + calls,
+            bytes=stat.bytes + moved,
+            seconds=stat.seconds + seconds,
+            predicted=stat.predicted + predicted,
+        )
+
+    def table(self, times: StepTimes | None = None) -> list[StepStat]:
+        """The totals so far. times: the seconds of calls of eager steps; without them these seconds are 0."""
+        found = dict(self._by_step)
+        if times is not None:
+            for (key, counts), calls in self._eager.items():
+                found[key] = replace(found[key], seconds=found[key].seconds + calls * times.mean(counts, key))
+        return list(found.values())

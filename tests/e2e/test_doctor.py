@@ -64,7 +64,7 @@ def test_the_tables_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     host_table().parent.mkdir(parents=True)
     host_table().write_text("{")
     assert cmd_doctor.table().level == "bad"
-    shipped = Path(cmd_doctor.__file__).parent.parent / "place" / "h200x4.json"
+    shipped = Path(cmd_doctor.__file__).parent.parent / "planner" / "h200x4.json"
     host_table().write_text(shipped.read_text())
     assert cmd_doctor.table().level == "ok"
     long_ago = time.time() - 40 * 86400

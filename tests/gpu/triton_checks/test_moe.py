@@ -22,6 +22,7 @@ from weft.engine.models import moe
 from weft.engine.models.layers import Builder
 from weft.engine.models.moe import MoEConfig, SparseMoE
 from weft.engine.models.routing import Router, Routing
+from weft.kernels import stream_ops
 from weft.planner.spec import Mesh, Placement, PlacementError, Rows
 from weft.stream.hidden import Hidden
 
@@ -159,9 +160,9 @@ def test_a_router_leaves_its_parts_to_the_rule(
         torch.nn.init.normal_(weight)
     x = Hidden(torch.randn(5, 600, device=device).to(dtype), mesh.placement(Rows.WORLD), mesh, "x")
     with monkeypatch.context() as in_torch:
-        in_torch.setattr(ops, "on_gpu", lambda x: False)
+        in_torch.setattr(stream_ops, "on_gpu", lambda x: False)
         wanted = router.logits(x)
-    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    monkeypatch.setattr(stream_ops, "on_gpu", lambda x: True)
     found = router.logits(x)
     assert isinstance(wanted, Tensor)
     assert isinstance(found, SplitKPartials) and found.dtype == wanted.dtype and (found.bias is router.offset)
@@ -335,7 +336,7 @@ def test_a_block_of_experts_is_that_of_a_cpu(device: torch.device, monkeypatch: 
     x = Hidden(torch.randn(3, 32), mesh.placement(Rows.WORLD), mesh, "x")
     wanted = block(x)
     block, x = block.to(device), replace(x, value=x.value.to(device))
-    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    monkeypatch.setattr(stream_ops, "on_gpu", lambda x: True)
     found = block(x)
     assert found.placement == wanted.placement
     assert torch.allclose(found.value.cpu(), wanted.value, rtol=1e-4, atol=1e-5)
@@ -354,7 +355,7 @@ def test_a_shared_experts_result_is_not_touched_before_the_wait(
     for weight in block.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     x = Hidden(torch.randn(rows, 32, device=device), mesh.placement(Rows.WORLD), mesh, "x")
-    monkeypatch.setattr(ops, "on_gpu", lambda x: by_kernels)
+    monkeypatch.setattr(stream_ops, "on_gpu", lambda x: by_kernels)
     wanted, waits = block(x).value, []
 
     def late(function: Callable[[], Hidden], like: Tensor) -> tuple[Hidden, Callable[[], None]]:
@@ -410,7 +411,7 @@ def test_what_a_router_chose_before_rows_travelled(device: torch.device, monkeyp
         torch.nn.init.normal_(weight, std=0.3)
     live = torch.tensor([3], dtype=torch.int32, device=device)
     x = Hidden(torch.randn(5, 32, device=device), mesh.placement(Rows.WORLD), mesh, "x", live)
-    monkeypatch.setattr(ops, "on_gpu", lambda x: True)
+    monkeypatch.setattr(stream_ops, "on_gpu", lambda x: True)
     wanted = block(x)
     weight, expert = block.router.choose(x)
     weight[3:], expert[3:] = float("nan"), torch.randint_like(expert[3:], -(1 << 20), 1 << 20)

@@ -10,5 +10,5 @@ COMMANDS = {
     "eval": "score a model on held-out word problems",
     "demo": "serve the embedded model on 4 ranks and ask it word problems",
 }
-EXTRAS = {"demo": "demo"}
+EXTRAS = {"bench serving": "bench", "profile": "bench", "demo": "demo"}
 """The extra of weft with the packages that a command imports in addition."""

@@ -23,8 +23,8 @@ from weft.engine.models.layers import Builder, Layer, Linear
 from weft.engine.models.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.engine.models.routing import Router, Routing
 from weft.engine.models.source import Source
+from weft.kernels import stream_ops
 from weft.kernels.float8 import Fp8Rows
-from weft.kernels.stream_ops import on_gpu
 from weft.planner.spec import LayoutError, PlacementError, Rows
 from weft.stream.hidden import Hidden
 
@@ -203,7 +203,7 @@ class SparseMoE(FeedForward):
 
     def _of_shared(self, x: Hidden) -> Hidden:
         assert self.shared is not None
-        if self.shared_gate is None or on_gpu(x.value):  # there the gate's score needs no kernel of its own
+        if self.shared_gate is None or stream_ops.on_gpu(x.value):  # there the gate's score needs no kernel of its own
             return self.shared(x, self.shared_gate)
         score: Hidden = self.shared_gate(x).elementwise(torch.sigmoid, self.shared_gate.path)
         return self.shared(x).scale(score)

@@ -6,9 +6,9 @@ import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, check_writable, stop_on_sigterm
+from weft.cli.command import EngineArguments, ModelDir, UserError, check_writable, stop_on_sigterm
 from weft.engine.config.engine_options import LayoutOptions
 
 
@@ -31,7 +31,7 @@ class Command:
     """
 
     model: ModelDir = None
-    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    engine: EngineArguments = field(default_factory=EngineArguments)
     faults: int = 100
     """How many; each kind about equally often."""
     clients: int = 4
@@ -62,10 +62,9 @@ class Command:
             raise UserError("--bound-factor must be 1 or more")
         if self.json is not None:
             check_writable(self.json, "--json")
-        layout = self.engine.layout
-        if self.hosts > 1 and layout == LayoutOptions():
-            layout = LayoutOptions(attn_dp=self.hosts, attn_tp=2)
-        engine = replace(self.engine, layout=layout)
+        engine = self.engine
+        if self.hosts > 1 and LayoutOptions.of(engine) == LayoutOptions():
+            engine = replace(engine, attn_dp=self.hosts, attn_tp=2)
         config = engine_config(self.model, engine)
         if config.mesh.hosts > 1:
             raise UserError("chaos makes its hosts on this machine: give --hosts in place of --nnodes")

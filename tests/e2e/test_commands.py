@@ -227,11 +227,11 @@ def test_options_of_a_file(tmp_path: Path) -> None:
         None,
         '{"publisher": "zmq", "hwm": 5}',
     )
-    assert (found.engine.layout.attn_tp, found.engine.requests.overlap) == (2, False)
-    assert (found.engine.model.float8, found.engine.layout.moe_exchange) == ("off", "gather")
+    assert (found.engine.attn_tp, found.engine.overlap) == (2, False)
+    assert (found.engine.float8, found.engine.moe_exchange) == ("off", "gather")
     assert (found.http.served_model_name, found.http.request_timeout_s, found.http.api_key) == (("c",), 1000.0, "007")
     other = parse(cmd_serve.Command, "serve", [str(ROOT / "examples/tiny_model"), f"--config={file}", "--overlap"])
-    assert (other.model, other.port, other.engine.requests.overlap) == (ROOT / "examples/tiny_model", 7001, True)
+    assert (other.model, other.port, other.engine.overlap) == (ROOT / "examples/tiny_model", 7001, True)
     file.write_text("api-key: -x\nserved-model-name: [-y]\nallowed-hosts: [a.b, c.d]\ncors-origins: []\n")
     http = parse(cmd_serve.Command, "serve", ["--config", str(file)]).http
     assert (http.api_key, http.served_model_name, http.allowed_hosts) == ("-x", ("-y",), ("a.b", "c.d"))

@@ -14,10 +14,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 from weft import __version__
-from weft.cli.command import UNNAMED, ModelDir, Revision, UserError, model_dir
+from weft.cli.command import ModelDir, Revision, UserError, model_dir
 from weft.cli.findings import Finding
 from weft.cli.several_hosts import config_over_hosts
 from weft.engine.config.engine_options import ClusterOptions
@@ -47,7 +46,7 @@ class Command:
     revision: Revision = None
     nnodes: int | None = None
     """Hosts that are to serve together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     def run(self) -> int:
         """Prints the findings, each as it is found. Raises UserError, ModelError."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
 from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
@@ -29,7 +29,7 @@ class Command:
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")]
     """One or more prompts."""
     model: ModelDir = None
-    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    engine: EngineArguments = field(default_factory=EngineArguments)
     ray: WithRay = False
     chat: bool = False
     """Put each prompt into the model's chat template, as a user's message."""

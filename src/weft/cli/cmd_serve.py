@@ -8,10 +8,9 @@ import sys
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from weft.cli.command import (
-    UNNAMED,
     EngineArguments,
     ModelDir,
     StopSignals,
@@ -46,7 +45,7 @@ class Command:
     """
 
     model: ModelDir = None
-    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    engine: EngineArguments = field(default_factory=EngineArguments)
     ray: WithRay = False
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
@@ -56,7 +55,7 @@ class Command:
     """A Unix domain socket to listen on, in place of host and port."""
     config: Path | None = None
     """A YAML file of options by their names, such as `attn-tp: 2`, and `model` for MODEL_DIR; the command line wins."""
-    http: Annotated[Options, UNNAMED] = field(default_factory=Options)
+    http: Options = field(default_factory=Options)
     log_format: Literal["text", "json"] = "text"
     """Of the log on stderr."""
     log_level: LogLevel = "info"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from weft.cli.command import UNNAMED, UserError, check_writable, stop_on_sigterm
+from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
 from weft.comm.shm import ShmTuning
@@ -70,7 +70,7 @@ class Command:
     """Print the table, too, in place of the line that says where it is."""
     nnodes: int | None = None
     """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     def run(self) -> int:
         """Writes the table and says where. Raises UserError, EngineError."""

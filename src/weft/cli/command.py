@@ -9,13 +9,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from weft.cli.config_file import file_arguments
 from weft.cli.other_engines import hint, renamed
@@ -25,24 +32,13 @@ from weft.cli.several_hosts import with_launcher
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
 from weft.engine.assets import embedded_model_dir, preset_dir
 from weft.engine.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
-from weft.engine.config.engine_options import (
-    CacheOptions,
-    ClusterOptions,
-    CommunicationOptions,
-    EngineOptions,
-    LayoutOptions,
-    ModelOptions,
-    RankOptions,
-    RequestOptions,
-)
+from weft.engine.config.engine_options import EngineOptions, OptionGroup
 from weft.engine.models.directory import is_gguf, no_model, on_hub, packaged
 from weft.plugins import PluginError
 from weft.server.log import LogStream, asked_format
 
 T = TypeVar("T")
 
-UNNAMED = tyro.conf.arg(name="")
-"""Of options that stand in a group of their own in the help, and have no prefix."""
 WithRay = Annotated[
     bool,
     tyro.conf.arg(
@@ -67,44 +63,42 @@ class UserError(Exception):
 
 
 @dataclass(frozen=True)
-class EngineArguments:
-    """The model in place of a directory, and all options of the engine."""
+class SourceOptions(OptionGroup):
+    """Source of the model, other than MODEL_DIR."""
 
     preset: str | None = None
-    """A published config in place of MODEL_DIR, such as qwen3-30b-a3b, to be run with --load-format dummy."""
+    """A published config in place of MODEL_DIR, such as qwen3-30b-a3b; running it requires --load-format dummy."""
     revision: Revision = None
-    model: Annotated[ModelOptions, UNNAMED] = field(default_factory=ModelOptions)
-    layout: Annotated[LayoutOptions, UNNAMED] = field(default_factory=LayoutOptions)
-    cache: Annotated[CacheOptions, UNNAMED] = field(default_factory=CacheOptions)
-    requests: Annotated[RequestOptions, UNNAMED] = field(default_factory=RequestOptions)
-    ranks: Annotated[RankOptions, UNNAMED] = field(default_factory=RankOptions)
-    communication: Annotated[CommunicationOptions, UNNAMED] = field(default_factory=CommunicationOptions)
-    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
 
-    def check(self, model: Path | None) -> None:
-        """What can be checked without torch, of the options and the model directory beside them. Raises UserError."""
-        if self.preset is not None and self.model.load_format != "dummy":
+
+@dataclass(frozen=True)
+class EngineArguments(EngineOptions, SourceOptions):
+    """The options of a command that runs a model, but for MODEL_DIR."""
+
+    def check_with(self, model: Path | None) -> None:
+        """Check the options and the model directory, as far as it can be done without torch. Raises UserError."""
+        if self.preset is not None and self.load_format != "dummy":
             add = "add --load-format dummy to make some up"
             raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
         _without_hub(model, self.preset, self.revision)
         try:
-            for options in self._groups():
-                options.check()
+            self.check()
         except ValueError as error:
             raise UserError(str(error)) from error
 
     def values(self) -> dict[str, Any]:
-        """As EngineConfig takes them."""
-        return {name: value for options in self._groups() for name, value in vars(options).items()}
+        """Return the options that EngineConfig accepts, by name."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(EngineOptions)}
 
     def arguments(self) -> list[str]:
-        """The arguments by which a command gets these options; what it has by default is left out."""
-        preset = [] if self.preset is None else ["--preset", self.preset]
-        revision = [] if self.revision is None else ["--revision", self.revision]
-        return [*preset, *revision, *(text for options in self._groups() for text in _arguments_of(options))]
-
-    def _groups(self) -> tuple[EngineOptions, ...]:
-        return self.model, self.layout, self.cache, self.requests, self.ranks, self.communication, self.cluster
+        """Return arguments by which a command gets these options, without those that have their default."""
+        found: list[str] = []
+        for each in dataclasses.fields(self):
+            value, name = getattr(self, each.name), each.name.replace("_", "-")
+            if value != each.default:
+                values = map(str, value if isinstance(value, tuple) else (value,))
+                found += [f"--no-{name}"] if value is False else [f"--{name}", *([] if value is True else values)]
+        return found
 
 
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
@@ -124,7 +118,8 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     if fault is not None:
         raise UserError(fault)
     shown: dict[str, Any] = {"prog": f"weft {name}", "description": inspect.getdoc(command)}
-    shown["registry"] = _with_plugins([*written, *arguments])
+    shown["registry"] = _registry([*written, *arguments])
+    shown["config"] = (tyro.conf.OmitArgPrefixes,)
     if written:
         try:
             shown["default"] = tyro.cli(command, args=written, **shown)
@@ -132,13 +127,13 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
             raise UserError(f"this is an option of --config {file[0]}") from error
     parsed: Any = tyro.cli(command, args=arguments, **shown)
     if starts_engine:
-        parsed.engine.check(parsed.model)
+        parsed.engine.check_with(parsed.model)
     return parsed
 
 
-def _with_plugins(arguments: Sequence[str]) -> ConstructorRegistry:
-    """What tyro must know of transports and attention backends: their names, those of plugins in the arguments too.
-    Raises UserError.
+def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
+    """Return the rules by which tyro reads options: names of transports and attention backends, those of plugins in
+    the arguments too, and groups of options. Raises UserError.
     """
     plugins = _value_of("--plugins", arguments)
     try:
@@ -160,6 +155,21 @@ def _with_plugins(arguments: Sequence[str]) -> ConstructorRegistry:
         as_literal = PrimitiveTypeInfo.make(literal, asked.markers)
         return ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
 
+    @found.struct_rule
+    def in_groups(asked: StructTypeInfo) -> StructConstructorSpec | None:
+        if asked.type is not EngineArguments:
+            return None
+        default = asked.default if isinstance(asked.default, EngineArguments) else EngineArguments()
+        fields = []
+        for group in EngineArguments.groups():
+            heading = tyro.conf.arg(name=group.__name__.removesuffix("Options").lower(), prefix_name=False)
+            shown: Any = Annotated[group, heading]
+            fields.append(StructFieldSpec(group.__name__, shown, group.of(default)))
+        return StructConstructorSpec(joined, tuple(fields))
+
+    def joined(**groups: OptionGroup) -> EngineArguments:
+        return EngineArguments(**{name: value for group in groups.values() for name, value in vars(group).items()})
+
     return found
 
 
@@ -168,19 +178,6 @@ def _value_of(option: str, arguments: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(option, nargs="*", default=[], dest="values")
     return list(parser.parse_known_args(arguments)[0].values)
-
-
-def _arguments_of(options: EngineOptions) -> list[str]:
-    found: list[str] = []
-    for each in dataclasses.fields(options):  # type: ignore[arg-type]
-        value, name = getattr(options, each.name), each.name.replace("_", "-")
-        if value == each.default:
-            continue
-        if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            found += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return found
 
 
 def check_writable(path: Path, option: str) -> None:
@@ -248,7 +245,7 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
     try:
         given = engine.values() | options
         values = with_launcher(node_0(given) if ray else given, os.environ)
-        weights = engine.model.load_format != "dummy"
+        weights = engine.load_format != "dummy"
         found = model_dir(model, engine.preset, engine.revision, weights=weights)
         return EngineConfig(model=found, **values)
     except ValueError as error:

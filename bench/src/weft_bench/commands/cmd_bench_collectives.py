@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from weft.cli.command import UNNAMED, UserError, check_writable, stop_on_sigterm
+from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
 from weft.comm.peer_launch import PeerTuning
@@ -81,7 +81,7 @@ class Command:
     """With --nnodes: the cost model that plans and predicts, as the engine's --cost."""
     nnodes: int | None = None
     """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     def run(self) -> int:
         """Prints a table; writes JSON where asked. Raises UserError, EngineError."""

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from weft.cli.command import UNNAMED, Revision, UserError, check_writable, model_dir, stop_on_sigterm
+from weft.cli.command import Revision, UserError, check_writable, model_dir, stop_on_sigterm
 from weft.cli.progress import progress_bar
 from weft.cli.several_hosts import config_over_hosts
 from weft.comm.shm import ShmTuning
@@ -56,7 +56,7 @@ class Command:
     """Write the figures, and what they were measured on, to this file."""
     nnodes: int | None = None
     """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: Annotated[ClusterOptions, UNNAMED] = field(default_factory=ClusterOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
 
     def run(self) -> int:
         """Prints medians and ratios. Raises UserError, LayoutError."""

@@ -6,9 +6,9 @@ import json
 import queue
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
 from weft.cli.ray_hosts import agents
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
@@ -28,7 +28,7 @@ class Command:
     """
 
     model: ModelDir = None
-    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    engine: EngineArguments = field(default_factory=EngineArguments)
     ray: WithRay = False
     questions: int = 200
     """How many problems."""

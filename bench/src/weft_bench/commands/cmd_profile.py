@@ -6,11 +6,12 @@ import json
 import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from weft.cli.command import UNNAMED, EngineArguments, ModelDir, UserError, engine_config, model_name, stop_on_sigterm
+from weft.cli.command import EngineArguments, ModelDir, UserError, engine_config, model_name, stop_on_sigterm
 from weft.cli.several_hosts import run_agent
 from weft.cli.start import start_engine
+from weft.engine.config.engine_options import LayoutOptions
 from weft.planner.show import columns, size_text
 
 MAX_KERNELS = 12
@@ -34,7 +35,7 @@ class Command:
     """
 
     model: ModelDir = None
-    engine: Annotated[EngineArguments, UNNAMED] = field(default_factory=EngineArguments)
+    engine: EngineArguments = field(default_factory=EngineArguments)
     batch: int = 16
     """Sequences, over all DP groups."""
     context: int = 512
@@ -55,7 +56,7 @@ class Command:
 
         if self.read is not None:
             return self._read(self.read)
-        rows = self.engine.requests.batch_tokens
+        rows = self.engine.batch_tokens
         for name in ("batch", "context", "steps"):
             minimum = MIN_STEPS if name == "steps" else 1
             if getattr(self, name) < minimum:
@@ -93,7 +94,7 @@ class Command:
         title = f"{name}, {config.mesh}, {self.batch} sequences of {self.context} tokens"
         about: dict[str, Any] = {
             "model": name,
-            "layout": vars(self.engine.layout) | {"num_layers": config.num_layers},
+            "layout": vars(LayoutOptions.of(self.engine)) | {"num_layers": config.num_layers},
             "batch": self.batch,
             "context": self.context,
             "steps": self.steps,

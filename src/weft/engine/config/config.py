@@ -13,16 +13,7 @@ from weft.comm.cores import core_list
 from weft.comm.transport_registry import AUTO, transports
 from weft.engine.assets import embedded_model_dir
 from weft.engine.attention.backend_registry import ANY_BACKEND, backends
-from weft.engine.config.engine_options import (
-    PARTS,
-    CacheOptions,
-    ClusterOptions,
-    CommunicationOptions,
-    LayoutOptions,
-    ModelOptions,
-    RankOptions,
-    RequestOptions,
-)
+from weft.engine.config.engine_options import EngineOptions
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.stream.interleave import Interleave
 
@@ -42,10 +33,6 @@ class QueueFull(EngineError):
         self.retry_after_s = retry_after_s
 
 
-PATHS = ("model", "cluster_key", "chat_template")
-"""Options that are paths."""
-
-
 @dataclass(frozen=True)
 class ModelDirectory:
     """The one option without a name: dataclasses order fields from the last base on, so that it is the first."""
@@ -55,24 +42,14 @@ class ModelDirectory:
 
 
 @dataclass(frozen=True)
-class EngineConfig(
-    ClusterOptions,
-    CommunicationOptions,
-    RankOptions,
-    RequestOptions,
-    CacheOptions,
-    LayoutOptions,
-    ModelOptions,
-    ModelDirectory,
-):
+class EngineConfig(EngineOptions, ModelDirectory):
     """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
 
     seed: int = 0
     """Seeds of requests that bring none follow from it."""
 
     def __post_init__(self) -> None:
-        for part in PARTS:
-            part.check(self)
+        self.check()
         if (self.node_rank or 0) >= self.mesh.hosts:
             hosts = self.mesh.hosts
             raise ValueError(f"node_rank {self.node_rank} is none of {hosts} host(s): they are 0 to {hosts - 1}")
@@ -81,13 +58,11 @@ class EngineConfig(
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
-        options = (AUTO, *transports())
-        if self.transport not in options and self.transport not in (options := (AUTO, *transports(self.plugins))):
-            raise ValueError(f"transport is {self.transport!r}; it must be one of {', '.join(options)}")
-        known = (ANY_BACKEND, *backends())
-        chosen = self.attention_backend
-        if chosen not in known and chosen not in (known := (ANY_BACKEND, *backends(self.plugins))):
-            raise ValueError(f"attention_backend is {chosen!r}; it must be one of {', '.join(known)}")
+        for name, auto, entries in ("transport", AUTO, transports), ("attention_backend", ANY_BACKEND, backends):
+            value = getattr(self, name)
+            known = (auto, *entries())  # plugins are loaded where the name is none of Weft's
+            if value not in known and value not in (known := (auto, *entries(self.plugins))):
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         self._check_interleave()
 
     def _check_interleave(self) -> None:
@@ -163,5 +138,6 @@ class EngineConfig(
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
         """The inverse of `to_dict`."""
-        paths = {name: Path(values[name]) for name in PATHS if values[name] is not None}
-        return cls(**values | {"plugins": tuple(values["plugins"])} | paths)
+        kinds = get_type_hints(cls)
+        paths = [n for n, value in values.items() if Path in (kinds[n], *get_args(kinds[n])) and value is not None]
+        return cls(**values | {"plugins": tuple(values["plugins"])} | {name: Path(values[name]) for name in paths})

@@ -1,16 +1,16 @@
 """The options of an engine, by subject.
 
 Each field is an option of every command that runs a model: its docstring is the help text, its type gives the values,
-and `check` says what values there may be.
+`check` says what values there may be, and its class is the group in which the help shows it.
 
 The module imports no torch, so that a command line is read without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from weft.comm.transport_registry import ANY_TRANSPORT, TransportChoice
 from weft.engine.attention.backend_registry import ANY_BACKEND, BackendChoice
@@ -19,17 +19,27 @@ from weft.planner.plan import Choice
 from weft.planner.spec import Mesh
 
 KV_TOKENS = 65536
-"""The default of kv_tokens on CPUs."""
+"""Default of kv_tokens on CPUs."""
 BATCH_TOKENS, BATCH_SEQUENCES = 2048, 64
-"""The defaults of max_batch_tokens and max_running, where `weft.engine.worker.batch_limits` has chosen no others."""
+"""Defaults of max_batch_tokens and max_running, unless `weft.engine.worker.batch_limits` chooses others."""
 
 
-class EngineOptions:
-    """Options that belong together: a base of `weft.engine.config.config.EngineConfig`, which has the fields of them
-    all."""
+@dataclass(frozen=True)
+class OptionGroup:
+    """Options on one subject; commands show it as a group, with its docstring as the heading."""
+
+    @classmethod
+    def groups(cls) -> list[type[OptionGroup]]:
+        """Return the groups that a class of options consists of, in the order of their fields."""
+        return [each for each in reversed(cls.__mro__) if OptionGroup in each.__bases__]
+
+    @classmethod
+    def of(cls, options: OptionGroup) -> Self:
+        """Return this group of `options`, which have its fields and perhaps others."""
+        return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})
 
     def check(self) -> None:
-        """Raises ValueError or LayoutError, in one line, for values that cannot be."""
+        """Raise ValueError or LayoutError, in one line, for values that cannot be."""
         return
 
     def _above_zero(self, *names: str) -> None:
@@ -44,68 +54,66 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class ModelOptions(EngineOptions):
-    """How the model is read, and what plugins add."""
+class ModelOptions(OptionGroup):
+    """Weights and data types of the model, and plugins."""
 
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add model families, transports or attention backends; they run, so name only
     what you trust."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto: the model's own weights; dummy: made-up weights, to measure a shape. Their text means nothing, and the
-    tokenizer is the embedded model's."""
+    """auto: the model's own weights; dummy: made-up weights and the embedded model's tokenizer, to measure a shape."""
     num_layers: int | None = None
-    """Only the model's first so many layers; left out, all."""
+    """Run the model's first layers only; omitted: all."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of weights and activations; auto: float32 on CPUs, bfloat16 on GPUs."""
+    """Data type of weights and activations; auto: float32 on CPUs, bfloat16 on GPUs."""
     chat_template: Path | None = None
-    """A file with the Jinja template of chats; left out, the one that the model was published with."""
+    """A file with the Jinja template of chats; omitted: the template that the model was published with."""
     float8: Literal["auto", "on", "off"] = "auto"
-    """on: weights that a checkpoint has in FP8 stay so, and products with them are computed in it; off: they are
-    dequantised when they are loaded; auto: on for GPUs."""
+    """on: keep FP8 weights in FP8 and run their matmuls in FP8; off: dequantise them at load; auto: on for GPUs."""
 
     def check(self) -> None:
         self._above_zero("num_layers")
 
 
 @dataclass(frozen=True)
-class LayoutOptions(EngineOptions):
-    """How the model is split over the ranks: attn-dp × attn-tp = ep × moe-tp = the number of ranks."""
+class LayoutOptions(OptionGroup):
+    """Split of the model over the ranks: attn-dp × attn-tp = ep × moe-tp = the number of ranks."""
 
     attn_dp: int = 1
-    """Data-parallel groups of the attention (DP groups), each with requests of its own."""
+    """Data-parallel groups of the attention (DP groups); each has requests of its own."""
     attn_tp: int = 1
     """Ranks of a DP group, which share its attention heads."""
     ep: int | None = None
-    """Parts into which the experts are divided; left out, the ranks by moe_tp, or as many as attn_dp."""
+    """Parts into which the experts are divided; omitted: the ranks by moe_tp, or attn_dp."""
     moe_tp: int | None = None
-    """Ranks that share each expert; left out, the ranks by ep, or as many as attn_tp."""
+    """Ranks that share each expert; omitted: the ranks by ep, or attn_tp."""
     dcp: int = 1
-    """Neighbouring ranks of attn_tp over which a DP group's cached tokens are sharded, so that it holds so many times
-    as many (decode context parallelism)."""
+    """Neighbouring ranks of attn_tp that shard a DP group's cached tokens (decode context parallelism); the group holds
+    dcp times the tokens."""
     dcp_interleave: int | None = None
-    """Consecutive tokens on one of these ranks; it divides page_size; left out, a page."""
+    """Consecutive tokens on one rank of dcp; it divides page_size; omitted: a page."""
     dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
-    """The recipe by which their attention is merged; auto: the cheapest."""
+    """Recipe that merges the attention of the ranks of dcp; auto: the cheapest."""
     dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
-    """gather: prompts gather the tokens that they attend to; merge: their attention is merged, as that of decode rows
-    is; auto: the quicker one for each step."""
+    """gather: prompts gather the tokens that they attend to; merge: ranks merge their attention, as for decode rows;
+    auto: the quicker one for each step."""
     dcp_query: Literal["gather", "replicate"] = "gather"
-    """gather: the ranks gather their queries; replicate: each computes those of all, from more weights."""
+    """gather: the ranks of dcp gather their queries; replicate: each computes all queries, from more weights."""
     split_vocabulary: Literal["off", "on", "auto"] = "auto"
-    """on: embedding and head are split over attn_tp; auto: on GPUs, where decode steps are predicted to be quicker."""
+    """on: split embedding and head over attn_tp; auto: on GPUs, if decode steps are predicted to be quicker."""
     moe_exchange: Forms = "auto"
-    """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
-    transport peer); auto: on CPUs the cheaper one for each step. Where a step dispatches, shared experts are whole on
-    every rank."""
+    """gather: every rank gets all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
+    transport peer), and every rank holds whole shared experts; auto: gather on GPUs, on CPUs the cheaper for each
+    step."""
     nnodes: int | None = None
-    """Hosts that the ranks are on, as many on each; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
+    """Hosts, each with the same number of ranks; omitted: what torchrun, srun or LeaderWorkerSet say, else 1."""
 
     def check(self) -> None:
         _ = self.mesh
 
     @property
     def mesh(self) -> Mesh:
-        """The layout. Raises LayoutError."""
+        """Layout of the ranks. Raises LayoutError."""
         ep, moe_tp, world = self.ep, self.moe_tp, self.attn_dp * self.attn_tp
         if ep is None:
             ep = self.attn_dp if moe_tp is None else max(1, world // max(1, moe_tp))
@@ -115,29 +123,29 @@ class LayoutOptions(EngineOptions):
 
     @property
     def ranks_of_host(self) -> int:
-        """How many ranks a host has."""
+        """Number of ranks on each host."""
         return self.mesh.world // self.mesh.hosts
 
     def place_on_host(self, rank: int) -> int:
-        """A rank's place among those of its host."""
+        """Return a rank's index among the ranks of its host."""
         return self.mesh.peers("host", rank).index(rank)
 
 
 @dataclass(frozen=True)
-class CacheOptions(EngineOptions):
-    """The key-value cache of a rank. A DP group holds dcp times as many tokens."""
+class CacheOptions(OptionGroup):
+    """Key-value cache of a rank. A DP group holds dcp times the tokens."""
 
     page_size: int = 16
     """Tokens in a page."""
     kv_tokens: int | None = None
-    """Tokens in the cache; left out, 65536 on CPUs, and on GPUs as many as fit."""
+    """Tokens in the cache; omitted: 65536 on CPUs, on GPUs what fits."""
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """Of the cache's keys, values and latent vectors; auto: that of activations; fp8_e4m3: eight bits each and a power
-    of two for each vector, so that it holds twice as many tokens (on GPUs from sm_89 on)."""
+    """Data type of the cache; auto: that of activations; fp8_e4m3: eight bits a value and a power of two a vector, for
+    twice the tokens (on GPUs from sm_89 on)."""
     gpu_memory_fraction: float = 0.9
-    """Share of a GPU's memory that may be used in all, where kv_tokens is left out."""
+    """Share of a GPU's memory that may be used in all, unless kv_tokens is given."""
     prefix_cache: bool = True
-    """Whether pages of equal prefixes are reused."""
+    """Reuse pages of equal prefixes."""
 
     def check(self) -> None:
         self._above_zero("page_size")
@@ -148,29 +156,27 @@ class CacheOptions(EngineOptions):
 
     @property
     def num_pages(self) -> int:
-        """Pages of a rank's key-value cache, each of which stands for `interleave.span` tokens of the DP group."""
+        """Pages of a rank's key-value cache; each holds a share of `interleave.span` tokens of the DP group."""
         return (KV_TOKENS if self.kv_tokens is None else self.kv_tokens) // self.page_size
 
 
 @dataclass(frozen=True)
-class RequestOptions(EngineOptions):
-    """How many requests there may be, how long they may be, and how they are batched."""
+class RequestOptions(OptionGroup):
+    """Limits of requests, and of steps that batch them."""
 
     max_batch_tokens: int | None = None
-    """Rows of one step of a DP group; longer prompts are cut into chunks; left out, 2048, and 8192 on GPUs with 12 GiB
-    or more beside the weights."""
+    """Rows of one step of a DP group; longer prompts are cut into chunks; omitted: 2048, or 8192 on GPUs with 12 GiB or
+    more next to the weights."""
     max_running: int | None = None
-    """Sequences of a DP group that run at once; left out, 64, and on GPUs up to 1024, by the memory for their cache."""
+    """Sequences of a DP group that run at once; omitted: 64, on GPUs up to 1024, by the memory for their cache."""
     max_waiting: int = 1024
-    """Requests that may wait for a place, of all DP groups together; more are refused, over HTTP with 429 and a time to
-    retry after."""
+    """Requests that may wait, over all DP groups; more are refused, over HTTP with 429 and a time to retry after."""
     max_choices: int = 256
-    """Completions of one request of a client: its prompts times its choices."""
+    """Completions of one client's request: its prompts times its choices."""
     max_model_len: int | None = None
-    """Tokens of a prompt and its completion together; left out, what the model allows."""
+    """Tokens of a prompt and its completion; omitted: what the model allows."""
     overlap: bool = True
-    """Whether a step is sent before the tokens of the previous one are back, so that ranks never wait for the
-    controller."""
+    """Send a step before the previous step's tokens are back, so that ranks never wait for the controller."""
 
     def check(self) -> None:
         self._above_zero("max_batch_tokens", "max_running", "max_waiting", "max_choices")
@@ -186,46 +192,44 @@ class RequestOptions(EngineOptions):
 
     @property
     def batch_tokens(self) -> int:
-        """max_batch_tokens, or what it is where it is left out."""
+        """max_batch_tokens, or its default."""
         if self.max_batch_tokens is None:
             return max(BATCH_TOKENS, self.max_running or 0)
         return self.max_batch_tokens
 
     @property
     def batch_sequences(self) -> int:
-        """max_running, or what it is where it is left out."""
+        """max_running, or its default."""
         return min(BATCH_SEQUENCES, self.batch_tokens) if self.max_running is None else self.max_running
 
 
 @dataclass(frozen=True)
-class RankOptions(EngineOptions):
-    """Where ranks run, and what happens when they fail."""
+class RankOptions(OptionGroup):
+    """Processes, devices and failures of ranks."""
 
     executor: Literal["process", "thread"] = "process"
-    """process: one process for each rank; thread: all ranks in this process, on the reference transport: slow, for
-    tests."""
+    """process: a process for each rank; thread: all ranks in this process, on the reference transport (slow)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """cuda: a GPU for each rank; auto: GPUs where there are as many as ranks."""
+    """cuda: a GPU for each rank; auto: GPUs, if there is one for each rank."""
     cuda_graphs: bool = True
-    """Whether steps on GPUs replay captured graphs. Those with prompts of some models never do, nor do those with
-    requested logprobs of prompts."""
+    """Replay captured graphs on GPUs, except for logprobs of prompts, and prompts of some models."""
     attention_backend: BackendChoice = ANY_BACKEND
-    """The kernels of attention over the cache. triton: Weft's own, on GPUs; fa3: FlashAttention 3, from an installed
-    vLLM or sglang-kernel, on Hopper GPUs; fa3+triton: of these two the quicker for each kind of rows; flashinfer:
-    FlashInfer's, where installed, without CUDA graphs; torch: plain torch, which gathers the tokens; or a plugin's;
-    auto: fa3+triton where fa3 can run, else triton on GPUs, torch on CPUs."""
+    """Kernels of attention over the cache. triton: Weft's own, on GPUs; fa3: FlashAttention 3, from vLLM or
+    sglang-kernel, on Hopper GPUs; fa3+triton: the quicker of the two for each kind of rows; flashinfer: FlashInfer's,
+    without CUDA graphs; torch: plain torch, which gathers the tokens; or a plugin's; auto: fa3+triton where fa3 runs,
+    else triton on GPUs, torch on CPUs."""
     threads: int = 1
-    """Threads of each rank's process; more ranks use cores better."""
+    """Threads of each rank's process; more ranks use cores better than more threads."""
     cpu_bind: str | None = None
-    """Cores of each rank of a host, such as 0-3|4-7; auto: this process's cores, divided evenly; left out: any."""
+    """Cores of each rank of a host, such as 0-3|4-7; auto: this process's cores, divided evenly; omitted: any."""
     step_timeout_s: float = 60.0
     """Seconds after which a step counts as a failure of the ranks."""
     max_restarts: int = 3
-    """Failures within restart_window_s after which the ranks are started anew; one more ends the engine."""
+    """Failures within restart_window_s after which ranks are restarted; one more ends the engine."""
     restart_window_s: float = 600.0
     """Seconds over which failures are counted."""
     restart_backoff_s: float = 1.0
-    """Seconds to wait after a second failure without a step in between; each further one doubles it, up to a minute."""
+    """Seconds to wait after a second failure without a step in between; each further failure doubles it, to 60 s."""
 
     def check(self) -> None:
         self._above_zero("threads", "step_timeout_s", "restart_window_s")
@@ -233,40 +237,40 @@ class RankOptions(EngineOptions):
 
 
 @dataclass(frozen=True)
-class CommunicationOptions(EngineOptions):
-    """What carries the exchanges between ranks, and how they are planned."""
+class CommunicationOptions(OptionGroup):
+    """Exchanges between ranks: their transports, costs and plan."""
 
     transport: TransportChoice = ANY_TRANSPORT
-    """What carries them, where ranks are processes: one by name, or a plugin's; auto: those of the ranks' device,
-    chosen call by call by cost."""
+    """Transport between processes: one by name, or a plugin's; auto: the cheapest for each call, of the transports that
+    run on the ranks' device."""
     cost: str = "auto"
-    """The planner's cost model: a preset, a table FILE.json of weft tune, or auto: this host's table where weft tune
-    has written one, else what is known of hosts like it."""
+    """The planner's cost model: a preset, or a table FILE.json of weft tune; auto: this host's table if weft tune has
+    written one, else a preset of similar hosts."""
     plan: Choice = "cheapest"
-    """naive: the plan of all-reduces with which others are compared."""
+    """naive: the plan of all-reduces, for comparison."""
 
 
 @dataclass(frozen=True)
-class ClusterOptions(EngineOptions):
-    """Where the ranks' hosts meet, with nnodes above 1: start the same command on each, with its node_rank."""
+class ClusterOptions(OptionGroup):
+    """Meeting of several hosts (--nnodes): start the same command on each host, with its --node-rank."""
 
     node_rank: int | None = None
-    """Which of nnodes hosts this one is; 0 has the controller and the HTTP port; left out, as nnodes."""
+    """Index of this host; 0 has the controller and the HTTP port; omitted: as for nnodes."""
     master_addr: str | None = None
-    """Address of node 0, at which the others reach it; left out, as nnodes. Without one, ranks of all hosts run on this
-    machine, in groups that share no memory with each other: for tests."""
+    """Address at which the other hosts reach node 0; omitted: as for nnodes. Without one, the ranks of all hosts run on
+    this machine and share no memory between hosts (for tests)."""
     master_port: int = 29600
-    """Port of node 0 to which the other hosts connect; the next one is that of torch.distributed's store."""
+    """Port of node 0 to which the other hosts connect; torch.distributed's store uses the next port."""
     cluster_key: Path | None = None
-    """A file with a secret, the same on every host: head -c 32 /dev/urandom | base64 > cluster.key."""
+    """A file with a secret that all hosts share: head -c 32 /dev/urandom | base64 > cluster.key."""
     interface: str | None = None
-    """Network interface of this host, such as eth0; left out, the one of the route to master_addr."""
+    """Network interface of this host, such as eth0; omitted: that of the route to master_addr."""
     join_timeout_s: float = 600.0
-    """Seconds to wait for hosts that are not there: at the start, and after one was lost."""
+    """Seconds to wait for missing hosts: at the start, and after one was lost."""
 
     @property
     def store_port(self) -> int:
-        """The port of torch.distributed's store."""
+        """Port of torch.distributed's store."""
         return self.master_port + 1
 
     def check(self) -> None:
@@ -279,12 +283,18 @@ class ClusterOptions(EngineOptions):
             raise ValueError("hosts meet by a secret: give cluster_key, a file that is the same on every host")
 
 
-PARTS: tuple[type[EngineOptions], ...] = (
-    ModelOptions,
-    LayoutOptions,
-    CacheOptions,
-    RequestOptions,
-    RankOptions,
-    CommunicationOptions,
+@dataclass(frozen=True)
+class EngineOptions(
     ClusterOptions,
-)
+    CommunicationOptions,
+    RankOptions,
+    RequestOptions,
+    CacheOptions,
+    LayoutOptions,
+    ModelOptions,
+):
+    """All options of an engine. Dataclasses order fields from the last base on."""
+
+    def check(self) -> None:
+        for group in self.groups():
+            group.check(self)

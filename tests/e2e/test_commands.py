@@ -32,6 +32,7 @@ from weft.cli.progress import start_said
 from weft.cli.start import start_engine
 from weft.engine.assets import embedded_model_dir
 from weft.engine.config.config import EngineConfig
+from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.models import directory
 from weft.planner.spec import Mesh
 from weft.server.options import Options
@@ -154,25 +155,31 @@ def test_the_figure_in_readme_is_what_the_command_prints() -> None:
     figures = re.search(r"\*\*(\d+) µs in .* instead of (\d+)\*\*, in (\d+) collectives instead of (\d+)", README)
     assert figures is not None
     us, naive_us, calls, naive_calls = figures.groups()
-    _, out, _ = weft_here("plan", "--preset", "qwen3-30b-a3b", "--layout", "2x2", "--tokens", "1")
+    _, out, _ = weft_here("plan", "--preset", "qwen3-30b-a3b", "--attn-dp", "2", "--attn-tp", "2", "--tokens", "1")
     assert f"plan: {us} µs, {calls} collectives" in out and f"naive: {naive_us} µs, {naive_calls} collectives" in out
 
 
 BAD = [
     (["nonsense"], "no command 'nonsense'"),
     (["generate", "/nowhere", "--prompt", "x"], "/nowhere has no config.json"),
-    (["plan", "--layout", "2x2,3x1"], "both must be the number of ranks"),
+    (["plan", "--attn-dp", "2", "--attn-tp", "2", "--ep", "3", "--moe-tp", "1"], "both must be the number of ranks"),
     (["plan", "--layout", "two"], "is not ATTN_DPxATTN_TP,EPxMOE_TP"),
     (["plan", "--cost", "abacus"], "no cost preset 'abacus'"),
-    (["plan", "--layout", "4x4", "--transport", "peer"], "peer takes at most 8 ranks, of one host; this layout has 16"),
-    (["plan", "--layout", "5x4", "--transport", "shm"], "shm takes at most 16 ranks, of one host; this layout has 20"),
+    (
+        ["plan", "--attn-dp", "4", "--attn-tp", "4", "--transport", "peer"],
+        "peer takes at most 8 ranks, of one host; this layout has 16",
+    ),
+    (
+        ["plan", "--attn-dp", "5", "--attn-tp", "4", "--transport", "shm"],
+        "shm takes at most 16 ranks, of one host; this layout has 20",
+    ),
     (
         ["plan", "--transport", "peer", "--tokens", "1,16384", "--max-bytes", "8388608"],
         "peer has max_bytes=8388608: give it max_bytes=16777216",
     ),
     (["plan", "--transport", "peer", "--max-bytes", "1000", "--tokens", "1"], "give it max_bytes=1024"),
     (["plan", "--transport", "shm", "--cost", "h200x4"], "h200x4 has no times of shm, only of peer, torchdist/nccl"),
-    (["plan", "--layout", "1x3"], "do not divide over"),
+    (["plan", "--attn-tp", "3"], "do not divide over"),
     (
         ["plan", "--moe-exchange", "dispatch", "--transport", "nccl"],
         "nccl has no all_to_allv with row counts on the device",
@@ -278,11 +285,36 @@ def test_errors_have_the_log_format_of_a_file(tmp_path: Path, text: str) -> None
     assert code == 2 and err.startswith("weft: ")
 
 
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_options_of_the_layout_are_shown_alike(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """An option of the engine is one field, and its class the group in which it is shown."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, *parts = re.split(r"^ (\w+) options +$", weft_here(command, "--help")[1], flags=re.MULTILINE)
+    texts = zip(parts[::2], parts[1::2], strict=True)
+    shown = {name: set(re.findall(r"^  --(\w[\w-]*)", text, re.MULTILINE)) for name, text in texts}
+    assert shown["layout"] == {each.name.replace("_", "-") for each in dataclasses.fields(LayoutOptions)}
+    assert shown["source"] == {"preset", "revision"} and ("http" in shown) == (command == "serve")
+
+
 def test_old_names_of_options_still_work() -> None:
     for option in (["--experts", "dispatch"], ["--experts=dispatch"]):
-        code, out, err = weft_here("plan", "--preset", "qwen3-30b-a3b", "--layout", "2x4", "--tokens", "64", *option)
+        code, out, err = weft_here(
+            "plan", "--preset", "qwen3-30b-a3b", "--attn-dp", "2", "--attn-tp", "4", "--tokens", "64", *option
+        )
         assert code == 0 and "combine: all_to_allv world" in out
         assert err == "weft: --experts is now --moe-exchange\n"
+    today = weft_here("plan", "--attn-tp", "4", "--ep", "2", "--nnodes", "2", "--tokens", "1")
+    for layout in (["--layout", "1x4,2x2"], ["--layout=1x4, 2x2"]):
+        code, out, err = weft_here("plan", *layout, "--hosts", "2", "--tokens", "1")
+        assert (
+            (code, out) == today[:2]
+            and "hosts=2" in out
+            and err.splitlines()
+            == [
+                "weft: --layout is now --attn-dp 1 --attn-tp 4 --ep 2 --moe-tp 2",
+                "weft: --hosts is now --nnodes",
+            ]
+        )
 
 
 WITHOUT_TORCH = """
@@ -375,22 +407,22 @@ def test_a_port_that_is_taken() -> None:
 def test_plan_shows_what_it_saves_and_the_source_of_its_times() -> None:
     for arguments, cost in (
         ([], "edges of peer, torchdist/nccl; times by h200x4"),
-        (["--layout", "4x4"], "edges of torchdist/nccl; times by h200-nvlink"),
+        (["--attn-dp", "4", "--attn-tp", "4"], "edges of torchdist/nccl; times by h200-nvlink"),
         (["--transport", "shm", "gloo"], "edges of shm, torchdist/gloo; times by cpu-shm, cpu-gloo"),
     ):
         code, out, err = weft_here("plan", "--tokens", "64", *arguments)
         assert code == 0 and not err and cost in out.splitlines()
         saved = re.search(r"saving: (\d+)% of the predicted time", out)
-        assert saved and (int(saved[1]) >= 20 or "4x4" in arguments)
+        assert saved and (int(saved[1]) >= 20 or "--attn-dp" in arguments)
         assert max(map(len, out.splitlines())) <= 80
 
 
 def test_plan_shows_the_form_of_experts() -> None:
     _, out, _ = weft_here(
-        "plan", "--layout", "4x1", "--transport", "shm", "--tokens", "64", "--moe-exchange", "dispatch"
+        "plan", "--attn-dp", "4", "--transport", "shm", "--tokens", "64", "--moe-exchange", "dispatch"
     )
     assert "post_attention_layernorm  × 4  by dispatch" in out and "combine: all_to_allv world" in out
-    [both] = json.loads(weft_here("plan", "--layout", "4x1", "--transport", "shm", "--tokens", "64", "--json")[1])
+    [both] = json.loads(weft_here("plan", "--attn-dp", "4", "--transport", "shm", "--tokens", "64", "--json")[1])
     assert both["plan"]["us"] == pytest.approx(min(both["experts"]["gather_us"], both["experts"]["dispatch_us"]))
 
 
@@ -412,7 +444,7 @@ def test_a_reader_that_leaves_early() -> None:
 
 
 def test_json_is_json() -> None:
-    plans = json.loads(weft_here("plan", "--layout", "2x2", "--tokens", "1,64", "--json")[1])
+    plans = json.loads(weft_here("plan", "--attn-dp", "2", "--attn-tp", "2", "--tokens", "1,64", "--json")[1])
     assert [p["counts"] for p in plans] == [[1, 1], [64, 64]]
     assert plans[0]["plan"]["us"] <= plans[0]["naive"]["us"]
     lines = weft_here("generate", "--prompt", "a", "b", "--max-tokens", "3", "--json")[1].splitlines()

@@ -49,9 +49,9 @@ def test_commands_know_it_by_its_row() -> None:
     assert code == 0 and "{auto,shm,gloo,peer,nccl,toy}" in out
     assert "toy" not in weft_here("serve", "--help")[1]
     toy = ("--plugins", TOY, "--transport", "toy", "--tokens", "1")
-    code, out, err = weft_here("plan", "--layout", "2x1", *toy)
+    code, out, err = weft_here("plan", "--attn-dp", "2", *toy)
     assert code == 0 and "edges of toy; times by cpu-gloo" in out, err
-    code, _, err = weft_here("plan", "--layout", "2x2", *toy)
+    code, _, err = weft_here("plan", "--attn-dp", "2", "--attn-tp", "2", *toy)
     assert (code, err) == (2, "weft: toy takes at most 2 ranks; this layout has 4\n")
     for command, names in (
         ("serve", "('auto', 'shm', 'gloo', 'peer', 'nccl', 'toy')"),

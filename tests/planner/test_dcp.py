@@ -104,7 +104,7 @@ def test_a_transport_without_the_capacity_is_left_out() -> None:
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
     small_config("deepseek_v2", 4).save_pretrained(tmp_path)
-    ask = ("plan", str(tmp_path), "--layout", "1x2,2x1", "--tokens", "0,1,64")
+    ask = ("plan", str(tmp_path), "--attn-tp", "2", "--ep", "2", "--tokens", "0,1,64")
     code, out, err = weft_here(*ask, "--dcp", "2")
     assert code == 0, err
     table = out[out.index("dcp=2: the cache of a DP group holds 2") :].splitlines()[2:]
@@ -125,5 +125,5 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
         ["64", str(from_[2])],
     ]
     assert "dcp" not in weft_here(*ask)[1]
-    code, _, err = weft_here("plan", "--layout", "1x4", "--dcp", "2")  # the embedded model
+    code, _, err = weft_here("plan", "--attn-tp", "4", "--dcp", "2")  # the embedded model
     assert code == 2 and "attn_tp=4 over 4 of them gives each to 1 rank(s)" in err and "attn_tp=8" in err

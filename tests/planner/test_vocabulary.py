@@ -36,7 +36,8 @@ def test_what_is_saved_and_what_it_takes() -> None:
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
     small_config("qwen3_moe", 4).save_pretrained(tmp_path)
-    ask = ("plan", str(tmp_path), "--layout", "1x4,2x2", "--tokens", "0,1,64", "--split-vocabulary", "on")
+    options = "--attn-tp 4 --ep 2 --tokens 0,1,64 --split-vocabulary on"
+    ask = ("plan", str(tmp_path), *options.split())
     code, out, err = weft_here(*ask)
     assert code == 0, err
     [head, _, one, many, _, one_whole, many_whole] = out[out.index("vocabulary: ") :].splitlines()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from textwrap import fill
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
 from transformers.utils import logging as transformers_logging
 
-from weft.cli.command import ModelDir, Revision, model_dir
+from weft.cli.command import ModelDir, SourceOptions, model_dir
 from weft.comm import peer
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import (
@@ -25,6 +24,7 @@ from weft.comm.transport_registry import (
     check_serves,
     transports,
 )
+from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.models.load import build_model, float8_says
 from weft.engine.models.registry import load_config, registry
 from weft.engine.worker.planning import plan_model, sharded_context, split_steps
@@ -35,7 +35,7 @@ from weft.planner.forms import forms_dict, forms_of, forms_text
 from weft.planner.recipes import Merge, Prompt
 from weft.planner.settlements import Recipes
 from weft.planner.show import plan_dict, plan_text
-from weft.planner.spec import LayoutError, Mesh
+from weft.planner.spec import LayoutError
 from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
 
 LEFT_OUT = " and ".join(
@@ -53,42 +53,24 @@ class Command:
 
     Examples:
       weft plan                                         the embedded model, four ranks, by times of four H200s
-      weft plan --preset qwen3-30b-a3b --layout 4x1
-      weft plan DIR --layout 2x2,4x1 --tokens 1,64,4096 attn_dp=2 attn_tp=2, ep=4 moe_tp=1
-      weft plan DIR --layout 2x2 --transport shm gloo
-      weft plan DIR --layout 4x4 --transport nccl --cost h100-nvlink
-      weft plan --preset deepseek-v2-lite --layout 1x4,4x1 --dcp 4
-      weft plan --preset deepseek-v3 --layout 16x1 --hosts 2       inside a host by peer, across hosts by nccl
-      weft plan --layout 4x1 --transport shm --tokens 1,256   experts by gather or by dispatch, whichever costs less
-      weft plan --preset qwen3-235b-a22b --layout 1x4,4x1 --split-vocabulary on
-      weft plan DIR --layout 2x4,8x1 --transport reference --json
-      weft plan DIR --layout 2x2 --cost TABLE.json      a table of weft tune, or of weft tune --device cuda
+      weft plan --preset qwen3-30b-a3b --attn-dp 4
+      weft plan DIR --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1 --tokens 1,64,4096
+      weft plan DIR --attn-tp 2 --transport shm gloo
+      weft plan DIR --attn-dp 4 --attn-tp 4 --transport nccl --cost h100-nvlink
+      weft plan --preset deepseek-v2-lite --attn-tp 4 --ep 4 --dcp 4     from which context length that pays
+      weft plan --preset deepseek-v3 --attn-dp 16 --nnodes 2   inside a host by peer, across hosts by nccl
+      weft plan --attn-dp 4 --transport shm --tokens 1,256     experts by gather or by dispatch, whichever costs less
+      weft plan --preset qwen3-235b-a22b --attn-tp 4 --ep 4 --split-vocabulary on    what decode steps save by it
+      weft plan DIR --attn-dp 2 --attn-tp 4 --ep 8 --transport reference --json
+      weft plan DIR --attn-tp 4 --cost TABLE.json       a table of weft tune, or of weft tune --device cuda
     """
 
     model: ModelDir = None
-    preset: str | None = None
-    """A published config in place of MODEL_DIR, such as qwen3-30b-a3b."""
-    revision: Revision = None
+    source: SourceOptions = field(default_factory=SourceOptions)
+    layout: LayoutOptions = field(default_factory=LayoutOptions)
+    """Split of the model over the ranks, as for weft serve; omitted: --attn-dp 2 --attn-tp 2."""
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
-    layout: str = "2x2"
-    """ATTN_DPxATTN_TP,EPxMOE_TP; with the second half left out it is the same as the first."""
-    hosts: int = 1
-    """Hosts that the ranks are on, as many on each: plans then exchange inside hosts, across them, or both."""
-    dcp: int = 1
-    """Ranks of ATTN_TP that shard a group's cached tokens; the context length from which that pays is printed too."""
-    dcp_query: Literal["gather", "replicate"] = "gather"
-    """replicate: each of them makes the queries of all, where they would gather them."""
-    dcp_exchange: Literal["auto", "ag_rs", "a2a", "fused"] = "auto"
-    """How their attention is merged; auto: whichever costs least."""
-    dcp_prefill: Literal["auto", "gather", "merge"] = "auto"
-    """Whether prompts gather the tokens that they see, or are merged as decode rows are; auto: whichever costs less."""
-    moe_exchange: Literal["auto", "gather", "dispatch"] = "auto"
-    """gather: every rank takes all rows; dispatch: rows go to the ranks of their experts and back; auto: on CPUs
-    whichever costs less, and from where dispatch pays; on GPUs gather."""
-    split_vocabulary: Literal["off", "on", "auto"] = "auto"
-    """on: embedding and head are split over ATTN_TP, and what decode steps save by it is printed; auto: on GPUs, where
-    decode steps are quicker by it."""
     tokens: str = "1,64,4096"
     """Tokens in each DP group, one plan for each number."""
     transport: Annotated[
@@ -107,7 +89,10 @@ class Command:
     def run(self) -> int:
         """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        mesh, tokens = parse_layout(self.layout, self.dcp, self.hosts), parse_tokens(self.tokens)
+        layout, tokens = self.layout, parse_tokens(self.tokens)
+        if (layout.attn_dp, layout.attn_tp, layout.ep, layout.moe_tp) == (1, 1, None, None):
+            layout = replace(layout, attn_dp=2, attn_tp=2)
+        mesh = layout.mesh
         on_host = mesh.world // mesh.hosts
         known = transports(self.plugins)
         named = {**known, REFERENCE.option: REFERENCE}
@@ -116,17 +101,17 @@ class Command:
         model = costs(self._cost(entries, on_host))
         entries = tuple(replace(e, max_bytes=self.max_bytes) if e is PEER else e for e in entries)
         offers = [offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in entries]
-        where = model_dir(self.model, self.preset, self.revision, weights=False)
+        where = model_dir(self.model, self.source.preset, self.source.revision, weights=False)
         config = load_config(where, registry(self.plugins))
         gpus = any(entry.device == "cuda" for entry in entries)
-        forms: Forms = "gather" if gpus and self.moe_exchange == "auto" else self.moe_exchange
-        config = replace(config, replicate_queries=self.dcp_query == "replicate", experts=forms, float8=gpus)
-        asked = self.split_vocabulary == "on" or (self.split_vocabulary == "auto" and gpus)
+        forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
+        config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
+        asked = layout.split_vocabulary == "on" or (layout.split_vocabulary == "auto" and gpus)
         steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and asked])
-        split = self.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
+        split = layout.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
         config = replace(config, split_vocabulary=split)
         # Slices copy where steps are captured.
-        recipes: Recipes = {Merge: self.dcp_exchange, Prompt: self.dcp_prefill}
+        recipes: Recipes = {Merge: layout.dcp_exchange, Prompt: layout.dcp_prefill}
         planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, recipes=recipes)
         counts_of = [(n,) * mesh.attn_dp for n in tokens]
         shared = sharded_context(config, mesh, config.dtype, planner.chain)
@@ -162,15 +147,6 @@ class Command:
             return "cpu"
         measured = all(entry in (PEER, NCCL) for entry in entries) and on_host <= peer.MAX_RANKS
         return "h200x4" if measured else "h200-nvlink"
-
-
-def parse_layout(text: str, dcp: int = 1, hosts: int = 1) -> Mesh:
-    """`2x2,4x1` → Mesh(2, 2, 4, 1, dcp, hosts). Raises LayoutError."""
-    match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
-    if match is None:
-        raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")
-    dp, tp, ep, moe_tp = match.groups()
-    return Mesh(int(dp), int(tp), int(ep or dp), int(moe_tp or tp), dcp, hosts)
 
 
 def parse_tokens(text: str) -> list[int]:

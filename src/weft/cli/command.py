@@ -104,7 +104,7 @@ class EngineArguments(EngineOptions, SourceOptions):
 def parse(command: type[T], name: str, arguments: list[str]) -> T:
     """The command from its arguments; its docstring, as written, is the help. Raises UserError for what can be
     checked before its `run` imports torch: options of other engines, and a model or a layout that cannot be."""
-    arguments, old_names = renamed(arguments)
+    arguments, old_names = renamed(arguments, name)
     for line in old_names:
         print(f"weft: {line}", file=sys.stderr)
     hints = get_type_hints(command)

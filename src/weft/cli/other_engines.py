@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from weft.planner.spec import LayoutError
 
 NAMES = {
     "--attn-tp": "tensor-parallel-size tp-size tp",
@@ -33,6 +36,8 @@ NAMES = {
 """What Weft calls it, or says of it: names in vLLM or SGLang, without the dashes before them."""
 RENAMED = {"experts": "moe-exchange"}
 """Weft's own options that have another name now: old → new, without the dashes."""
+RENAMED_IN_PLAN = {"hosts": "nnodes", "layout": "attn-dp"}
+"""The same for `weft plan`; a layout is now four options, from --attn-dp to --moe-tp."""
 ADVICE = {name: advice for advice, names in NAMES.items() for name in names.split()}
 
 
@@ -45,13 +50,25 @@ def hint(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def renamed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments with today's names of options, and a line for each old name among them."""
-    found, lines = [], []
-    for argument in arguments:
+def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], list[str]]:
+    """Return the arguments with today's names of options, and a line for each old name. Raises LayoutError."""
+    names = RENAMED | (RENAMED_IN_PLAN if command == "plan" else {})
+    found, lines, following = list[str](), list[str](), iter(arguments)
+    for argument in following:
         option, *value = argument.partition("=")
-        if option.startswith("--") and (name := RENAMED.get(option[2:].replace("_", "-"))):
-            lines.append(f"{option} is now --{name}")
-            option = f"--{name}"
-        found.append("".join((option, *value)))
+        if option.startswith("--") and (name := names.get(option[2:].replace("_", "-"))):
+            new = _layout(value[1] or next(following, "")) if name == "attn-dp" else ["".join((f"--{name}", *value))]
+            lines.append(f"{option} is now {' '.join(new) if name == 'attn-dp' else f'--{name}'}")
+            found += new
+        else:
+            found.append(argument)
     return found, lines
+
+
+def _layout(text: str) -> list[str]:
+    """`2x2,4x1` → --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1. Raises LayoutError."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
+    if match is None:
+        raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")
+    dp, tp, ep, moe_tp = match.groups()
+    return ["--attn-dp", dp, "--attn-tp", tp, "--ep", ep or dp, "--moe-tp", moe_tp or tp]

@@ -28,7 +28,7 @@ BUDGETS = {"library": 10_120, "engine": 21_980, "serve": 8_630, "bench": 10_150}
 
 TWINS = """
 Agent Arguments Backend Call Calls Case Choice Combine Counts Graph Head Host InputMessage Job Join Kernel Kind Layer
-Load Meeting Message Norm Opening Options OutputFormat Parts Plan Progress Prompt Prompts Report Request RotaryTable
+Load Meeting Message Norm Options OutputFormat Parts Plan Progress Prompt Prompts Report Request RotaryTable
 Routing Row Rule Server Shape Split Start Step Stored Stream Timing Window Work
 """
 KNOWN_TWINS = set(TWINS.split())

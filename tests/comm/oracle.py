@@ -120,7 +120,7 @@ def check_epilogues(
     rank, calls = transport.rank, 0
     for counts, width, dtype in itertools.product(counts_of(mesh, scale), widths, dtypes):
         for edge in itertools.chain.from_iterable(legal_edges(mesh).values()):
-            if edge.exchange is None or not transport.offers(edge.exchange, True) or edge.dst.owes:
+            if edge.exchange is None or not transport.entry.offers(edge.exchange, True) or edge.dst.owes:
                 continue
             calls += 1
             rows = [mesh.row_count(p.rows, rank, counts) for p in (edge.src, edge.dst)]
@@ -174,7 +174,7 @@ def check_edges(
     """Every legal edge on offer, from a value that means the same on every rank. Gives their number."""
     rank, edges = transport.rank, 0
     for edge in itertools.chain.from_iterable(legal_edges(mesh).values()):
-        if edge.exchange and not transport.offers(edge.exchange):
+        if edge.exchange and not transport.entry.offers(edge.exchange):
             continue
         edges += 1
         whole, part = whole_and_part(mesh, rank, edge.src.owes, sum(counts), edges, device)

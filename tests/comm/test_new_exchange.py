@@ -39,8 +39,8 @@ def new_exchanges(transport: Transport, mesh: Mesh | None = None) -> None:
         got = transport.exchange(rows_of(3, me, sum(pair)), HALVES, WORLD, pair)
         wanted = torch.stack([rows_of(3, r, sum(pair)).double() for r in WORLD]).sum(0).split(pair)[me // 2]
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
-    assert not transport.offers(MERGED)
-    with pytest.raises(CommError, match=rf"{transport.name} does not offer merged"):
+    assert not transport.entry.offers(MERGED)
+    with pytest.raises(CommError, match=rf"{transport.entry.name} does not offer merged"):
         transport.exchange(rows_of(4, me, 4), MERGED, WORLD, (1, 1, 1, 1))
     transport.barrier(WORLD)
 

@@ -87,7 +87,7 @@ def sharded(
     """The backend of a rank that holds its part of the case's cache. Arguments as for `run_interleaved`."""
     mesh = Mesh(1, interleave.ranks, 1, interleave.ranks, interleave.ranks)
     transport = LiveReference(transport) if live else transport
-    found = offer_of(transport, mesh, costs("cpu").of("reference", interleave.ranks))
+    found = offer_of(transport.entry, mesh, costs("cpu").of("reference", interleave.ranks))
     settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], recipes)
     group = context_group(interleave, Settler(mesh, transport.rank, {"reference": transport}, settlements))
     assert group is not None

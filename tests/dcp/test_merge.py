@@ -71,7 +71,7 @@ def options(transport: Transport, ranks: int) -> dict[str, Callable[..., tuple[T
         "ag_rs": lambda out, lse, group: ag_rs(transport, out, lse, group),
         "a2a": lambda out, lse, group: a2a(transport, out, lse, group),
     }
-    if transport.offers(merge_scatterv(ranks)):
+    if transport.entry.offers(merge_scatterv(ranks)):
         found["fused"] = transport.merge_scatterv
     return found
 
@@ -94,7 +94,7 @@ def merge_all(transport: Transport, mesh: Mesh, *args: object) -> dict[str, list
     for name, merge in options(transport, n).items():
         found[name] = []
         for at, shards in enumerate(cases(n)):
-            what = f"{name} on {transport.name}, rank {transport.rank} of {group}, case {at}"
+            what = f"{name} on {transport.entry.name}, rank {transport.rank} of {group}, case {at}"
             out, lse = shards.outs[me], shards.lses[me]
             before = out.clone(), lse.clone()
             got = merge(out, lse, group)
@@ -133,11 +133,11 @@ def test_over_gloo(tmp_path: Path) -> None:
 def refused(transport: Transport, mesh: Mesh | None = None) -> None:
     out, lse, group = torch.ones(2, 4, 8), torch.ones(2, 4), (0, 1)
     exchange = merge_scatterv(2)
-    if not transport.offers(exchange):
+    if not transport.entry.offers(exchange):
         with pytest.raises(CommError, match="does not offer merge_scatterv"):
             transport.merge_scatterv(out, lse, group)
         return
-    assert not transport.offers(exchange, True)
+    assert not transport.entry.offers(exchange, True)
     for wrong, match in (
         ((out[:, :3], lse[:, :3]), r"H a multiple of 2, not \[2, 3, 8\]"),
         ((out, lse[:1]), r"takes lse \[2, 4\] in float32, not \[1, 4\]"),
@@ -157,9 +157,9 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
 
 def merge_by(transport: Transport, mesh: Mesh, option: str) -> tuple[Tensor, Tensor]:
-    offer = offer_of(transport, mesh, PRESETS["cpu-shm"])
+    offer = offer_of(transport.entry, mesh, PRESETS["cpu-shm"])
     settlements = Settlements(mesh, [offer], {Merge: option})
-    merge = partial(Settler(mesh, transport.rank, {transport.name: transport}, settlements).merge, "dcp")
+    merge = partial(Settler(mesh, transport.rank, {transport.entry.name: transport}, settlements).merge, "dcp")
     shards = shards_of([30, 1, 8], mesh.dcp, 2 * mesh.dcp, 16)
     at = transport.rank % mesh.dcp
     got = merge(shards.outs[at], shards.lses[at])
@@ -268,7 +268,7 @@ def priced(transport: Transport, mesh: Mesh) -> list[tuple[str, float]]:
     """Every call that weft tune times for merges, made once; their kinds and bytes."""
     found = []
     for exchange, x, call, row in merges_to_price(mesh, transport.rank, [1 << 10, 1 << 14], torch.empty(0)):
-        assert transport.offers(exchange) and row["ranks"] == exchange.ranks and row["world"] == mesh.world
+        assert transport.entry.offers(exchange) and row["ranks"] == exchange.ranks and row["world"] == mesh.world
         call(transport, x)
         found.append((f"{row['kind']} {row['ranks']}", float(row["bytes"])))
     return found

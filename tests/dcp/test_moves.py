@@ -10,6 +10,7 @@ import pytest
 from support import run_world, small_model
 
 from weft.comm.reference import ReferenceTransport
+from weft.comm.transport_registry import REFERENCE
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.models.load import load_model
@@ -24,11 +25,9 @@ PAGE = 4
 class Asked(ReferenceTransport):
     """Writes down each call: its kind, and the bytes that its rank receives."""
 
-    max_bytes: int | None = None
-
     def __init__(self, transport: ReferenceTransport, max_bytes: int | None):
         self.__dict__.update(transport.__dict__)
-        self.max_bytes, self.calls = max_bytes, list[tuple[str, int, int]]()
+        self.entry, self.calls = replace(REFERENCE, max_bytes=max_bytes), list[tuple[str, int, int]]()
 
     def exchange(self, x: Any, exchange: Any, group: Any, sizes: Any, epilogue: Any = None) -> Any:
         received = rows_received(exchange, sizes, group.index(self.rank)) * x.shape[1] * x.element_size()

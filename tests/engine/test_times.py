@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from weft.comm.transport_registry import REFERENCE
 from weft.engine.worker.exchange_times import exchange_times
 from weft.planner.chain import Chain, Read
 from weft.planner.cost import Offer, costs
@@ -107,7 +109,7 @@ class Recorder:
     """A transport that carries nothing and notes what it was given."""
 
     def __init__(self, live: bool):
-        self.takes_live_sizes = live
+        self.entry = replace(REFERENCE, takes_live_sizes=live)
         self.calls: list[tuple[Any, ...]] = []
 
     def exchange(self, x: Any, exchange: Any, group: Any, sizes: Any, epilogue: Any = None) -> Any:

@@ -143,8 +143,8 @@ def test_every_row_names_a_module_that_opens_it(entry: registry.TransportEntry) 
 
 def live_sizes_are_refused(transport: Transport, mesh: Mesh | None = None) -> None:
     sizes = LiveSizes((2, 2), torch.ones(2, dtype=torch.int32))
-    assert not transport.takes_live_sizes
-    with pytest.raises(CommError, match=f"{transport.name} takes no row counts in device memory"):
+    assert not transport.entry.takes_live_sizes
+    with pytest.raises(CommError, match=f"{transport.entry.name} takes no row counts in device memory"):
         transport.exchange(torch.ones(2, 4), all_gatherv(2), (0, 1), sizes)
 
 

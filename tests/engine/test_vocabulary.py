@@ -26,8 +26,8 @@ pytestmark = pytest.mark.usefixtures("planned_once")
 
 
 def split(transport: Transport, mesh: Mesh, vocabulary: int) -> SplitVocabulary:
-    name = transport.name
-    offer = offer_of(transport, mesh, costs("cpu").of(name, mesh.world))
+    name = transport.entry.name
+    offer = offer_of(transport.entry, mesh, costs("cpu").of(name, mesh.world))
     settler = Settler(mesh, transport.rank, {name: transport}, Settlements(mesh, [offer]))
     return SplitVocabulary(vocabulary, mesh, transport.rank, settler)
 

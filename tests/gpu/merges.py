@@ -113,14 +113,14 @@ def merge_in_pieces(transport: PeerTransport, mesh: Mesh, device: torch.device) 
     """More tokens than a call takes go in several, by every way and with live tokens that end in any of them."""
     group = mesh.peers("dcp", transport.rank)
     n, me, tokens = len(group), group.index(transport.rank), 7
-    offer = offer_of(transport, mesh, PRESETS["h200-nvlink"])
+    offer = offer_of(transport.entry, mesh, PRESETS["h200-nvlink"])
     for dim, dtype in ((16, BF16), (5, torch.float32), (7, BF16)):  # with what is padded counted, lse the larger part
         shards = shards_of([9, 1, 30, 0, 4, 17, n], n, 2 * n, dim, dtype, seed=dim, run=2)
         out, lse = given(shards, me, device)
         wanted = own(shards.out, n, me), own(shards.lse, n, me)
         for recipe in ("ag_rs", "a2a", "fused"):
             settlements = Settlements(mesh, [offer], {Merge: recipe})
-            merge = partial(Settler(mesh, transport.rank, {transport.name: transport}, settlements).merge, "dcp")
+            merge = partial(Settler(mesh, transport.rank, {transport.entry.name: transport}, settlements).merge, "dcp")
             each = settlements.plan(Merge(2 * n, dim, dtype.itemsize), "dcp", tokens).each
             assert 1 <= each < tokens, "one call takes all"
             got = merge(out, lse)

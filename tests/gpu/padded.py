@@ -107,7 +107,7 @@ def plans_of(transport: Transport, mesh: Mesh) -> list[tuple[Planner, Plan]]:
     """
     found = []
     for cost, plain in ((FEW_CALLS, True), (FEW_BYTES, True), (FEW_BYTES, False)):
-        offer = replace(offer_of(transport, mesh, cost), max_bytes=None)
+        offer = replace(offer_of(transport.entry, mesh, cost), max_bytes=None)
         for offered in (offer, replace(offer, epilogues=frozenset())):
             planner = Planner(mesh, chain_of(mesh, plain), [offered])
             found.append((planner, planner.plan((CAPACITY,) * mesh.attn_dp)))
@@ -134,7 +134,7 @@ def wanted(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[l
 def walk_into(
     outs: list[Got], transport: Transport, plan: Plan, rows: StepRows, deltas: list[Tensor], norms: list[Norm]
 ) -> None:
-    results = walk(Stream(plan, {transport.name: transport}, rows), plan, deltas, norms)
+    results = walk(Stream(plan, {transport.entry.name: transport}, rows), plan, deltas, norms)
     for out, result in zip(outs, results, strict=True):
         for to, made in zip(out, result, strict=True):
             to.copy_(made)

@@ -69,7 +69,7 @@ def everything(
 def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:
     """Calls of exactly max_bytes, in which one rank or group has all rows, each in turn."""
     n, rank, group = mesh.world, transport.rank, tuple(range(mesh.world))
-    rows = int(transport.max_bytes or 0) // 4096
+    rows = int(transport.entry.max_bytes or 0) // 4096
     base = (torch.arange(rows, device=device)[:, None] * 7 + torch.arange(1024, device=device)) % 13
     x = base.float() + rank
     summed = (n * base + n * (n - 1) / 2).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,7 @@ class Recording:
 
     def __init__(self, transport: ReferenceTransport, kinds: frozenset[str]):
         self._transport, self._kinds, self.calls = transport, kinds, Counter()
-        self.name, self.rank, self.max_bytes, self.max_normed_bytes = transport.name, transport.rank, None, None
-        self.max_ranks = self.max_hosts = None
-        self.takes_live_sizes = transport.takes_live_sizes
+        self.rank, self.entry = transport.rank, replace(transport.entry, offers=self.offers)
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
         return exchange.kind in self._kinds and not epilogue

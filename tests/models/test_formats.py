@@ -178,9 +178,9 @@ def read(kind: Format, plain: bool, counts: tuple[int, int] = (3, 0)) -> list[tu
         trace = TraceStream(mesh, WIDTH, torch.float32, torch.device("cpu"))
         model(trace, mesh, torch.empty(0, WIDTH), kind, plain)
         chain: Chain = trace.chain()
-        plan = Planner(mesh, chain, [offer_of(transport, mesh, SLOW_BYTES)]).plan((4, 4))
+        plan = Planner(mesh, chain, [offer_of(transport.entry, mesh, SLOW_BYTES)]).plan((4, 4))
         start = torch.randn(counts[transport.rank], WIDTH, generator=torch.Generator().manual_seed(transport.rank))
-        stream = Stream(plan, {transport.name: transport}, StepRows(mesh, transport.rank, counts))
+        stream = Stream(plan, {transport.entry.name: transport}, StepRows(mesh, transport.rank, counts))
         found = model(stream, mesh, start, kind, plain)
         stream.finish()
         return found, plan

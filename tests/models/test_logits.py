@@ -181,10 +181,10 @@ class Gathers:
     """A reference transport without all_to_allv."""
 
     def __init__(self, transport: Transport):
-        self._transport = transport
+        self._transport, self.entry = transport, replace(transport.entry, offers=self.offers)
 
     def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
-        return exchange.kind != "all_to_allv" and self._transport.offers(exchange, epilogue)
+        return exchange.kind != "all_to_allv" and self._transport.entry.offers(exchange, epilogue)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -32,7 +32,7 @@ from weft.planner.spec import Mesh, Rows
 from weft.stream.hidden import Hidden
 from weft.stream.step_rows import StepRows
 from weft.stream.stream import Stream
-from weft.tune.cpu_costs import DTYPE, ROW_BYTES, WIDTH, Opening
+from weft.tune.cpu_costs import DTYPE, ROW_BYTES, WIDTH, opening_of
 from weft.tune.ranks import Here, Report, all_cores
 from weft_bench.collectives import show_size
 
@@ -158,7 +158,7 @@ def measure(rank: int, directory: Path, report: Report, here: Here, said: dict[s
         (path := directory / "cost.json").write_text(said["table"])
         cost = str(path)
     tuning, largest = ShmTuning(**said["tuning"]), max(case.bytes for case in cases)
-    opening = Opening(mesh, rank, directory, torch.device("cpu"), largest, {"shm_tuning": tuning}, store=here.store)
+    opening = opening_of(mesh, rank, directory, torch.device("cpu"), largest, {"shm_tuning": tuning}, store=here.store)
     with all_cores():  # gloo's threads must not wait for this one
         opened = {entry.name: entry.open(opening) for entry in (SHM, GLOO)}
     gc.disable()

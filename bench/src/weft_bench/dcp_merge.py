@@ -91,13 +91,13 @@ def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> di
     """Each algorithm over a transport, and the bare sum, by name: `fused peer`."""
     n = len(group)
     found: dict[str, Callable[[], object]] = {}
-    if transport.offers(merge_scatterv(n)):
+    if transport.entry.offers(merge_scatterv(n)):
         found["fused"] = partial(transport.merge_scatterv, out, lse, group)
     found["a2a"] = partial(a2a, transport, out, lse, group)
     found["ag_rs"] = partial(ag_rs, transport, out, lse, group)
     rows = out.reshape(n, -1)
     found[BARE] = partial(transport.exchange, rows, exchange.reduce_scatterv(n), group, (1,) * n)
-    return {f"{algorithm} {transport.name.removeprefix('torchdist/')}": call for algorithm, call in found.items()}
+    return {f"{algorithm} {transport.entry.name.removeprefix('torchdist/')}": call for algorithm, call in found.items()}
 
 
 def check(name: str, got: object, case: Case, rank: int, device: torch.device) -> None:

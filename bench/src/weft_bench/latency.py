@@ -27,7 +27,7 @@ from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.cost import ETHERNET, Costs, costs, over_network
 from weft.planner.spec import Mesh
-from weft.tune.cpu_costs import Opening
+from weft.tune.cpu_costs import opening_of
 from weft.tune.ranks import Here, Report, all_cores, slowest
 
 PAGE = 16
@@ -112,7 +112,7 @@ def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, s
         fields["cost"] = str(path)
     model = None if random else here.model
     request = Request(**fields, model=model, mesh=here.mesh, transports=OVER_HOSTS, tuning=tuning)
-    opening = Opening(
+    opening = opening_of(
         here.mesh, rank, directory, torch.device("cpu"), LARGEST, {"shm_tuning": tuning}, store=here.store
     )
     with all_cores():

@@ -162,7 +162,7 @@ class PeerTransport(NamedCalls):
             self._handle = self._kernels.create(self.on_host.index(rank), places, inboxes, int(timeout_s * 1e9))
             self.tuning = tuning or PeerTuning()
             self._host = self._connect(mesh, path)
-        self.max_bytes = max_bytes
+        self.entry = replace(PEER, max_bytes=max_bytes)
         self._host.barrier(self.on_host)
 
     @property
@@ -282,8 +282,7 @@ class PeerTransport(NamedCalls):
         rows, width = result_rows(exchange, sizes, place), x.shape[1:].numel()
         row_bytes = -(-width * x.element_size() // UNIT_BYTES) * UNIT_BYTES  # as they travel
         largest = max(rows, x.shape[0]) * row_bytes
-        if self.max_bytes is not None and largest > self.max_bytes:
-            raise CommError(f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes {largest}")
+        self._check_bytes(largest)
         sent, received = sizes, sizes[:0]
         if direction == "permute":
             sent, received = sizes[place * n : (place + 1) * n], sizes[place::n]
@@ -324,10 +323,7 @@ class PeerTransport(NamedCalls):
         if lacks := -dim % (UNIT_BYTES // size):
             own_units, total = self.merge_scatterv(pad(out, (0, lacks)), lse, group, live)
             return own_units[..., :dim].contiguous(), total
-        if self.max_bytes is not None and out.numel() * size > self.max_bytes:
-            raise CommError(
-                f"rank {self.rank}: peer has max_bytes={self.max_bytes}; this call takes {out.numel() * size}"
-            )
+        self._check_bytes(out.numel() * size)
         if out.stride(2) != 1 or any(stride * size % UNIT_BYTES for stride in out.stride()[:2]):
             out = out.contiguous()
         if live is not None:
@@ -359,6 +355,10 @@ class PeerTransport(NamedCalls):
         except KernelError as error:
             raise CommError(f"rank {self.rank}: {error}") from error
         return own
+
+    def _check_bytes(self, largest: int) -> None:
+        if (limit := self.entry.max_bytes) is not None and largest > limit:
+            raise CommError(f"rank {self.rank}: peer has max_bytes={limit}; this call takes {largest}")
 
     def _id(self, group: Ranks) -> int:
         """The group's number in the kernels."""

@@ -106,7 +106,7 @@ class ShmTransport(NamedCalls):
         world, place = len(self._on_host), self._on_host.index(rank)
         if world > SHM_RANKS:
             raise CommError(f"shm takes at most {SHM_RANKS} ranks of a host, not {world}")
-        self.max_bytes = block_bytes // 2  # an epilogue's result holds the residual and its norm
+        self.entry = replace(SHM, max_bytes=block_bytes // 2)  # an epilogue's result holds the residual and its norm
         groups = [group for group in mesh.groups if set(group) <= set(self._on_host)]
         self._ids = {g: i for i, g in enumerate(groups)}
         self._timeout_s = timeout_s

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.forks import OfOneProcess
+from weft.comm.transport_registry import TransportEntry
 from weft.kernels import float8
 from weft.kernels.torch_reference import add_rms_norm
 from weft.planner import exchange as named
@@ -89,49 +90,19 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     return torch.stack(add_rms_norm(e.residual, delta, e.weight, e.eps, quantised=e.quantised))
 
 
-class Described(Protocol):
-    """What the planner knows of a transport, or of its row in the table
-    (`weft.comm.transport_registry.TransportEntry`).
-
-    name: as plans and reports print it.
-    max_bytes: of the larger of a call's input and result; None: any.
-    max_normed_bytes: of a row that an epilogue takes; None: any.
-    max_ranks: of a host; max_hosts: number of hosts; None: any.
-    takes_live_sizes: whether `Transport.exchange` takes LiveSizes too.
-
-    A transport declares at plan time, here and in `offers`, what it does not have. It never falls back on its own.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def max_bytes(self) -> int | None: ...
-
-    @property
-    def max_normed_bytes(self) -> int | None: ...
-
-    @property
-    def max_ranks(self) -> int | None: ...
-
-    @property
-    def max_hosts(self) -> int | None: ...
-
-    @property
-    def takes_live_sizes(self) -> bool: ...
-
-    def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
-        """Whether it carries out this exchange; epilogue: with residual add and norm in the same call."""
-        ...
-
-
-class Transport(Described, Protocol):
+class Transport(Protocol):
     """One rank's end. Tensors are `[rows, width]`. Inputs do not change; results are new tensors.
 
-    All methods raise CommError.
+    All methods raise CommError. A transport declares at plan time, in its entry, what it does not have. It never falls
+    back on its own.
     """
 
     rank: int
+
+    @property
+    def entry(self) -> TransportEntry:
+        """Row of the table, with the max_bytes that this end was built for."""
+        ...
 
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
@@ -177,42 +148,12 @@ class Transport(Described, Protocol):
         ...
 
 
-def serves_all(transport: Described, mesh: Mesh) -> bool:
-    """Whether its groups may cross the hosts of a mesh."""
-    return transport.max_hosts is None or mesh.hosts <= transport.max_hosts
-
-
 class NamedCalls(OfOneProcess):
-    """A base class of transports: the properties of its row in the table, and each exchange as a method of its name."""
+    """A base class of transports, with each exchange as a method of its name."""
 
     fork_error = CommError
-    entry: Described
+    entry: TransportEntry
     rank: int
-    max_bytes: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.entry.name
-
-    @property
-    def max_normed_bytes(self) -> int | None:
-        return self.entry.max_normed_bytes
-
-    @property
-    def max_ranks(self) -> int | None:
-        return self.entry.max_ranks
-
-    @property
-    def max_hosts(self) -> int | None:
-        return self.entry.max_hosts
-
-    @property
-    def takes_live_sizes(self) -> bool:
-        return self.entry.takes_live_sizes
-
-    def offers(self, exchange: Exchange, epilogue: bool = False) -> bool:
-        """As the protocol says."""
-        return self.entry.offers(exchange, epilogue)
 
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
@@ -290,7 +231,7 @@ def place_in(group: Ranks, rank: int) -> int:
 def sizes_on_host(transport: Transport, sizes: Sizes | LiveSizes) -> Sizes:
     """Sizes, for a transport that must know them on the host. Raises CommError for LiveSizes."""
     if isinstance(sizes, LiveSizes):
-        raise CommError(f"{transport.name} takes no row counts in device memory, so it serves no CUDA graph")
+        raise CommError(f"{transport.entry.name} takes no row counts in device memory, so it serves no CUDA graph")
     return sizes
 
 
@@ -299,9 +240,9 @@ def check_call(
 ) -> int:
     """The rank's place in the group. Raises CommError for an error that this rank can find alone."""
     place = place_in(group, transport.rank)
-    if not transport.offers(exchange, epilogue is not None):
+    if not transport.entry.offers(exchange, epilogue is not None):
         what = f"{exchange.kind} with an epilogue" if epilogue is not None else exchange.kind
-        raise CommError(f"{transport.name} does not offer {what}")
+        raise CommError(f"{transport.entry.name} does not offer {what}")
     if exchange.combine == "softmax_merge":
         raise CommError(f"rank {transport.rank}: {exchange.kind} takes lse too; it has a call of its own")
     if exchange.ranks != len(group):
@@ -320,8 +261,8 @@ def check_call(
 def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> int:
     """The rank's place in the group. Raises CommError for a wrong merge, as far as this rank can tell alone."""
     place, rank = place_in(group, transport.rank), transport.rank
-    if not transport.offers(named.merge_scatterv(len(group))):
-        raise CommError(f"{transport.name} does not offer merge_scatterv")
+    if not transport.entry.offers(named.merge_scatterv(len(group))):
+        raise CommError(f"{transport.entry.name} does not offer merge_scatterv")
     if out.dim() != 3 or out.shape[1] % len(group):
         raise CommError(
             f"rank {rank}: merge_scatterv takes [T, H, D], H a multiple of {len(group)}, not {list(out.shape)}"
@@ -334,14 +275,12 @@ def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) ->
     return place
 
 
-def offer_of(transport: Described, mesh: Mesh, cost: Cost) -> Offer:
-    """The offer of a transport, or of its row of the table, to the planner: of the mesh's edges, and of the exchanges
-    that merge attention over shards and send rows to experts, those that it carries out.
+def offer_of(entry: TransportEntry, mesh: Mesh, cost: Cost) -> Offer:
+    """Return a transport's offer to the planner: the mesh's edges that it carries out, and the exchanges that merge
+    attention over shards and send rows to experts.
     """
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
     exchanges |= settled_exchanges(mesh)
-    kinds, epilogues = (
-        frozenset(e.kind for e in exchanges if transport.offers(e, epilogue)) for epilogue in (False, True)
-    )
-    limits = transport.max_bytes, transport.max_normed_bytes, transport.max_ranks, transport.max_hosts
-    return Offer(transport.name, kinds, epilogues, cost, *limits, live_sizes=transport.takes_live_sizes)
+    kinds, epilogues = (frozenset(e.kind for e in exchanges if entry.offers(e, epilogue)) for epilogue in (False, True))
+    limits = entry.max_bytes, entry.max_normed_bytes, entry.max_ranks, entry.max_hosts
+    return Offer(entry.name, kinds, epilogues, cost, *limits, live_sizes=entry.takes_live_sizes)

@@ -1,8 +1,7 @@
 """The table of transports: one row each, and those that plugins add.
 
 Options, help texts, errors and offers follow from a transport's row before it is built. The table does not import
-torch,
-so that command lines parse quickly: a transport's module is imported when it is opened.
+torch, so that command lines parse quickly: a transport's module is imported when it is opened.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from weft.comm import peer_launch
 from weft.planner import exchange as named
@@ -21,10 +20,6 @@ from weft.plugins import PluginError, load_plugins
 
 if TYPE_CHECKING:
     import torch
-
-    from weft.comm.transport import Transport
-
-T = TypeVar("T")
 
 AUTO = "auto"
 """The option that enables all transports of a device that have `auto` in their row; the planner chooses among them."""
@@ -48,58 +43,41 @@ class Offers(Protocol):
     def __call__(self, exchange: Exchange, epilogue: bool = False) -> bool: ...
 
 
-class Opening(Protocol):
+@dataclass(frozen=True)
+class Opening:
     """The arguments of a rank that opens a transport.
 
     directory: a folder of these ranks alone, for their rendezvous; on each host its own, of the same name.
-    store: host and port at which rank 0 serves torch.distributed's store, where the ranks are on several hosts.
     device: of this rank.
+    max_bytes: returns the maximum bytes of a tensor that a step exchanges.
+    arena: returns (maximum of tensors of a rank that are alive at once, bytes of the largest) in memory that the ranks
+        of this host share. Raises LayoutError where the host has less.
+    tuning: returns the tuning of this class that `weft tune` found for this host under a key; None where it has not
+        run. Raises LayoutError.
+    store: host and port at which rank 0 serves torch.distributed's store, where the ranks are on several hosts.
     timeout_s: a call fails if its peers have not come after so many seconds.
     """
 
-    @property
-    def mesh(self) -> Mesh: ...
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def directory(self) -> Path: ...
-
-    @property
-    def store(self) -> tuple[str, int] | None: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def timeout_s(self) -> float: ...
-
-    def max_bytes(self) -> int:
-        """Maximum bytes of a tensor that a step exchanges."""
-        ...
-
-    def arena(self) -> tuple[int, int]:
-        """(maximum of tensors of a rank that are alive at once, bytes of the largest) in memory that the ranks of this
-        host share. Raises LayoutError where the host has less.
-        """
-        ...
-
-    def tuning(self, key: str, kind: type[T]) -> T | None:
-        """The tuning that `weft tune` found for this host under this key; None where it has not run. Raises
-        LayoutError.
-        """
-        ...
+    mesh: Mesh
+    rank: int
+    directory: Path
+    device: torch.device
+    max_bytes: Callable[[], int]
+    arena: Callable[[], tuple[int, int]]
+    tuning: Callable[[str, type], Any]
+    store: tuple[str, int] | None = None
+    timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)
 class TransportEntry:
-    """A transport's row in the table.
+    """A transport's row in the table: what the planner and others know of it.
 
     option: its name on command lines. name: its name in plans, reports and cost tables. device: of its ranks.
-    open: makes a rank's end; collective.
+    offers: whether it carries out an exchange. open: makes a rank's `weft.comm.transport.Transport`; collective.
     max_ranks: of a host; max_hosts: number of hosts; None: any.
-    max_normed_bytes: of a row that an epilogue takes; max_bytes: of a call's largest tensor; None: any.
+    max_normed_bytes: of a row that an epilogue takes; max_bytes: of the larger of a call's input and result; None:
+        any.
     takes_live_sizes: see `weft.comm.transport.LiveSizes`.
     auto: whether AUTO enables it, in the table's order.
     """
@@ -108,7 +86,7 @@ class TransportEntry:
     name: str
     device: Literal["cpu", "cuda", "any"]
     offers: Offers
-    open: Callable[[Opening], Transport]
+    open: Callable[[Opening], Any]
     max_ranks: int | None = None
     max_hosts: int | None = None
     max_normed_bytes: int | None = None
@@ -119,6 +97,10 @@ class TransportEntry:
     def runs_on(self, device: str) -> bool:
         """device: cpu or cuda."""
         return self.device in (device, "any")
+
+    def spans(self, hosts: int) -> bool:
+        """Return whether its groups may cross this number of hosts."""
+        return self.max_hosts is None or hosts <= self.max_hosts
 
     def check(self, mesh: Mesh) -> None:
         """Raises LayoutError where a host has more ranks than max_ranks."""
@@ -135,7 +117,7 @@ def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
     """Raises LayoutError where these transports together do not serve all ranks of a layout."""
     for entry in entries:
         entry.check(mesh)
-    if all(entry.max_hosts is not None and entry.max_hosts < mesh.hosts for entry in entries):
+    if not any(entry.spans(mesh.hosts) for entry in entries):
         across = [e.option for e in TRANSPORTS if e.max_hosts is None and e.device == entries[0].device]
         raise LayoutError(
             f"{' and '.join(e.option for e in entries)} serves the ranks of one host, and this layout is on "
@@ -158,14 +140,9 @@ def _offers_what_nccl_calls(exchange: Exchange, epilogue: bool = False) -> bool:
     return exchange.kind in ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv") and not epilogue
 
 
-def _opener(module: str) -> Callable[[Opening], Transport]:
-    """The `open_transport` of a module, which is imported when it is first called."""
-
-    def open_transport(opening: Opening) -> Transport:
-        opened: Transport = import_module(module).open_transport(opening)
-        return opened
-
-    return open_transport
+def _opener(module: str) -> Callable[[Opening], Any]:
+    """Return the `open_transport` of a module, which is imported when it is first called."""
+    return lambda opening: import_module(module).open_transport(opening)
 
 
 SHM = TransportEntry("shm", "shm", "cpu", offers_all, _opener("weft.comm.shm"), SHM_RANKS, max_hosts=1)

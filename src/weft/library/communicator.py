@@ -84,7 +84,7 @@ class Communicator(OfOneProcess):
     def _begin(self, transport: ShmTransport | PeerTransport) -> None:
         self._open: ShmTransport | PeerTransport | None = transport
         self._everyone = tuple(range(self.world_size))
-        limits = self.max_bytes, transport.max_normed_bytes, transport.takes_live_sizes
+        limits = self.max_bytes, transport.entry.max_normed_bytes, transport.entry.takes_live_sizes
         self.name = with_rank(self._name, self.rank, self.world_size)
         self._takes = Arguments(self._name, self.rank, self.world_size, self.device, *limits)
         OPEN[self._name] = self

@@ -41,11 +41,11 @@ class Traced:
 
     def planner(self, device: str, comm: Communicator | None, costs: str) -> Planner:
         """The planner for the communicator's offers, or for those of one on cpu or cuda. costs: see `plan`."""
-        transport = comm.transport if comm else PEER if device == "cuda" else SHM
-        key = transport.name, transport.max_bytes, costs
+        entry = comm.transport.entry if comm else PEER if device == "cuda" else SHM
+        key = entry.name, entry.max_bytes, costs
         if key not in self._planners:
-            model = host_costs(device == "cuda", [transport.name]) if costs == "auto" else cost_model(costs)
-            offer = offer_of(transport, self.mesh, model.of(transport.name, self.mesh.world))
+            model = host_costs(device == "cuda", [entry.name]) if costs == "auto" else cost_model(costs)
+            offer = offer_of(entry, self.mesh, model.of(entry.name, self.mesh.world))
             self._planners[key] = Planner(self.mesh, self.chain, [offer])
         return self._planners[key]
 
@@ -115,14 +115,14 @@ class Stream(PlannedStream):
             raise ValueError(
                 f"the plan is for {max(plan.counts)} tokens a group, this step has {list(counts)}; plan for these"
             )
-        others = {step.transport for _, step, _ in plan.moves()} - {transport.name}
+        others = {step.transport for _, step, _ in plan.moves()} - {transport.entry.name}
         if others:
             raise ValueError(
-                f"the plan takes {', '.join(others)}, not {transport.name}; give weft.plan the communicator"
+                f"the plan takes {', '.join(others)}, not {transport.entry.name}; give weft.plan the communicator"
             )
         if torch.is_grad_enabled():
             raise ValueError("gradients do not pass through a stream; walk the plan under torch.inference_mode()")
-        super().__init__(plan, {transport.name: transport}, StepRows(plan.mesh, comm.rank, counts))
+        super().__init__(plan, {transport.entry.name: transport}, StepRows(plan.mesh, comm.rank, counts))
 
 
 def _counts(mesh: Mesh, rows: RowCounts) -> Counts:

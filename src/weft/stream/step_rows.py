@@ -221,7 +221,7 @@ def captured_rows(
     transports: Iterable[Transport], mesh: Mesh, rank: int, capacity: int, device: torch.device
 ) -> CapturedRows:
     """The rows of a graph on these transports, for a capacity of `capacity` tokens in each DP group."""
-    kind = PaddedRows if all(t.takes_live_sizes for t in transports) else EqualRows
+    kind = PaddedRows if all(t.entry.takes_live_sizes for t in transports) else EqualRows
     return kind(mesh, rank, capacity, device)
 
 

@@ -7,10 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Epilogue, Ranks, Transport
-from weft.comm.transport_registry import SHM, transports
+from weft.comm.transport_registry import SHM, Opening, transports
 from weft.planner.edges import Edge, legal_edges, rows_received
 from weft.planner.exchange import Exchange, all_to_allv, merge_scatterv
 from weft.planner.spec import Mesh
@@ -30,38 +30,26 @@ WIDTH, DTYPE = 1024, torch.float32
 ROW_BYTES = WIDTH * DTYPE.itemsize
 HEAD = 128
 """Elements of a head's output."""
-T = TypeVar("T")
 PricedCall = tuple[Exchange, Tensor, Callable[[Transport, Tensor], object], dict[str, str | float]]
 """An exchange to price: an input, the call with one like it, and the table's row but for its time."""
 NEVER = 1 << 30
 BUDGET_S, ROUNDS = 0.02, 3
 
 
-@dataclass(frozen=True)
-class Opening:
-    """What a measurement gives to transports that it opens: `weft.comm.transport_registry.Opening`. largest: bytes of a
-    tensor;
-    tunings: by their keys.
-    """
-
-    mesh: Mesh
-    rank: int
-    directory: Path
-    device: torch.device
-    largest: int
-    tunings: Mapping[str, object]
-    timeout_s: float = 60.0
-    store: tuple[str, int] | None = None
-
-    def max_bytes(self) -> int:
-        return self.largest
-
-    def arena(self) -> tuple[int, int]:
-        return 64, 2 * self.largest
-
-    def tuning(self, key: str, kind: type[T]) -> T | None:
-        found = self.tunings.get(key)
-        return found if isinstance(found, kind) else None
+def opening_of(
+    mesh: Mesh,
+    rank: int,
+    directory: Path,
+    device: torch.device,
+    largest: int,
+    tunings: Mapping[str, object],
+    store: tuple[str, int] | None = None,
+) -> Opening:
+    """Return what a measurement gives to the transports that it opens. largest: bytes of a tensor. tunings: by keys."""
+    arena = 64, 2 * largest
+    return Opening(
+        mesh, rank, directory, device, lambda: largest, lambda: arena, lambda key, _: tunings.get(key), store
+    )
 
 
 def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
@@ -181,16 +169,16 @@ def price(
     mesh = mesh_of(world)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
     patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # gloo's thread must get onto the core
-    opening, known = Opening(mesh, rank, directory, torch.device("cpu"), max(sizes), {}), transports(plugins)
+    opening, known = opening_of(mesh, rank, directory, torch.device("cpu"), max(sizes), {}), transports(plugins)
     with all_cores():
         opened = [shm if known[o] is SHM else known[o].open(opening) for o in options]
     group = tuple(range(world))
     gc.disable()
     for exchange, fresh, call, row in calls_to_price(mesh, rank, sizes, torch.empty(0, WIDTH, dtype=DTYPE)):
-        for transport in (t for t in opened if t.offers(exchange)):
+        for transport in (t for t in opened if t.entry.offers(exchange)):
             us = call_us(shm if transport is shm else patient, transport, fresh, partial(call, transport), group)
             if rank == 0:
-                report({"transport": transport.name} | row | {"us": round(us, 2)})
+                report({"transport": transport.entry.name} | row | {"us": round(us, 2)})
         gc.collect()
     for transport in {id(t): t for t in (*opened, patient, shm)}.values():
         transport.close()
@@ -209,7 +197,7 @@ def call_us(
     x = transport.empty(*fresh.shape, like=fresh)
     times: list[float] = []
     for _ in range(ROUNDS):
-        with nullcontext() if transport.name == SHM.name else all_cores():
+        with nullcontext() if transport.entry.name == SHM.name else all_cores():
             times += time_phases(meeting, group, x, fresh, [partial(call, x)], BUDGET_S)[0]
     return slowest([statistics.median(times) * 1e6], meeting, group)[0]
 

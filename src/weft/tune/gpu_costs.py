@@ -15,7 +15,7 @@ from weft.comm.transport import Epilogue, Transport
 from weft.comm.transport_registry import NCCL, PEER, TransportEntry, transports
 from weft.planner.exchange import all_reduce, reduce_scatterv_all_reduce
 from weft.tune.call_times import DTYPES, MIXED
-from weft.tune.cpu_costs import Opening, calls_to_price, evened
+from weft.tune.cpu_costs import calls_to_price, evened, opening_of
 from weft.tune.gpu_times import Case, World, graph_us, peer_us
 from weft.tune.ranks import Report
 
@@ -47,15 +47,15 @@ def measure_gpus(
             report((kind, points))
     known = transports(plugins)
     ours: dict[TransportEntry, Transport] = {PEER: here.peer, NCCL: here.torchdist}
-    opening = Opening(here.mesh, rank, directory, here.device, largest, {"peer_tuning": here.peer.tuning})
+    opening = opening_of(here.mesh, rank, directory, here.device, largest, {"peer_tuning": here.peer.tuning})
     others = [known[option].open(opening) for option in options if known[option] not in ours]
     opened: list[Transport] = [ours[known[o]] for o in options if known[o] in ours] + others
     like = torch.empty(0, WIDTH, dtype=DTYPES[DTYPE], device=here.device)
     for exchange, x, call, row in calls_to_price(here.mesh, rank, sizes, like):
-        for transport in (t for t in opened if t.offers(exchange)):
+        for transport in (t for t in opened if t.entry.offers(exchange)):
             us = graph_us([partial(call, transport, torch.ones_like(x)) for _ in range(4)])
             if rank == 0:
-                report(("price", {"transport": transport.name} | row | {"us": round(us, 2)}))
+                report(("price", {"transport": transport.entry.name} | row | {"us": round(us, 2)}))
     for transport in others:
         transport.close()
     here.close()

@@ -14,8 +14,9 @@ from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.torchdist import TorchDistTransport
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import GLOO, TransportEntry, transports
+from weft.planner.exchange import Exchange
 from weft.planner.spec import Mesh
-from weft.tune.cpu_costs import DTYPE, WIDTH, Opening, call_us, calls_to_price
+from weft.tune.cpu_costs import DTYPE, WIDTH, call_us, calls_to_price, opening_of
 from weft.tune.ranks import Here, Report, all_cores, slowest
 
 SIZES = [1 << p for p in range(12, 22, 3)]
@@ -31,18 +32,18 @@ def entries_of(options: Iterable[str], mesh: Mesh, plugins: Iterable[str] = ()) 
     """The rows of these options that serve some group of a mesh."""
     known = transports(tuple(plugins))
     alone = mesh.world == mesh.hosts
-    return [known[o] for o in options if known[o].max_hosts is None or not alone]
+    return [known[o] for o in options if not alone or known[o].max_hosts is None]
 
 
 def count(mesh: Mesh, options: Iterable[str], sizes: list[int], plugins: Iterable[str] = ()) -> int:
     """Number of times that `price` reports."""
     entries = entries_of(options, mesh, plugins)
     calls = calls_to_price(mesh, 0, sizes, torch.empty(0, WIDTH, dtype=DTYPE, device="meta"))
-    return sum(entry.offers(exchange) and _serves(entry, row) for exchange, _, _, row in calls for entry in entries)
+    return sum(_carries(entry, exchange, row) for exchange, _, _, row in calls for entry in entries)
 
 
-def _serves(by: TransportEntry | Transport, row: dict[str, Any]) -> bool:
-    return by.max_hosts is None or row["hosts"] <= by.max_hosts
+def _carries(entry: TransportEntry, exchange: Exchange, row: dict[str, Any]) -> bool:
+    return entry.offers(exchange) and entry.spans(row["hosts"])
 
 
 def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
@@ -52,7 +53,7 @@ def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str
     """
     mesh, sizes, tuning = here.mesh, said["sizes"], ShmTuning(**said["tuning"])
     device = torch.device("cpu")
-    opening = Opening(mesh, rank, directory, device, max(sizes), {"shm_tuning": tuning}, store=here.store)
+    opening = opening_of(mesh, rank, directory, device, max(sizes), {"shm_tuning": tuning}, store=here.store)
     with all_cores():  # gloo's threads must not wait for this one
         meeting = GLOO.open(opening)
     assert isinstance(meeting, TorchDistTransport)
@@ -63,14 +64,14 @@ def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str
     beside = next((t for t in opened if isinstance(t, ShmTransport)), None)
     gc.disable()
     for exchange, fresh, call, row in calls_to_price(mesh, rank, sizes, torch.empty(0, WIDTH, dtype=DTYPE)):
-        for transport in (t for t in opened if t.offers(exchange) and _serves(t, row)):
+        for transport in (t for t in opened if _carries(t.entry, exchange, row)):
             if row["hosts"] == 1 and beside is not None:  # its ranks meet without the network
                 us = call_us(beside, transport, fresh, partial(call, transport), on_host)
             else:
                 us = call_us(meeting, transport, fresh, partial(call, transport), mesh.groups[0])
             [us] = slowest([us], meeting, mesh.groups[0])
             if rank == 0:
-                report({"transport": transport.name} | row | {"us": round(us, 2)})
+                report({"transport": transport.entry.name} | row | {"us": round(us, 2)})
         gc.collect()
     for transport in opened:
         transport.close()

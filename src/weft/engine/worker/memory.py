@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.comm.transport import Transport, serves_all
+from weft.comm.transport import Transport
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.expansion import MAX_ELEMENTS, MAX_TOKENS
 from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
@@ -247,7 +247,7 @@ def min_over_ranks(transports: Sequence[Transport], mesh: Mesh, device: torch.de
     that serves all ranks. Collective.
     """
     world = mesh.world
-    transport = next(t for t in transports if serves_all(t, mesh))
+    transport = next(t for t in transports if t.entry.spans(mesh.hosts))
 
     def agree(mine: int) -> int:
         if world == 1:

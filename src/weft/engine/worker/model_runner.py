@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.comm.transport import Transport, offer_of, serves_all
+from weft.comm.transport import Transport, offer_of
 from weft.engine.attention.backend_registry import BackendEntry, default_backend
 from weft.engine.attention.caches import Caches, cached_layers
 from weft.engine.attention.forward_batch import Batch
@@ -79,9 +79,9 @@ class ModelRunner:
     ):
         config, weight = model.config, model.embed.weight
         self.model, self.mesh, self.rank = model, mesh, rank
-        self.transports = {t.name: t for t in transports}
+        self.transports = {t.entry.name: t for t in transports}
         costs = costs or load_costs("cpu")
-        offers = [offer_of(t, mesh, costs.of(t.name, mesh.world)) for t in transports]
+        offers = [offer_of(t.entry, mesh, costs.of(t.entry.name, mesh.world)) for t in transports]
         recipes: Recipes = {Merge: dcp_exchange, Prompt: dcp_prefill}
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes)
         self.settler = Settler(mesh, rank, self.transports, self.planner.settlements)
@@ -141,10 +141,10 @@ class ModelRunner:
         of steps with prompts for up to `max_rows`. Collective; on GPUs only. progress(done, total).
         """
         # Plans of graphs hold only what reads counts on the device, where such a transport serves all ranks.
-        counting = {name: t for name, t in self.transports.items() if t.takes_live_sizes}
-        able = counting if any(serves_all(t, self.mesh) for t in counting.values()) else self.transports
+        counting = {name: t for name, t in self.transports.items() if t.entry.takes_live_sizes}
+        able = counting if any(t.entry.spans(self.mesh.hosts) for t in counting.values()) else self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
-        on_device = all(t.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
+        on_device = all(t.entry.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
         settlements = Settlements(self.mesh, offers, self.planner.settlements.recipes, on_device)
         chain, choice = self.planner.chain, self.planner.choice
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)

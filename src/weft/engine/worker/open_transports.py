@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-import torch
+from typing import Any
 
 from weft.comm.transport import Transport
-from weft.comm.transport_registry import PEER
+from weft.comm.transport_registry import PEER, Opening
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.worker.arena import (
@@ -34,9 +32,6 @@ from weft.planner.cost import (
     over_network,
     read_tuning,
 )
-from weft.planner.spec import Mesh
-
-T = TypeVar("T")
 
 
 def cost_model(config: EngineConfig) -> Costs:
@@ -75,46 +70,28 @@ def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Tr
     if config.interface is not None:
         for library in ("GLOO", "NCCL"):  # gloo else takes the address of the host's name, often 127.0.1.1
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", config.interface)
-    opening = _Opening(config, rank, directory)
+    opening = Opening(
+        config.mesh,
+        rank,
+        directory,
+        device_of(config, rank),
+        partial(_largest, config),
+        partial(_arena, config),
+        partial(_tuning, config),
+        (config.master_addr, config.store_port) if config.mesh.hosts > 1 and config.master_addr else None,
+        config.step_timeout_s,
+    )
     return [entry.open(opening) for entry in enabled_transports(config)]
 
 
-@dataclass(frozen=True)
-class _Opening:
-    """What a rank of the engine gives to its transports: `weft.comm.transport_registry.Opening`."""
+def _arena(config: EngineConfig) -> tuple[int, int]:
+    need = arena_need(config, config.read_model(), dtype_of(config))
+    check_memory(config, need, available_bytes())
+    return need.blocks, need.block_bytes
 
-    config: EngineConfig
-    rank: int
-    directory: Path
 
-    @property
-    def mesh(self) -> Mesh:
-        return self.config.mesh
-
-    @property
-    def store(self) -> tuple[str, int] | None:
-        if self.config.mesh.hosts == 1 or not self.config.master_addr:
-            return None
-        return self.config.master_addr, self.config.store_port
-
-    @property
-    def device(self) -> torch.device:
-        return device_of(self.config, self.rank)
-
-    @property
-    def timeout_s(self) -> float:
-        return self.config.step_timeout_s
-
-    def max_bytes(self) -> int:
-        return _largest(self.config)
-
-    def arena(self) -> tuple[int, int]:
-        need = arena_need(self.config, self.config.read_model(), dtype_of(self.config))
-        check_memory(self.config, need, available_bytes())
-        return need.blocks, need.block_bytes
-
-    def tuning(self, key: str, kind: type[T]) -> T | None:
-        return read_tuning(table, key, kind) if (table := table_file(self.config)) else None
+def _tuning(config: EngineConfig, key: str, kind: type) -> Any:
+    return read_tuning(table, key, kind) if (table := table_file(config)) else None
 
 
 def _largest(config: EngineConfig) -> int:

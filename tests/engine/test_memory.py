@@ -19,17 +19,7 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.config.engine_options import KV_TOKENS
 from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.engine.models.load import build_model, dummy_model
-from weft.engine.worker.memory import (
-    GIB,
-    Memory,
-    cache_bytes,
-    check_cache,
-    check_weights,
-    groups_of,
-    measure,
-    min_over_ranks,
-    sized,
-)
+from weft.engine.worker.memory import GIB, CacheNeed, Memory, check_weights, measure, min_over_ranks
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.worker import failure
 from weft.kernels.float8 import FLOAT8
@@ -62,10 +52,11 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
 @pytest.mark.parametrize("changes", [{}, {"attn_tp": 2, "moe_tp": 2, "dcp": 2}])
 def test_bytes_are_those_of_the_tensors(changes: dict[str, int], dtype: torch.dtype) -> None:
     config = EngineConfig(page_size=4, kv_tokens=80, max_running=3, max_batch_tokens=16, **changes)
-    groups = groups_of(SPECS, config)
+    need = CacheNeed(config, SPECS, dtype)
+    groups = need.groups()
     caches = [Caches({name: SPECS[name]}, groups, config.page_size, dtype).bytes for name in SPECS if name != "c"]
     caches.append(Caches({"c": SPECS["c"]}, groups, config.interleave.span, dtype).bytes)
-    assert cache_bytes(SPECS, groups, config, dtype) == sum(caches)
+    assert need.bytes() == sum(caches)
 
 
 def test_the_cache_takes_what_is_left_and_no_more() -> None:
@@ -73,28 +64,33 @@ def test_the_cache_takes_what_is_left_and_no_more() -> None:
     have = Memory(total=10_000_000, free=7_000_000, steps=600_000, graphs=400_000)
     capacity = 7_000_000 - 600_000 - 400_000 - 2_000_000
     assert have.capacity(0.8) == pytest.approx(capacity, abs=1)
-    found = sized(config, SPECS, have, BF16, lambda mine: mine)
-    taken = [cache_bytes(SPECS, groups_of(SPECS, found, found.num_pages + more), found, BF16) for more in (0, 1)]
-    assert taken[0] <= capacity < taken[1] and found.kv_tokens == 4 * found.num_pages
+    need = sized(config, SPECS, have)
+    pages = need.config.num_pages
+    assert need.bytes() == need.bytes(pages) <= capacity < need.bytes(pages + 1)
+    assert need.config.kv_tokens == 4 * pages
     kept = {"a": PagedKV(2, 128)}
-    counts = [sized(config, kept, have, dtype, lambda mine: mine).cached_tokens for dtype in (FLOAT8, BF16)]
+    counts = [sized(config, kept, have, dtype).config.cached_tokens for dtype in (FLOAT8, BF16)]
     assert 1.95 < counts[0] / counts[1] <= 2, "a cache in FP8 holds twice as many tokens"
-    assert sized(config, SPECS, have, BF16, lambda mine: mine - 7).num_pages == found.num_pages - 7
-    larger = sized(replace(config, gpu_memory_fraction=0.9), SPECS, have, BF16, lambda mine: mine)
-    assert larger.num_pages > found.num_pages
+    assert need.sized(have, lambda mine: mine - 7).config.num_pages == pages - 7
+    assert sized(replace(config, gpu_memory_fraction=0.9), SPECS, have).config.num_pages > pages
+
+
+def sized(config: EngineConfig, specs: dict[str, Spec], have: Memory, dtype: torch.dtype = BF16) -> CacheNeed:
+    """The cache on one rank."""
+    return CacheNeed(config, specs, dtype).sized(have, lambda mine: mine)
 
 
 def test_what_is_missing_is_said() -> None:
     have = Memory(total=10 * GIB, free=2 * GIB, steps=GIB // 2, graphs=GIB // 2)
     with pytest.raises(LayoutError, match=r"8.0 GiB of weights .* steps take 1.0 GiB.* GiB are missing; raise --gpu"):
-        sized(EngineConfig(), SPECS, have, BF16, lambda mine: mine)
+        sized(EngineConfig(), SPECS, have)
     enough = replace(have, steps=0, graphs=0)
-    assert sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, BF16, lambda mine: mine).num_pages > 100
+    assert sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough).config.num_pages > 100
     longest = EngineConfig(gpu_memory_fraction=1.0, max_model_len=100_000_000)
     with pytest.raises(LayoutError, match="a sequence of 100000000 tokens"):
-        sized(longest, SPECS, enough, BF16, lambda mine: mine)
+        sized(longest, SPECS, enough)
     with pytest.raises(LayoutError, match=r"GiB are missing|another rank"):  # another rank has no room for a page
-        sized(EngineConfig(gpu_memory_fraction=1.0), SPECS, enough, BF16, lambda mine: 0)
+        CacheNeed(EngineConfig(gpu_memory_fraction=1.0), SPECS, BF16).sized(enough, lambda mine: 0)
 
 
 def test_the_minimum_over_ranks_counts() -> None:
@@ -140,7 +136,7 @@ def test_steps_are_measured_with_a_cache_that_just_holds_them(
         def make(groups: Any) -> ModelRunner:
             return Runner(weights, made.mesh, transport.rank, [transport], groups, made.page_size)
 
-        return measure(make, cached_layers(weights), made, model)
+        return measure(make, CacheNeed(made, cached_layers(weights), model.dtype), model)
 
     found = run_world(2, rank_main)[0]
     assert rows[0] == rows[1] == [(16, 1, 16), (16, 6, 3), (6, 6, model.max_position)]
@@ -200,7 +196,7 @@ def test_merged_prompts_are_measured_where_there_may_be_some(
         def make(groups: Any) -> ModelRunner:
             return Runner(weights, made.mesh, transport.rank, [transport], groups, made.page_size)
 
-        return measure(make, cached_layers(weights), made, model)
+        return measure(make, CacheNeed(made, cached_layers(weights), model.dtype), model)
 
     assert [found.steps for found in run_world(2, rank_main)] == [9, 9]
     expected = [(16, "gather"), (3, "gather"), (most, None)]
@@ -218,12 +214,13 @@ def test_weights_that_do_not_fit(made: EngineConfig) -> None:
 
 def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
     config = EngineConfig(page_size=4, kv_tokens=8_000_000)
-    need = cache_bytes(SPECS, groups_of(SPECS, config), config, BF16)
-    check_cache(SPECS, config, BF16, need)
+    cache = CacheNeed(config, SPECS, BF16)
+    need = cache.bytes()
+    cache.check(need)
     with pytest.raises(LayoutError, match=r"a cache of 8000000 tokens takes .* GiB are missing; lower --kv-tokens"):
-        check_cache(SPECS, config, BF16, need - GIB)
+        cache.check(need - GIB)
     with pytest.raises(LayoutError, match=r"a rank of this host has .* GiB are missing; lower --kv-tokens$"):
-        check_cache(SPECS, replace(config, kv_tokens=4_000_000_000_000), BF16)
+        CacheNeed(replace(config, kv_tokens=4_000_000_000_000), SPECS, BF16).check()
 
 
 def test_memory_that_runs_out_later_is_said_in_one_line() -> None:

@@ -42,7 +42,7 @@ from weft.engine.worker import sampler, worker
 from weft.engine.worker import step_graphs as graphs
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
-from weft.engine.worker.memory import measure
+from weft.engine.worker.memory import CacheNeed, measure
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
@@ -279,7 +279,7 @@ def test_sharded_tokens_are_measured_as_graphs_have_them(tmp_path: Path, monkeyp
             among = [LiveReference(transport)], groups, made.page_size
             return runner.ModelRunner(weights, made.mesh, transport.rank, *among, attention=TRITON)
 
-        measure(runner_of, cached_layers(weights), made, model)
+        measure(runner_of, CacheNeed(made, cached_layers(weights), model.dtype), model)
 
     monkeypatch.setattr(ContextGroup, "prefill", lambda *_: "gather")
     run_world(2, rank_main)

@@ -1,4 +1,4 @@
-"""The shared memory that a rank's steps need at most, and whether this machine has it."""
+"""Memory of a rank's exchanges: the most that any step needs, and what this machine has."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from weft.engine.config.config import EngineConfig
 from weft.engine.models.model_config import ModelConfig
 from weft.engine.worker.planning import trace
-from weft.planner.chain import Chain, bucket
+from weft.planner.chain import bucket
 from weft.planner.experts import Dispatch
 from weft.planner.recipes import Merge
-from weft.planner.spec import LayoutError, Mesh
+from weft.planner.spec import LayoutError
 
 
 @dataclass(frozen=True)
 class ArenaNeed:
-    """A rank's need. blocks: tensors alive at once in the worst step; block_bytes: bytes of the largest."""
+    """A rank's need. blocks: tensors alive at once in the worst step; block_bytes: of two of the largest exchanged."""
 
     blocks: int
     block_bytes: int
@@ -50,7 +50,7 @@ class Ledger:
 
 
 def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> ArenaNeed:
-    """What any step of this configuration needs at most, whatever plan it follows. Raises LayoutError.
+    """Return the most that any step of this configuration needs, with any plan. Raises LayoutError.
 
     Alive at once are the residual, the last read, the blocks' sums or the deltas made of them, and while a collective
     runs with an epilogue, its plain result and its residual and norm together. The last is also the largest: two
@@ -59,31 +59,20 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     fit: more are gathered in turns. Rows that go to their experts are sent, arrive, and come back: any rank may get
     them all.
     """
-    ledger = Ledger()
-    chain = trace(model, config.mesh, dtype, ledger.empty)
-    deltas = max(ledger.peak, *(len(read.deltas) for form in chain.forms for read in form))
-    rows, sent = sum(bucket((config.batch_tokens,) * config.attn_dp)), sent_bytes(config, chain)
-    merged = merged_bytes(chain, config.mesh, config.batch_sequences)
-    value = max(rows * chain.width * chain.element_bytes, merged, gathered_logits(config, model), sent)
+    ledger, mesh = Ledger(), config.mesh
+    chain = trace(model, mesh, dtype, ledger.empty)
+    reads = [read for form in chain.forms for read in form]
+    deltas = max(ledger.peak, *(len(read.deltas) for read in reads))
+    # Plans are made for counts rounded up to a power of two.
+    tokens, decode_rows = bucket((config.batch_tokens,))[0], bucket((config.batch_sequences,))[0]
+    merged = max(
+        (v.bytes(decode_rows, mesh.dcp) for s in chain.settlements if isinstance(v := s.value, Merge)), default=0
+    )
+    settled = (settlement.value for read in reads for settlement in read.settles)
+    sent = max((v.bytes(tokens, mesh.world) for v in settled if isinstance(v, Dispatch)), default=0)
+    logits = 4 * mesh.attn_tp * -(-model.vocab_size // mesh.attn_tp) if model.split_vocabulary else 0
+    value = max(tokens * mesh.attn_dp * chain.width * chain.element_bytes, merged, logits, sent)
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
-
-
-def merged_bytes(chain: Chain, mesh: Mesh, rows: int) -> int:
-    """The largest tensor by which attention over shards of the keys is merged for so many rows; 0 where it is not."""
-    merges = {settlement.value for settlement in chain.settlements if isinstance(settlement.value, Merge)}
-    return max((merge.bytes(bucket((rows,))[0], mesh.dcp) for merge in merges), default=0)
-
-
-def sent_bytes(config: EngineConfig, chain: Chain) -> int:
-    """Bytes that a rank sends to experts at most: its rows, with their lists, to every rank; 0 where none go."""
-    tokens, settled = max(bucket((config.batch_tokens,))), (s for f in chain.forms for r in f for s in r.settles)
-    sent = {settlement.value for settlement in settled if isinstance(settlement.value, Dispatch)}
-    return max((value.bytes(tokens, config.mesh.world) for value in sent), default=0)
-
-
-def gathered_logits(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of a row of logits that ranks gather, each of them a run as long as the longest; 0 where each has it."""
-    return 4 * config.attn_tp * -(-model.vocab_size // config.attn_tp) if model.split_vocabulary else 0
 
 
 def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:

@@ -1,4 +1,4 @@
-"""How many sequences run at once and how many rows a step has, where the options leave it out: by a GPU's memory."""
+"""Defaults of max_running and max_batch_tokens on GPUs, by their memory."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, kv_dtype_of, on_gpus
 from weft.engine.models.load import build_model
 from weft.engine.models.model_config import ModelConfig
-from weft.engine.worker.memory import cache_bytes, groups_of, parameter_bytes
+from weft.engine.worker.memory import CacheNeed, parameter_bytes
 
 LARGE_BATCH_TOKENS = 8192
 LARGE_BATCH_BYTES = 12 << 30
-"""Memory beside the weights from which steps have so many rows: a step of 8192 takes some GiB of it."""
+"""Memory next to the weights from which steps have LARGE_BATCH_TOKENS rows, which take some GiB of it."""
 SEQUENCES = (1024, 512, 256, 128)
 """Beyond, graphs of decode steps take long to capture, and gain little over two steps."""
 SEQUENCE_TOKENS = 256
-"""So many sequences run at once as the cache holds with so many tokens each: those of short chats."""
+"""Tokens of a sequence, for which the cache must hold all sequences that run: a short chat."""
 CACHE_SHARE = 0.5
-"""Of the memory beside the weights that the cache takes at least: steps and their graphs take the rest."""
+"""Minimum share of the cache in the memory next to the weights: steps and their graphs take the rest."""
 
 
 def with_batch_limits(config: EngineConfig) -> EngineConfig:
-    """The configuration with max_batch_tokens and max_running, where ranks run on GPUs and these are left out.
+    """Return the configuration with max_batch_tokens and max_running, where ranks run on GPUs and these are omitted.
 
     Raises ModelError, and LayoutError where the model does not divide over the layout.
     """
@@ -36,7 +36,7 @@ def with_batch_limits(config: EngineConfig) -> EngineConfig:
 
 
 def chosen_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> EngineConfig:
-    """The same for GPUs of so much memory."""
+    """Return the configuration with these limits for GPUs with this memory."""
     dtype = dtype_of(config)
     layers = build_model(model, config.mesh, 0, dtype, torch.device("meta"))
     left = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)
@@ -50,7 +50,7 @@ def chosen_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> E
         if sequences > config.batch_tokens or (config.kv_tokens is not None and tokens > config.cached_tokens):
             continue
         found = replace(config, max_running=sequences)
-        groups = groups_of(specs, found, -(-tokens // config.interleave.span))
-        if cache_bytes(specs, groups, found, kv_dtype_of(config)) <= CACHE_SHARE * left:
+        need = CacheNeed(found, specs, kv_dtype_of(config))
+        if need.bytes(-(-tokens // config.interleave.span)) <= CACHE_SHARE * left:
             return found
     return config

@@ -1,4 +1,4 @@
-"""The size of a GPU's cache: what weights, steps and graphs leave, measured before the cache is made.
+"""Size of a GPU's cache: the memory that weights, steps and graphs leave, measured before the cache is made.
 
 Every rank runs the largest steps once, with a cache that just holds them, and reads the allocator's peak. The rest of
 the memory, minus the share that `gpu_memory_fraction` leaves to others, is for the cache. The smallest of all ranks
@@ -22,7 +22,7 @@ from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.attention.sdpa import SDPA
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache import token_bytes
-from weft.engine.kv.cache_spec import CacheGroup, Latent, Recurrent, Rule, Spec, Window, cache_groups, rule
+from weft.engine.kv.cache_spec import CacheGroup, Latent, Recurrent, Spec, Window, cache_groups, rule
 from weft.engine.models.load import build_model
 from weft.engine.models.model_config import LanguageModel, ModelConfig
 from weft.engine.worker.graph_inputs import decode_capacities
@@ -44,8 +44,8 @@ class Memory:
 
     Attributes:
         total, free: of the GPU.
-        steps: what an eager step takes at most.
-        graphs: what all graphs keep.
+        steps: maximum of an eager step.
+        graphs: kept by all graphs.
     """
 
     total: int
@@ -54,35 +54,94 @@ class Memory:
     graphs: int
 
     def capacity(self, fraction: float) -> int:
-        """Bytes for the cache where this fraction of the GPU may be used; below 0 where the rest does not fit."""
+        """Return the bytes for the cache if this fraction of the GPU may be used; below 0 if the rest does not fit."""
         return self.free - self.steps - self.graphs - int((1 - fraction) * self.total)
 
 
-def cache_bytes(
-    specs: Mapping[str, Spec], groups: Sequence[CacheGroup], config: EngineConfig, dtype: torch.dtype
-) -> int:
-    """What the caches of these groups take on a rank. dtype: of keys and values, as of `KVCache`."""
-    size, total = {group.rule: group.size for group in groups}, 0
-    for spec in specs.values():
-        have = size[rule(spec)]
-        if isinstance(spec, Recurrent):
-            total += (have + 2) * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
-        else:
-            slots = (have + 1) * (config.interleave.span if isinstance(spec, Window) else config.page_size)
-            total += slots * token_bytes(spec, dtype)
-    return total
+@dataclass(frozen=True)
+class CacheNeed:
+    """Memory that a rank's cache needs.
+
+    Attributes:
+        config: the engine's, with the sizes of steps and, unless `pages` are given, of the cache.
+        specs: what each layer caches, by its name.
+        dtype: of keys and values, as of `KVCache`.
+    """
+
+    config: EngineConfig
+    specs: Mapping[str, Spec]
+    dtype: torch.dtype
+
+    def groups(self, pages: int | None = None) -> tuple[CacheGroup, ...]:
+        """Return the cache's groups. pages: of whole sequences, in place of the configuration's."""
+        config = self.config
+        return cache_groups(
+            self.specs.values(),
+            page_size=config.interleave.span,
+            kv_tokens=config.cached_tokens if pages is None else pages * config.interleave.span,
+            max_running=config.batch_sequences,
+            max_batch_tokens=config.batch_tokens,
+            prefix_cache=config.prefix_cache,
+        )
+
+    def bytes(self, pages: int | None = None) -> int:
+        """Return the bytes of the groups with this number of pages."""
+        size, total = {group.rule: group.size for group in self.groups(pages)}, 0
+        for spec in self.specs.values():
+            have = size[rule(spec)]
+            if isinstance(spec, Recurrent):
+                total += (have + 2) * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
+            else:
+                span = self.config.interleave.span if isinstance(spec, Window) else self.config.page_size
+                total += (have + 1) * span * token_bytes(spec, self.dtype)
+        return total
+
+    def check(self, free: int | None = None) -> None:
+        """Raise LayoutError where a cache of a given size needs more than is free.
+
+        Args:
+            free: bytes of a GPU; None: the rank runs on a CPU, and may use its share of the host's memory.
+        """
+        where, advice = "free beside the weights a GPU has", "lower --kv-tokens, or leave it out for as many as fit"
+        if free is None:
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.config.ranks_of_host
+            where, advice = "a rank of this host has", "lower --kv-tokens"
+        if (need := self.bytes()) > free:
+            raise LayoutError(
+                f"a cache of {self.config.cached_tokens} tokens takes {_gib(need)}, and {where} {_gib(free)}: "
+                f"{_gib(need - free)} are missing; {advice}"
+            )
+
+    def sized(self, memory: Memory, agree: Callable[[int], int]) -> CacheNeed:
+        """Return the largest cache that fits on every rank.
+
+        Args:
+            memory: of this rank.
+            agree: returns the minimum over ranks of their numbers.
+
+        Raises LayoutError, on every rank, where not one sequence of max_model_len tokens fits, or not one page.
+        """
+        config, span = self.config, self.config.interleave.span
+        capacity = memory.capacity(config.gpu_memory_fraction)
+        # Windows and states do not grow with the pages: where there are no others, as many as may be fit.
+        pages = agree(max(0, bisect.bisect_right(range(MAX_PAGES), capacity, key=self.bytes) - 1))
+        tokens = max(span, config.max_model_len or 0)
+        if pages * span >= tokens:
+            return replace(self, config=replace(config, kv_tokens=pages * config.page_size))
+        if (need := self.bytes(-(-tokens // span))) <= capacity:
+            raise LayoutError(
+                f"another rank's GPU has too little memory for the cache of a sequence of {tokens} tokens"
+            )
+        raise LayoutError(
+            f"a GPU's {_gib(memory.total)} hold {_gib(memory.total - memory.free)} of weights and what else is there, "
+            f"and steps take {_gib(memory.steps + memory.graphs)}: for the cache of a sequence of {tokens} tokens, "
+            f"{_gib(need)}, {_gib(need - capacity)} are missing; raise --gpu-memory-fraction "
+            f"({config.gpu_memory_fraction}), lower --max-model-len or --max-batch-tokens, or take more ranks"
+        )
 
 
-def groups_of(specs: Mapping[str, Spec], config: EngineConfig, pages: int | None = None) -> tuple[CacheGroup, ...]:
-    """The cache groups of a configuration. pages: of whole sequences, in place of what it says."""
-    return cache_groups(
-        specs.values(),
-        page_size=config.interleave.span,
-        kv_tokens=config.cached_tokens if pages is None else pages * config.interleave.span,
-        max_running=config.batch_sequences,
-        max_batch_tokens=config.batch_tokens,
-        prefix_cache=config.prefix_cache,
-    )
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"
 
 
 def weight_bytes(model: ModelConfig, mesh: Mesh, rank: int, dtype: torch.dtype) -> int:
@@ -96,72 +155,45 @@ def parameter_bytes(model: LanguageModel) -> int:
 
 
 def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: torch.dtype, free: int) -> None:
-    """Raises LayoutError, in one line that says how much is missing, where a rank's weights need more than is free."""
+    """Raise LayoutError, in one line that says how much is missing, where a rank's weights need more than is free."""
     if (need := weight_bytes(model, config.mesh, rank, dtype)) > free:
         raise LayoutError(
-            f"the weights of rank {rank} take {need / GIB:.1f} GiB, and its GPU has {free / GIB:.1f} GiB free: "
-            f"{(need - free) / GIB:.1f} GiB are missing; spread the model over more ranks (--attn-tp, --ep), or free "
-            "the GPU"
+            f"the weights of rank {rank} take {_gib(need)}, and its GPU has {_gib(free)} free: {_gib(need - free)} are "
+            "missing; spread the model over more ranks (--attn-tp, --ep), or free the GPU"
         )
 
 
-def check_cache(specs: Mapping[str, Spec], config: EngineConfig, dtype: torch.dtype, free: int | None = None) -> None:
-    """The same for a cache of a given size. dtype: as for `cache_bytes`. free: of a GPU; None: the rank runs on a CPU,
-    where it may have its share of the host's memory.
+def large_steps(config: EngineConfig, longest: int) -> list[list[int]]:
+    """Return the rows of each sequence in the largest steps: one long prompt; many prompts that end, with their logits;
+    and one decode row of every sequence. longest: tokens of a sequence.
     """
-    need, where = cache_bytes(specs, groups_of(specs, config), config, dtype), "free beside the weights a GPU has"
-    advice = "lower --kv-tokens, or leave it out for as many as fit"
-    if free is None:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // config.ranks_of_host
-        where, advice = "a rank of this host has", "lower --kv-tokens"
-    if need > free:
-        raise LayoutError(
-            f"a cache of {config.cached_tokens} tokens takes {need / GIB:.1f} GiB, and {where} "
-            f"{free / GIB:.1f} GiB: {(need - free) / GIB:.1f} GiB are missing; {advice}"
-        )
-
-
-def max_sequence_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens that a sequence may have."""
-    return config.max_model_len or model.max_position
-
-
-def large_steps(config: EngineConfig, model: ModelConfig) -> list[list[int]]:
-    """Rows of each sequence in the largest steps: one long prompt; many prompts that end, with their logits;
-    and one decode row of every sequence.
-    """
-    longest = min(config.batch_tokens, max_sequence_tokens(config, model))
+    longest = min(config.batch_tokens, longest)
     each, more = divmod(config.batch_tokens, config.batch_sequences)
     spread = [min(longest, each + (i < more)) for i in range(config.batch_sequences)]
     return [[longest], spread, [1] * config.batch_sequences]
 
 
-def step_of(
-    rows: Sequence[int],
-    rules: Sequence[Rule],
-    pages: Sequence[int],
-    span: int,
-    device: torch.device,
-    context: int = 0,
-) -> Batch:
-    """A step of sequences with so many rows each on top of as many tokens; they share pages where there are too few.
-
-    pages: of each rule's group; span: tokens of a sequence that a page stands for.
+def made_up_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: int) -> list[tuple[int, ...]]:
+    """Return page tables of a sequence of made-up tokens, a table for each group; sequences share pages where there
+    are too few. first: number of the sequence's first page. span: tokens that a page stands for.
     """
+    pages = range(first, first - (-tokens // span))
+    return [(-1, -1) if g.rule.state else tuple(page % g.size for page in pages) for g in groups]
+
+
+def step_of(
+    rows: Sequence[int], groups: Sequence[CacheGroup], span: int, device: torch.device, context: int = 0
+) -> Batch:
+    """Return a step of sequences with these numbers of rows, each on top of `context` tokens. span: as of a page."""
     seqs, at = [], 0
     for count in rows:
-        need = -(-(context + count) // span)
-        tables = [
-            (-1, -1) if r.state else [(at + i) % have for i in range(need)]
-            for r, have in zip(rules, pages, strict=True)
-        ]
-        seqs.append(SeqRows(count, context, tables, 1))
-        at += need
-    return build_batch([0] * sum(rows), seqs, span, rules, device)
+        seqs.append(SeqRows(count, context, made_up_tables(groups, at, context + count, span), 1))
+        at -= -(context + count) // span
+    return build_batch([0] * sum(rows), seqs, span, [g.rule for g in groups], device)
 
 
 def captured_form(batch: Batch, pages: int) -> Batch:
-    """A step with prompts as a CUDA graph has it: the host does not know these, and tables have so many pages."""
+    """Return a step with prompts as a CUDA graph has it: unknown to the host, in tables of `pages` pages."""
 
     def wide(tables: PageTables | StateSlots) -> PageTables | StateSlots:
         return replace(tables, pages=tables.pages[:, :1].repeat(1, pages)) if isinstance(tables, PageTables) else tables
@@ -169,22 +201,21 @@ def captured_form(batch: Batch, pages: int) -> Batch:
     return replace(batch, tables=tuple(map(wide, batch.tables)), spans=None)
 
 
-def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, model: ModelConfig) -> Memory:
-    """Runs the largest steps on this rank's GPU. Collective: every rank of the mesh must."""
-    steps, span = large_steps(config, model), config.interleave.span
-    pages = max(sum(-(-count // span) for count in rows) for rows in steps)
-    groups = groups_of(specs, config, pages)
+def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
+    """Run the largest steps on this rank's GPU. Collective: every rank of the mesh must."""
+    config, span, longest = cache.config, cache.config.interleave.span, cache.config.max_model_len or model.max_position
+    steps = large_steps(config, longest)
+    groups = cache.groups(max(sum(-(-count // span) for count in rows) for rows in steps))
     runner = make(groups)
     weight = runner.model.embed.weight
     device = weight.device
     cases, peaks = [(rows, 0) for rows in steps], []
-    cases[-1] = (steps[-1], min(max_sequence_tokens(config, model), MAX_SPLIT_TOKENS) - 1)
-    longest = steps[0][0]
-    if (context := runner.merges_from(longest) or 0) and context + longest <= max_sequence_tokens(config, model):
-        cases.insert(0, ([longest], context))  # with queries and outputs of all heads of a dcp group
-    batches = [step_of(n, [g.rule for g in groups], [g.size for g in groups], span, device, c) for n, c in cases]
+    cases[-1] = (steps[-1], min(longest, MAX_SPLIT_TOKENS) - 1)
+    if (context := runner.merges_from(steps[0][0]) or 0) and context + steps[0][0] <= longest:
+        cases.insert(0, (steps[0], context))  # with queries and outputs of all heads of a dcp group
+    batches = [step_of(rows, groups, span, device, context) for rows, context in cases]
     if (prompts := config.cuda_graphs and runner.captures_prompts) and config.dcp > 1:
-        tokens = min(MAX_TOKENS, config.batch_sequences * max_sequence_tokens(config, model))
+        tokens = min(MAX_TOKENS, config.batch_sequences * longest)
         batches.insert(0, captured_form(batches[-3], -(-tokens // span)))
     for batch in batches:
         torch.cuda.synchronize()
@@ -198,7 +229,7 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     sampled = sum(decode_capacities(config.batch_sequences)) + config.batch_sequences * prompts
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
     # Prompts are measured on top of few cached tokens, and more may be expanded or copied.
-    expands = any(isinstance(spec, Latent) and spec.expanded for spec in specs.values())
+    expands = any(isinstance(spec, Latent) and spec.expanded for spec in cache.specs.values())
     expands = expands or any(isinstance(backend, SDPA) and backend.copies for _, backend in runner.caches.paged)
     largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * (expands and (prompts or config.dcp == 1))
     graphs = peaks[-1] + largest * prompts + sampled * logits
@@ -209,42 +240,9 @@ def measure(make: MakeRunner, specs: Mapping[str, Spec], config: EngineConfig, m
     return Memory(total, free, largest, graphs if config.cuda_graphs else 0)
 
 
-def sized(
-    config: EngineConfig, specs: Mapping[str, Spec], memory: Memory, dtype: torch.dtype, agree: Callable[[int], int]
-) -> EngineConfig:
-    """The configuration with the largest cache that fits on every rank. dtype: as for `cache_bytes`. agree: gives the
-    minimum over ranks of their numbers.
-
-    Raises LayoutError, on every rank, where not one sequence of max_model_len tokens fits, or not one page.
-    """
-
-    def bytes_of(pages: int) -> int:
-        return cache_bytes(specs, groups_of(specs, config, pages), config, dtype)
-
-    capacity = memory.capacity(config.gpu_memory_fraction)
-    # Windows and states do not grow with the pages: where there are no others, as many as may be fit.
-    pages = agree(max(0, bisect.bisect_right(range(MAX_PAGES), capacity, key=bytes_of) - 1))
-    found = replace(config, kv_tokens=max(1, pages) * config.page_size)
-    tokens = max(config.interleave.span, config.max_model_len or 0)
-    if pages * config.interleave.span < tokens:
-        need, weights = bytes_of(-(-tokens // config.interleave.span)), memory.total - memory.free
-        if need <= capacity:
-            raise LayoutError(
-                f"another rank's GPU has too little memory for the cache of a sequence of {tokens} tokens"
-            )
-        cache, missing = f"{need / GIB:.1f} GiB", f"{(need - capacity) / GIB:.1f} GiB are missing"
-        raise LayoutError(
-            f"a GPU's {memory.total / GIB:.1f} GiB hold {weights / GIB:.1f} GiB of weights and what else is there, and "
-            f"steps take {(memory.steps + memory.graphs) / GIB:.1f} GiB: for the cache of a sequence of {tokens} "
-            f"tokens, {cache}, {missing}; raise --gpu-memory-fraction ({config.gpu_memory_fraction}), lower "
-            "--max-model-len or --max-batch-tokens, or take more ranks"
-        )
-    return found
-
-
 def min_over_ranks(transports: Sequence[Transport], mesh: Mesh, device: torch.device) -> Callable[[int], int]:
-    """A function that gives the minimum over ranks of their numbers, up to MAX_PAGES, by the first of the transports
-    that serves all ranks. Collective.
+    """Return a function that gives the minimum over ranks of their numbers, up to MAX_PAGES, by the first of the
+    transports that serves all ranks. Collective.
     """
     world = mesh.world
     transport = next(t for t in transports if t.entry.spans(mesh.hosts))

@@ -11,16 +11,7 @@ from weft.comm.transport import Transport
 from weft.comm.transport_registry import PEER, Opening
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, enabled_transports, on_gpus
-from weft.engine.worker.arena import (
-    arena_need,
-    available_bytes,
-    check_memory,
-    gathered_logits,
-    merged_bytes,
-    sent_bytes,
-)
-from weft.engine.worker.planning import trace
-from weft.planner.chain import bucket
+from weft.engine.worker.arena import ArenaNeed, arena_need, available_bytes, check_memory
 from weft.planner.cost import (
     ETHERNET,
     INFINIBAND,
@@ -75,7 +66,7 @@ def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Tr
         rank,
         directory,
         device_of(config, rank),
-        partial(_largest, config),
+        lambda: _need(config).block_bytes // 2,
         partial(_arena, config),
         partial(_tuning, config),
         (config.master_addr, config.store_port) if config.mesh.hosts > 1 and config.master_addr else None,
@@ -84,27 +75,17 @@ def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Tr
     return [entry.open(opening) for entry in enabled_transports(config)]
 
 
+def _need(config: EngineConfig) -> ArenaNeed:
+    return arena_need(config, config.read_model(), dtype_of(config))
+
+
 def _arena(config: EngineConfig) -> tuple[int, int]:
-    need = arena_need(config, config.read_model(), dtype_of(config))
-    check_memory(config, need, available_bytes())
+    check_memory(config, need := _need(config), available_bytes())
     return need.blocks, need.block_bytes
 
 
 def _tuning(config: EngineConfig, key: str, kind: type) -> Any:
     return read_tuning(table, key, kind) if (table := table_file(config)) else None
-
-
-def _largest(config: EngineConfig) -> int:
-    """Bytes of the largest tensor that a step exchanges between GPUs."""
-    # Plans are made for counts rounded up to a power of two.
-    mesh, model, dtype = config.mesh, config.read_model(), dtype_of(config)
-    rows = sum(bucket((config.batch_tokens,) * mesh.attn_dp))
-    largest = max(rows * model.hidden_size * dtype.itemsize, gathered_logits(config, model))
-    if mesh.dcp == 1 and config.moe_exchange != "dispatch":
-        return largest
-    chain = trace(model, mesh, dtype)
-    decoded = min(config.batch_sequences, config.batch_tokens)  # a step's decode rows are merged in one call
-    return max(largest, merged_bytes(chain, mesh, decoded), sent_bytes(config, chain))
 
 
 def bind(config: EngineConfig, rank: int) -> None:

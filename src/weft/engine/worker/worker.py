@@ -43,7 +43,7 @@ from weft.engine.messages.rank_messages import (
 from weft.engine.models.load import dummy_model, load_model
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
-from weft.engine.worker.memory import check_cache, check_weights, groups_of, measure, min_over_ranks, sized
+from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_over_ranks
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.rank_profiler import RankProfiler
 from weft.engine.worker.row_table import RowTable
@@ -103,7 +103,7 @@ class Worker:
             model = dummy_model(model_config, self.mesh, self.rank, dtype, device, progress, empty)
         else:
             model = load_model(config.model, model_config, self.mesh, self.rank, dtype, device, progress, empty)
-        specs = cached_layers(model)
+        cache = CacheNeed(config, cached_layers(model), kv_dtype)
 
         def make(groups: Sequence[CacheGroup]) -> ModelRunner:
             return ModelRunner(
@@ -124,17 +124,15 @@ class Worker:
 
         if self.on_gpu and config.kv_tokens is None:
             send(Progress(self.rank, 0, 1, "measuring memory"))
-            memory, agree = (
-                measure(make, specs, config, model_config),
-                min_over_ranks(transports, self.mesh, device),
-            )
-            config = self.config = sized(config, specs, memory, kv_dtype, agree)
+            memory, agree = measure(make, cache, model_config), min_over_ranks(transports, self.mesh, device)
+            cache = cache.sized(memory, agree)
+            config = self.config = cache.config
         elif self.on_gpu:
             torch.cuda.empty_cache()  # memory that loading used
-            check_cache(specs, config, kv_dtype, torch.cuda.mem_get_info()[0])
+            cache.check(torch.cuda.mem_get_info()[0])
         else:
-            check_cache(specs, config, kv_dtype)
-        self.groups = groups_of(specs, config)
+            cache.check()
+        self.groups = cache.groups()
         self.runner = make(self.groups)
         self.profiler = RankProfiler(self.runner)
         self.table = RowTable(config.batch_sequences, self.runner.rules, config.interleave.span, device)

@@ -43,6 +43,8 @@ Takes = Rows | tuple[Rows, ...]
 Beside = Callable[[Hidden], Tensor | None]
 """What a block computes row by row from its input, as int32 `[rows, n]`, before rows travel in a format: it travels
 beside them. None: nothing."""
+Observer = Callable[[str, Hidden], None]
+"""Gets the site of a read and its rows, before the block does."""
 
 
 class Norm(Protocol):
@@ -150,9 +152,9 @@ class Stream:
     """One forward pass of one rank along a plan.
 
     transports: by name, those that the planner was offered. rows: of this step; all ranks pass the same counts.
-    times: not None where this pass is timed. settler: carries out the blocks' settlements. Raises PlacementError,
-    before it communicates, where the model reads or adds otherwise than in its trace; the text names the block and both
-    placements.
+    times: not None where this pass is timed. settler: carries out the blocks' settlements. observer: called with the
+    site and the rows of each read. Raises PlacementError, before it communicates, where the model reads or adds
+    otherwise than in its trace; the text names the block and both placements.
     """
 
     def __init__(
@@ -162,9 +164,10 @@ class Stream:
         rows: StepRows,
         times: StepTimes | None = None,
         settler: Settler | None = None,
+        observer: Observer | None = None,
     ):
         self.mesh, self._plan, self._transports, self._rows, self._times = plan.mesh, plan, transports, rows, times
-        self._settler = settler
+        self._settler, self._observer = settler, observer
         if settler is not None:
             settler.begin(plan.counts, rows, times)
         self._local = next(iter(transports.values()))
@@ -218,7 +221,10 @@ class Stream:
         self._index += 1
         if self._settler is not None:
             self._settler.serve(read_plan)
-        return self._walk(read_plan.steps, traced, norm, beside)
+        found = self._walk(read_plan.steps, traced, norm, beside)
+        if self._observer is not None:
+            self._observer(norm.path, found)
+        return found
 
     def finish(self) -> None:
         """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""

@@ -36,7 +36,7 @@ from weft.stream.interleave import Interleave
 from weft.stream.settler import Settler
 from weft.stream.stats import StepKey
 from weft.stream.step_rows import StepRows, captured_rows
-from weft.stream.stream import Stream
+from weft.stream.stream import Observer, Stream
 
 
 class ModelRunner:
@@ -58,6 +58,7 @@ class ModelRunner:
     Attributes:
         stats: what the steps exchanged.
         attention: the attention backend that runs.
+        observer: called with the reads of each step that runs without a graph (`weft.stream.stream.Stream`).
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class ModelRunner:
         self.attention, self._kv_dtype = attention or default_backend(device.type), kv_dtype or weight.dtype
         self.caches = Caches(layers, groups, sharding.span, self._kv_dtype, device, self.attention.make, group)
         self._graphs: StepGraphs | None = None
+        self.observer: Observer | None = None
         self.stats = RunStats(self.planner, self.settler, weight.device)
         self._checksums: dict[tuple[Counts, bool], int] = {}
 
@@ -114,7 +116,8 @@ class ModelRunner:
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
         rows = StepRows(self.mesh, self.rank, counts)
-        stream = Stream(self.planner.plan(counts), self.transports, rows, self.stats.times(), self.settler)
+        plan, times = self.planner.plan(counts), self.stats.times()
+        stream = Stream(plan, self.transports, rows, times, self.settler, self.observer)
         logits: Tensor = self.model(stream, batch, self.caches.plan(batch))
         stream.finish()
         logits = self.full_logits(logits) if full else logits.float()

@@ -101,9 +101,12 @@ class EngineArguments(EngineOptions, SourceOptions):
         return found
 
 
-def parse(command: type[T], name: str, arguments: list[str]) -> T:
-    """The command from its arguments; its docstring, as written, is the help. Raises UserError for what can be
-    checked before its `run` imports torch: options of other engines, and a model or a layout that cannot be."""
+def parse(command: type[T], name: str, arguments: list[str], default: T | None = None) -> T:
+    """Return the command from its arguments; its docstring is the help. default: has the omitted options.
+
+    Raises UserError for what can be checked before its `run` imports torch: options of other engines, and a model or a
+    layout that cannot be.
+    """
     arguments, old_names = renamed(arguments, name)
     for line in old_names:
         print(f"weft: {line}", file=sys.stderr)
@@ -120,6 +123,8 @@ def parse(command: type[T], name: str, arguments: list[str]) -> T:
     shown: dict[str, Any] = {"prog": f"weft {name}", "description": inspect.getdoc(command)}
     shown["registry"] = _registry([*written, *arguments])
     shown["config"] = (tyro.conf.OmitArgPrefixes,)
+    if default is not None:
+        shown["default"] = default
     if written:
         try:
             shown["default"] = tyro.cli(command, args=written, **shown)

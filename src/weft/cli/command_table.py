@@ -11,6 +11,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP, OpenAI-compatible",
     "generate": "complete prompts on the terminal",
     "plan": "print the collectives that a layout needs, and what they cost",
+    "diff": "find where two layouts part: the first read that differs, and the exchanges before it",
     "tune": "measure this host: the table by which the planner chooses",
     "doctor": "look at this host: what will be slow, and why",
 }

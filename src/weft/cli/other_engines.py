@@ -57,7 +57,11 @@ def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], lis
     for argument in following:
         option, *value = argument.partition("=")
         if option.startswith("--") and (name := names.get(option[2:].replace("_", "-"))):
-            new = _layout(value[1] or next(following, "")) if name == "attn-dp" else ["".join((f"--{name}", *value))]
+            new = (
+                layout_arguments(value[1] or next(following, ""))
+                if name == "attn-dp"
+                else ["".join((f"--{name}", *value))]
+            )
             lines.append(f"{option} is now {' '.join(new) if name == 'attn-dp' else f'--{name}'}")
             found += new
         else:
@@ -65,8 +69,8 @@ def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], lis
     return found, lines
 
 
-def _layout(text: str) -> list[str]:
-    """`2x2,4x1` → --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1. Raises LayoutError."""
+def layout_arguments(text: str) -> list[str]:
+    """Return the options of a short layout: --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1 for `2x2,4x1`. Raises LayoutError."""
     match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
     if match is None:
         raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")

@@ -12,6 +12,16 @@ one JSON object a line:
         {"pid": PID, "code": CODE}            a rank has ended; as `subprocess.Popen.returncode`
 """
 
+# Why not multiprocessing's forkserver with set_forkserver_preload? It was tried with Python 3.11, and lacks this:
+# - A child runs the program's main module again: a script without a __main__ guard fails, and so does `python - <FILE`.
+# - There is one for the whole process. Its environment is that of its first start, so that a second engine with another
+#   CUDA_VISIBLE_DEVICES gets the first one's; where another library has started it, it preloads nothing; no public call
+#   ends it, so that torch stays in memory after `Engine.close`.
+# - If the controller is killed, server and children live on: each rank would have to watch the controller itself.
+# - If the server is killed, every rank has exit code 255, also one that runs.
+# - Ranks are in the controller's session and get its Ctrl-C. A daemonic process, as of a pool, may not start any.
+# Log files, preloading and the exit code of a killed rank did work: about 120 of 250 lines would go.
+
 from __future__ import annotations
 
 import json

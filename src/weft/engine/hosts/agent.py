@@ -3,6 +3,17 @@
 It ends with node 0, and its ranks end with it.
 """
 
+# Why not ranks that torchrun, srun or Ray start? These do start agents (`weft.cli.several_hosts`, `ray_hosts`), and an
+# agent does for ranks what none of them does:
+# - It starts ranks anew after a fault, from its fork server, while node 0 keeps the HTTP port and the waiting requests.
+#   torchrun restarts all processes of a job, the controller too; srun ends the job; Ray restarts one actor, which peers
+#   in a collective do not notice.
+# - It reports which rank a signal has ended, and on which host: that is the cause among many failures.
+# - A step is one encrypted message to a host, not one to each rank: node 0 sends it between two steps.
+# - It compares versions and files (`digests`) and the secret (`secured`) before any rank loads weights, and refuses in
+#   one line. A launcher's store lets in whoever reaches its port.
+# Ranks with sockets of their own to node 0 would save its relay, about 60 of 900 lines.
+
 from __future__ import annotations
 
 import socket

@@ -7,6 +7,20 @@ walks over the chunks of one sequence with a part of one head's state in registe
 device. Sums are in float32; operands of products have the dtype of the rows.
 """
 
+# Why not flash-linear-attention (fla-org)? Its source was read at 0315a70, 18039d8, 0080966, 0091f40 and 19089ff, not
+# run. Its kernels are good, but:
+# - Bits: `common/chunk_delta_h.py` and `gated_delta_rule/chunk_fwd.py` choose BK, BV, warps and stages by timing at the
+#   first call (`fla_cache_autotune`). No batch changes the choice, but BK is the order of a sum: ranks, restarts and
+#   layouts may differ, where Weft resumes a request with the same tokens. FLA_INTRACARD_CP=1 cuts by lengths.
+# - Capture: `utils/index.py:prepare_chunk_indices` reads the number of chunks on the host. The newer static buffers
+#   (`utils/graph.py`) are one for each name and shape: "interleaved replay of graphs with identical keys is not
+#   supported", which is what an engine does with its graphs.
+# - States: h0 and ht are tensors in the order of sequences, not slots. A decode step would copy each state twice more,
+#   and states are most of the bytes that it moves. Prompts also write the state of each chunk to memory, in the dtype
+#   of the rows; this module keeps it in registers, in float32.
+# - `gated_delta_rule/chunk.py` refuses float32, in which tests compare with the definition.
+# Convolution, gates and norm would stay separate kernels. A pinned FLA_CONFIG_DIR removes the first reason alone.
+
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -239,6 +239,8 @@ def test_the_command_prints_both_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == "2x2 --plan naive departs from 1x1 at model.layers.2.input_layernorm, in the step of the prompts"
     assert lines[3] == "  equal before  model.layers.1.post_attention_layernorm"
     assert lines[4] == "  since then    all_reduce world → WORLD · reference"
+    assert lines[5].startswith("  outputs part  at token 0 of prompt 0: ")
+    assert " in 2x2 --plan naive (logits " in lines[5]
     planted(monkeypatch, 5, dropped)
     code, out, _ = weft_here(*arguments, "--json", "--layouts", *layouts)
     report = json.loads(out)

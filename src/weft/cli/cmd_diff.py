@@ -145,15 +145,14 @@ def _text(first: str, report: dict[str, Any], texts: list[list[str]], decode: An
             f"  difference    {_figure(departure['relative'])} relative, {_figure(departure['max_abs'])} absolute "
             f"(tolerance {report['tolerance']:g}; before: {_figure(departure['largest_before'])})",
             f"  row           token {departure['position']} of prompt {departure['prompt']}, {token}, on rank "
-            f"{departure['rank']}; {differ} of {copies} rows differ",
+            f"{departure['rank']}; {differ} of {copies} copies differ",
             f"  equal before  {departure['before'] or 'nothing'}",
             f"  since then    {', '.join(departure['exchanges']) or 'no exchange: a weight, kernel or cache differs'}",
         ]
     for part in report["partings"]:
-        lines.append(
-            f"  outputs part  at token {part['token']} of prompt {part['prompt']}: {decode(part['first'])!r}, then "
-            f"{decode(part['other'])!r}, {_figure(part['margin'])} below in {first}"
-        )
+        ours, theirs = (repr(decode(part[which])) for which in ("first", "other"))
+        where, apart = f"token {part['token']} of prompt {part['prompt']}", _figure(part["margin"])
+        lines.append(f"  outputs part  at {where}: {ours} in {first}, {theirs} in {name} (logits {apart} apart)")
     return "\n".join(lines)
 
 

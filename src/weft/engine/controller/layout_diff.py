@@ -116,9 +116,9 @@ def compare(first: RecordedRun, other: RecordedRun, prompts: TokenLists, toleran
         reads: step (0: of the prompts), site and the largest relative difference of a row, of each read.
         largest: of these differences.
         departure: the first read with a difference above the tolerance, or None. Its step and site; `before`, the site
-            before it, which is equal; the `exchanges` of other's plan between the two; prompt, position and rank of the
-            row that differs most; its relative and max_abs difference; how many `rows` of all copies differ;
-            `largest_before`, of the reads before.
+            before it, which is equal; the `exchanges` between the two, of other's plan, or of the first one's if it has
+            none; prompt, position and rank of the row that differs most; its relative and max_abs difference; `rows`,
+            how many copies of rows differ, and how many there are; `largest_before`, of the reads before.
         partings: for each prompt with another greedy output, the number of the first other token, both tokens, and how
             far their logits are apart in the first run.
     """
@@ -139,7 +139,7 @@ def compare(first: RecordedRun, other: RecordedRun, prompts: TokenLists, toleran
                     "step": step,
                     "site": site,
                     "before": before,
-                    "exchanges": other.exchanges[step].get(site, []),
+                    "exchanges": other.exchanges[step].get(site) or first.exchanges[step].get(site, []),
                     "prompt": prompt,
                     "position": position,
                     "rank": int(copies.ranks[row]),

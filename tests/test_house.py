@@ -23,7 +23,7 @@ ROOMS = {
     "bench": "weft_bench",
 }
 """Each room in the order of imports, with the beginnings of its paths."""
-BUDGETS = {"library": 10_020, "engine": 21_900, "serve": 8_620, "bench": 10_151}
+BUDGETS = {"library": 10_026, "engine": 22_300, "serve": 8_790, "bench": 10_151}
 """Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
 TWINS = """

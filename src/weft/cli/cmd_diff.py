@@ -85,7 +85,7 @@ class Command:
             raise UserError("--max-tokens must be 1 or more, --tolerance above 0")
         if not self.layouts or (len(self.layouts) == 1 and self.against is None):
             raise UserError("give two layouts or more, such as --layouts 1x1 2x2, or one and --against transformers")
-        if self.engine.mesh.world > 1 or self.engine.nnodes > 1:
+        if self.engine.mesh.world > 1 or self.engine.mesh.hosts > 1:
             raise UserError("give layouts by --layouts, without --attn-dp, --attn-tp or --nnodes; they are of one host")
         if self.against and (self.engine.load_format == "dummy" or self.engine.num_layers):
             raise UserError("transformers reads whole checkpoints: drop --load-format dummy and --num-layers")

@@ -70,7 +70,10 @@ def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], lis
 
 
 def layout_arguments(text: str) -> list[str]:
-    """Return the options of a short layout: --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1 for `2x2,4x1`. Raises LayoutError."""
+    """Return the options of a short layout: `2x2,4x1` is --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1.
+
+    Raises LayoutError.
+    """
     match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
     if match is None:
         raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")

@@ -1,4 +1,4 @@
-"""The wheel, built as `make wheel` does it and installed into an empty environment, with no compiler on the PATH."""
+"""The wheels, built as `make wheel` does it and installed into an empty environment, with no compiler on the PATH."""
 
 from __future__ import annotations
 
@@ -40,18 +40,22 @@ def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[
     return done
 
 
-def build(source: Path, environment: dict[str, str]) -> tuple[Path, str]:
-    """The wheel of a copy of the tree, tagged v7.8.9, by way of the source distribution; and what was printed."""
+def build(source: Path, environment: dict[str, str]) -> tuple[list[Path], str]:
+    """Return the wheels of weft and weft-bench from a copy of the tree, tagged v7.8.9, and what was printed for weft's,
+    which is built by way of the source distribution.
+    """
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    shutil.copytree(REPOSITORY / "src", source / "src", ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source)
+    for folder in ("src", "bench/src"):
+        shutil.copytree(REPOSITORY / folder, source / folder, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "bench/pyproject.toml", "bench/README.md"):
+        shutil.copy(REPOSITORY / name, source / name)
     git = "git", "-c", "user.name=tests", "-c", "user.email=tests@localhost"
     for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "All"), ("tag", "v7.8.9")):
         run(*git, *words, cwd=source)
-    printed = run(sys.executable, "-m", "build", "--no-isolation", source, env=environment).stdout
-    (wheel,) = (source / "dist").glob("*.whl")
-    return wheel, printed
+    command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", source / "dist")
+    printed = run(*command, source, env=environment).stdout
+    run(*command, "--wheel", source / "bench", env=environment)
+    return sorted((source / "dist").glob("*.whl")), printed
 
 
 def required(names: Iterable[str]) -> Iterator[importlib.metadata.Distribution]:
@@ -72,19 +76,21 @@ def required(names: Iterable[str]) -> Iterator[importlib.metadata.Distribution]:
 def link(names: Iterable[str], site: Path) -> None:
     """Puts installed distributions, and what they require, into an environment."""
     for distribution in required(names):
+        if distribution.name.startswith("weft"):
+            continue
         for top in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (site / top).exists():
                 (site / top).symlink_to(distribution.locate_file(top))
 
 
 class Environment:
-    """An empty one with the wheel and what its core requires. Nothing but Python is on its PATH."""
+    """An environment with the two wheels alone. Nothing but Python is on its PATH."""
 
-    def __init__(self, folder: Path, wheel: Path):
+    def __init__(self, folder: Path, wheels: Iterable[Path]):
         venv.create(folder, symlinks=True)
         self.bin = folder / "bin"
         (self.site,) = folder.glob("lib/python*/site-packages")
-        run(sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "-q", "--no-deps", wheel)
+        run(sys.executable, "-m", "pip", "--python", self.bin / "python", "install", "-q", "--no-deps", *wheels)
         (self.metadata,) = importlib.metadata.distributions(name="weft", path=[str(self.site)])
         self.cache = folder / "cache"
         self.variables = {"PATH": str(self.bin), "HOME": str(folder), "XDG_CACHE_HOME": str(self.cache)}
@@ -103,7 +109,7 @@ class Environment:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], str]:
     """Without CUDA kernels, which take minutes."""
     path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists())
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -111,13 +117,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory, wheel: tuple[Path, str]) -> Environment:
-    return Environment(tmp_path_factory.mktemp("environment"), wheel[0])
+def environment(tmp_path_factory: pytest.TempPathFactory, wheels: tuple[list[Path], str]) -> Environment:
+    return Environment(tmp_path_factory.mktemp("environment"), wheels[0])
 
 
-def test_it_has_kernels_and_the_tags_version(wheel: tuple[Path, str]) -> None:
-    path, printed = wheel
+def test_it_has_kernels_and_the_tags_version(wheels: tuple[list[Path], str]) -> None:
+    (path, bench), printed = wheels
     assert re.fullmatch(r"weft-7\.8\.9-py3-none-linux_\w+\.whl", path.name)
+    assert bench.name == "weft_bench-7.8.9-py3-none-any.whl"
     assert len(re.findall(r"^weft: no nvcc here: .*$", printed, re.M)) == 1
     files = zipfile.ZipFile(path).namelist()
     assert [f for f in files if "/built/" in f] == [
@@ -146,8 +153,26 @@ def test_the_core_alone_has_communicator_and_planner(environment: Environment) -
     assert (said.returncode, said.stderr) == (2, "weft: commands need the package tyro; pip install 'weft[engine]'\n")
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["tests/library/test_planned.py"],
+        pytest.param(["tests/library", "tests/plugins/test_under_engines.py"], marks=pytest.mark.nightly),
+    ],
+)
+def test_the_librarys_tests_need_the_library_alone(environment: Environment, tests: list[str]) -> None:
+    """The two plug-ins too. Without tests/conftest.py, which is of the engine."""
+    environment.add("")
+    link(["pytest", "numpy"], environment.site)
+    options = ("--noconftest", "-q", "-p", "no:cacheprovider")
+    done = run(environment.bin / "python", "-m", "pytest", *options, *tests, env=environment.variables, cwd=REPOSITORY)
+    assert re.search(r"\d+ passed", done.stdout)
+    found = run(environment.bin / "python", "-c", "import weft; print(weft.__file__)", env=environment.variables)
+    assert found.stdout.startswith(str(environment.site))
+
+
 def test_the_demo_runs(environment: Environment) -> None:
-    for extra in ("", "engine", "serve", "demo"):
+    for extra in ("", "engine", "serve", "bench", "demo"):
         environment.add(extra)
     done = environment.run(environment.bin / "weft", "demo", "--questions", "1")
     assert "all_reduce" in done.stdout

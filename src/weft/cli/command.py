@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -150,7 +151,7 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
         TransportChoice: (AUTO, *known),
         BackendChoice: (ANY_BACKEND, *attention),
     }
-    found = ConstructorRegistry()
+    found, reading = ConstructorRegistry(), list[Any]()
 
     @found.primitive_rule
     def choose(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -175,7 +176,24 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
     def joined(**groups: OptionGroup) -> EngineArguments:
         return EngineArguments(**{name: value for group in groups.values() for name, value in vars(group).items()})
 
+    @found.struct_rule
+    def with_paragraphs(asked: StructTypeInfo) -> StructConstructorSpec | None:
+        if asked.type in reading:  # by tyro's own rule, which keeps the line ends of a docstring
+            return None
+        reading.append(asked.type)
+        spec = ConstructorRegistry.get_struct_spec(asked)
+        reading.pop()
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        fields = (dataclasses.replace(each, helptext=partial(_paragraph, each.helptext)) for each in spec.fields)
+        return dataclasses.replace(spec, fields=tuple(fields))
+
     return found
+
+
+def _paragraph(text: str | Callable[[], str | None] | None) -> str | None:
+    text = text() if callable(text) else text
+    return text and " ".join(text.split())
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""`weft plan`: what would move, and what it would cost, without weights or ranks."""
+"""`weft plan`: the exchanges of a layout and their costs, without weights or ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weft.planner.show import plan_dict, plan_text
 from weft.planner.spec import LayoutError
 from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
 
-LEFT_OUT = " and ".join(
+AUTOMATIC = " and ".join(
     e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")
     for e in automatic(transports(), "cuda", ranks=1)
 )
@@ -46,10 +46,10 @@ LEFT_OUT = " and ".join(
 
 @dataclass(frozen=True)
 class Command:
-    """Print the collectives that a layout needs, their bytes and predicted times, and what the naive plan would take.
+    """Print the collectives that a layout needs, their bytes and predicted times, next to those of the naive plan.
 
-    The naive plan is what engines do by default: all-reduce every partial sum, add, norm, gather. Both plans are priced
-    alike. Needs only config.json, also of a model on the hub: no weights are read and no ranks are started.
+    The naive plan is the default of other engines: all-reduce every partial sum, add, norm, gather. Both plans are
+    priced alike. Needs only config.json, also of a model on the hub: no weights are read and no ranks are started.
 
     Examples:
       weft plan                                         the embedded model, four ranks, by times of four H200s
@@ -75,19 +75,19 @@ class Command:
     """Tokens in each DP group, one plan for each number."""
     transport: Annotated[
         tuple[TransportName, ...],
-        tyro.conf.arg(help=f"Transports to plan with, one or more; left out, {LEFT_OUT}."),
+        tyro.conf.arg(help=f"Transports to plan with, one or more; omitted: {AUTOMATIC}."),
     ] = ()
     cost: str = "auto"
     """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a
     table FILE.json of weft tune. auto: cpu for shm and gloo, h200x4 for peer and nccl to 8 ranks, else h200-nvlink."""
     max_bytes: int | None = None
-    """Bytes of the largest tensor that a call of peer takes or gives; left out, any, as the engine builds it with what
-    its largest step needs."""
+    """Bytes of the largest input or result of a call of peer; omitted: any, as the engine builds peer for its largest
+    step."""
     json: bool = False
-    """Print one JSON list instead, a plan for each number of tokens, every layer spelled out."""
+    """Print one JSON list instead: a plan for each number of tokens, with every layer."""
 
     def run(self) -> int:
-        """Prints the plans. Raises LayoutError, ModelError, PlacementError with one line."""
+        """Print the plans. Raises LayoutError, ModelError, PlacementError with one line."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         layout, tokens = self.layout, parse_tokens(self.tokens)
         if (layout.attn_dp, layout.attn_tp, layout.ep, layout.moe_tp) == (1, 1, None, None):

@@ -197,14 +197,14 @@ def _paragraph(text: str | Callable[[], str | None] | None) -> str | None:
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> list[str]:
-    """The values of one option, before all are parsed."""
+    """Return the values of one option, before all are parsed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(option, nargs="*", default=[], dest="values")
     return list(parser.parse_known_args(arguments)[0].values)
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Before anything is measured for it. Raises UserError, and leaves no file behind."""
+    """Check that a file can be written, before anything is measured for it. Raises UserError; leaves no file behind."""
     new = not path.exists()
     try:
         path.open("a").close()  # a folder, a file or a system that is read-only: only trying shows it, for root too
@@ -217,11 +217,11 @@ def check_writable(path: Path, option: str) -> None:
 def model_dir(
     model: Path | None, preset: str | None = None, revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """The directory or file that a command names, by path, name or preset; the embedded model's for neither.
+    """Return the directory or file that a command names, by path, name or preset; the embedded model's for neither.
 
     Args:
-        revision: of a model on the hub, which is downloaded unless the cache has it.
-        weights: whether more than its config.json is needed.
+        revision: branch, tag or commit of a model on the hub, which is downloaded unless the cache has it.
+        weights: also fetch the weights, not only config.json.
 
     Raises UserError.
     """
@@ -238,7 +238,7 @@ def model_dir(
 
 
 def model_name(model: Path | None, found: Path) -> str:
-    """The name of a model for users: as they name it, unless that is a path. found: by `model_dir`."""
+    """Return the name of a model for users: as they name it, unless that is a path. found: by `model_dir`."""
     if model is not None and not model.exists():
         return str(model)
     return found.stem if is_gguf(found) else found.resolve().name
@@ -262,7 +262,7 @@ def _without_hub(model: Path | None, preset: str | None, revision: str | None) -
 
 
 def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
-    """The EngineConfig of a command's options; `options` are the command's own. Raises UserError, LayoutError."""
+    """Return the EngineConfig of the options of a command and its engine. Raises UserError, LayoutError."""
     from weft.engine.config.config import EngineConfig
 
     try:
@@ -276,7 +276,7 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
 
 
 def stop_on_sigterm() -> None:
-    """SIGTERM ends the command as Ctrl-C does: what it has started is stopped first."""
+    """Let SIGTERM end the command as Ctrl-C does: all that it has started is stopped first."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

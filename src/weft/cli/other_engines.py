@@ -1,4 +1,4 @@
-"""Options that users of vLLM, SGLang and earlier versions know, and what says the same in Weft."""
+"""Options of vLLM, SGLang and earlier versions of Weft, with their names in Weft today."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ NAMES = {
     "not needed, as no code of the model runs; --plugins adds model families": "trust-remote-code",
     "not to be had: layers are split by --attn-tp and --ep": "pipeline-parallel-size pp-size",
 }
-"""What Weft calls it, or says of it: names in vLLM or SGLang, without the dashes before them."""
+"""Name or remark of Weft: names in vLLM or SGLang, without the leading dashes."""
 RENAMED = {"experts": "moe-exchange"}
-"""Weft's own options that have another name now: old → new, without the dashes."""
+"""Renamed options of Weft: old → new, without the dashes."""
 RENAMED_IN_PLAN = {"hosts": "nnodes", "layout": "attn-dp"}
-"""The same for `weft plan`; a layout is now four options, from --attn-dp to --moe-tp."""
+"""Renamed options of `weft plan`; a layout is now four options, from --attn-dp to --moe-tp."""
 ADVICE = {name: advice for advice, names in NAMES.items() for name in names.split()}
 
 
 def hint(arguments: Sequence[str]) -> str | None:
-    """A line for the first argument that is an option of vLLM or SGLang, not of Weft; None where there is none."""
+    """Return a line for the first argument that is an option of vLLM or SGLang, not of Weft; None if there is none."""
     for argument in arguments:
         option = argument.partition("=")[0]
         if option.startswith("-") and (advice := ADVICE.get(option.lstrip("-").replace("_", "-"))):

@@ -81,7 +81,7 @@ class Epilogue:
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
-    """The result of a sum with an epilogue, from the sum delta `[rows, width]`: `[2, rows, width]`.
+    """Return the result of a sum with an epilogue, from the sum delta `[rows, width]`: `[2, rows, width]`.
 
     First the new residual, residual + delta; then its `weft.kernels.torch_reference.rms_norm`. `epilogue.quantised` is
     filled with `weft.kernels.float8.quantise` of the latter.
@@ -222,14 +222,14 @@ def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Size
 
 
 def place_in(group: Ranks, rank: int) -> int:
-    """The rank's place in the group. Raises CommError where it has none: its peers would wait for it forever."""
+    """Return the rank's place in the group. Raises CommError where it has none: its peers would wait for it forever."""
     if rank not in group:
         raise CommError(f"rank {rank} calls over the group {group}, which it is not in")
     return group.index(rank)
 
 
 def sizes_on_host(transport: Transport, sizes: Sizes | LiveSizes) -> Sizes:
-    """Sizes, for a transport that must know them on the host. Raises CommError for LiveSizes."""
+    """Return sizes for a transport that must know them on the host. Raises CommError for LiveSizes."""
     if isinstance(sizes, LiveSizes):
         raise CommError(f"{transport.entry.name} takes no row counts in device memory, so it serves no CUDA graph")
     return sizes
@@ -238,7 +238,7 @@ def sizes_on_host(transport: Transport, sizes: Sizes | LiveSizes) -> Sizes:
 def check_call(
     transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, epilogue: Epilogue | None
 ) -> int:
-    """The rank's place in the group. Raises CommError for an error that this rank can find alone."""
+    """Return the rank's place in the group. Raises CommError for an error that this rank can find alone."""
     place = place_in(group, transport.rank)
     if not transport.entry.offers(exchange, epilogue is not None):
         what = f"{exchange.kind} with an epilogue" if epilogue is not None else exchange.kind
@@ -259,7 +259,7 @@ def check_call(
 
 
 def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> int:
-    """The rank's place in the group. Raises CommError for a wrong merge, as far as this rank can tell alone."""
+    """Return the rank's place in the group. Raises CommError for a merge that this rank alone can find to be wrong."""
     place, rank = place_in(group, transport.rank), transport.rank
     if not transport.entry.offers(named.merge_scatterv(len(group))):
         raise CommError(f"{transport.entry.name} does not offer merge_scatterv")

@@ -1,4 +1,4 @@
-"""The table of transports: one row each, and those that plugins add.
+"""The table of transports: a row for each, and the rows that plugins add.
 
 Options, help texts, errors and offers follow from a transport's row before it is built. The table does not import
 torch, so that command lines parse quickly: a transport's module is imported when it is opened.
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     import torch
 
 AUTO = "auto"
-"""The option that enables all transports of a device that have `auto` in their row; the planner chooses among them."""
+"""Option that enables all transports of a device that have `auto` in their row; the planner chooses among them."""
 
 
 class TransportName(str):
-    """An option of the table of transports: its values follow from that, plugins' transports included."""
+    """An option of the table of transports, with the plugins' rows."""
 
 
 class TransportChoice(TransportName):
-    """The same, or AUTO."""
+    """An option of the table of transports, or AUTO."""
 
 
 ANY_TRANSPORT = TransportChoice(AUTO)
@@ -75,11 +75,11 @@ class TransportEntry:
 
     option: its name on command lines. name: its name in plans, reports and cost tables. device: of its ranks.
     offers: whether it carries out an exchange. open: makes a rank's `weft.comm.transport.Transport`; collective.
-    max_ranks: of a host; max_hosts: number of hosts; None: any.
-    max_normed_bytes: of a row that an epilogue takes; max_bytes: of the larger of a call's input and result; None:
-        any.
-    takes_live_sizes: see `weft.comm.transport.LiveSizes`.
-    auto: whether AUTO enables it, in the table's order.
+    max_ranks: maximum ranks of a host; max_hosts: maximum hosts; None: any.
+    max_normed_bytes: maximum bytes of a row with an epilogue; max_bytes: of the larger of a call's input and result;
+        None: any.
+    takes_live_sizes: accepts `weft.comm.transport.LiveSizes`.
+    auto: AUTO enables it, in the table's order.
     """
 
     option: str
@@ -95,7 +95,7 @@ class TransportEntry:
     auto: bool = True
 
     def runs_on(self, device: str) -> bool:
-        """device: cpu or cuda."""
+        """Return whether it runs on a device, cpu or cuda."""
         return self.device in (device, "any")
 
     def spans(self, hosts: int) -> bool:
@@ -103,7 +103,7 @@ class TransportEntry:
         return self.max_hosts is None or hosts <= self.max_hosts
 
     def check(self, mesh: Mesh) -> None:
-        """Raises LayoutError where a host has more ranks than max_ranks."""
+        """Raise LayoutError where a host has more ranks than max_ranks."""
         on_host = mesh.world // mesh.hosts
         if self.max_ranks is not None and on_host > self.max_ranks:
             kind = ", of one host" if self.max_hosts == 1 else ""
@@ -114,7 +114,7 @@ class TransportEntry:
 
 
 def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
-    """Raises LayoutError where these transports together do not serve all ranks of a layout."""
+    """Raise LayoutError where these transports together do not serve all ranks of a layout."""
     for entry in entries:
         entry.check(mesh)
     if not any(entry.spans(mesh.hosts) for entry in entries):
@@ -126,7 +126,7 @@ def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
 
 
 def offers_all(exchange: Exchange, epilogue: bool = False) -> bool:
-    """The offers of a transport that has all exchanges: epilogues of sums, and merges of whole heads."""
+    """Return the offers of a transport with all exchanges: epilogues of sums, and merges of whole heads."""
     if exchange.combine == "softmax_merge":
         return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
     return exchange.combine == "sum" or not epilogue
@@ -165,7 +165,7 @@ REFERENCE = TransportEntry("reference", "reference", "any", offers_all, _opener(
 
 
 def transports(plugins: Sequence[str] = ()) -> dict[str, TransportEntry]:
-    """The transports of Weft, then those of plugins' TRANSPORTS, by option. Raises PluginError."""
+    """Return Weft's transports, then the plugins' TRANSPORTS, by option. Raises PluginError."""
     known = {entry.option: entry for entry in TRANSPORTS}
     for module in load_plugins(plugins):
         for entry in getattr(module, "TRANSPORTS", ()):
@@ -177,6 +177,6 @@ def transports(plugins: Sequence[str] = ()) -> dict[str, TransportEntry]:
 
 
 def automatic(known: dict[str, TransportEntry], device: str, ranks: int) -> tuple[TransportEntry, ...]:
-    """The transports that AUTO enables for so many ranks on cpu or cuda."""
+    """Return the transports that AUTO enables for this number of ranks on cpu or cuda."""
     on_device = (entry for entry in known.values() if entry.auto and entry.runs_on(device))
     return tuple(e for e in on_device if e.max_ranks is None or ranks <= e.max_ranks)

@@ -1,4 +1,4 @@
-"""What an engine is started with: the options of `weft.engine.config.engine_options`, a model, and what follows from
+"""Configuration of an engine: the options of `weft.engine.config.engine_options`, a model, and values derived from
 them."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EngineError(RuntimeError):
 
 
 class QueueFull(EngineError):
-    """Too many requests wait or run. retry_after_s: an estimate of when there may be capacity again."""
+    """Too many requests wait or run. retry_after_s: estimated seconds until there is capacity again."""
 
     def __init__(self, here: int, retry_after_s: float):
         super().__init__(f"{here} requests wait or run already; try again in {retry_after_s:.0f} s")
@@ -46,7 +46,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
     """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
 
     seed: int = 0
-    """Seeds of requests that bring none follow from it."""
+    """Base of the seeds of requests that bring none."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -77,17 +77,17 @@ class EngineConfig(EngineOptions, ModelDirectory):
 
     @property
     def tokenizer(self) -> Path:
-        """The directory of the tokenizer."""
+        """Directory of the tokenizer."""
         return self.model if self.load_format == "auto" else embedded_model_dir()
 
     @property
     def interleave(self) -> Interleave:
-        """How cached tokens are sharded over dcp. A page of each rank of a DP group stands for `span` tokens."""
+        """Sharding of cached tokens over dcp: pages of one number, on all ranks, hold `span` tokens of a DP group."""
         return Interleave(self.dcp, self.dcp_interleave or self.page_size, self.page_size)
 
     @property
     def cores(self) -> list[set[int]]:
-        """The cores of each rank of a host. Raises ValueError."""
+        """Cores of each rank of a host. Raises ValueError."""
         here = sorted(os.sched_getaffinity(0))
         world = self.ranks_of_host
         if self.cpu_bind in (None, "auto"):
@@ -110,7 +110,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
         return cores
 
     def read_model(self) -> ModelConfig:
-        """The model's config.json, read. Raises ModelError."""
+        """Read the model's config.json. Raises ModelError."""
         from weft.engine.models.registry import load_config, registry  # not above: options are checked without torch
 
         found = load_config(self.model, registry(self.plugins), self.num_layers)
@@ -122,22 +122,22 @@ class EngineConfig(EngineOptions, ModelDirectory):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that the key-value cache of a DP group holds, in whole pages."""
+        """Tokens in the key-value cache of a DP group, in whole pages."""
         return self.num_pages * self.interleave.span
 
     def with_cache(self, groups: Sequence[CacheGroup]) -> EngineConfig:
-        """The same with the size of the cache that ranks have made, for whoever must know it."""
+        """Return this configuration with the size of the cache that ranks have made."""
         pages = next((g.size for g in groups if g.rule == Rule()), self.num_pages)
         return replace(self, kv_tokens=pages * self.page_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a rank's process."""
+        """Return plain values, for a rank's process."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
-        """The inverse of `to_dict`."""
+        """Return the configuration of `to_dict`'s values."""
         kinds = get_type_hints(cls)
         paths = [n for n, value in values.items() if Path in (kinds[n], *get_args(kinds[n])) and value is not None]
         return cls(**values | {"plugins": tuple(values["plugins"])} | {name: Path(values[name]) for name in paths})

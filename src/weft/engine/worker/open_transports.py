@@ -1,4 +1,4 @@
-"""Where a rank's process runs, and which transports it opens."""
+"""Cores, cost table and transports of a rank's process."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from weft.planner.cost import (
 
 
 def cost_model(config: EngineConfig) -> Costs:
-    """The cost model that a configuration names; auto: this host's table, where it has one with times of what carries
-    the ranks' exchanges, else what is known of hosts like it. Raises LayoutError.
+    """Return the cost model that a configuration names; auto: this host's table, if it has times of the enabled
+    transports, else a preset of similar hosts. Raises LayoutError.
 
-    Over several hosts, exchanges between hosts that it has no times of are priced by a usual network.
+    Exchanges between hosts without times are priced by a usual network.
     """
     if config.cost != "auto":
         found = costs(config.cost)
@@ -57,7 +57,7 @@ def untuned(config: EngineConfig) -> bool:
 
 
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
-    """The transports of a rank, the first being where activations live. Collective. Raises CommError, LayoutError."""
+    """Open a rank's transports; the first one makes activations. Collective. Raises CommError, LayoutError."""
     if config.interface is not None:
         for library in ("GLOO", "NCCL"):  # gloo else takes the address of the host's name, often 127.0.1.1
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", config.interface)
@@ -89,13 +89,13 @@ def _tuning(config: EngineConfig, key: str, kind: type) -> Any:
 
 
 def bind(config: EngineConfig, rank: int) -> None:
-    """Keeps this process, and its threads to come, on the rank's cores."""
+    """Keep this process, and its threads to come, on the rank's cores."""
     if config.cpu_bind is not None:
         os.sched_setaffinity(0, config.cores[config.place_on_host(rank)])
 
 
 def table_file(config: EngineConfig) -> Path | None:
-    """The cost table that a configuration names, or this host's; None where it plans by a preset."""
+    """Return the cost table that a configuration names, or this host's; None if it plans by a preset."""
     if config.cost == "auto":
         return find_host_table(on_gpus(config), config.mesh.hosts)
     return Path(config.cost) if config.cost.endswith(".json") else None

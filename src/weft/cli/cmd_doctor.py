@@ -18,8 +18,7 @@ from pathlib import Path
 from weft import __version__
 from weft.cli.command import ModelDir, Revision, UserError, model_dir
 from weft.cli.findings import Finding
-from weft.cli.several_hosts import config_over_hosts
-from weft.engine.config.engine_options import ClusterOptions
+from weft.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.kernels.build import BUILT, nvcc
 
 SHARED_MEMORY = 2**30
@@ -44,9 +43,7 @@ class Command:
     model: ModelDir = None
     """With --nnodes: the model that must be the same on each host."""
     revision: Revision = None
-    nnodes: int | None = None
-    """Hosts that are to serve together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
         """Prints the findings, each as it is found. Raises UserError, ModelError."""
@@ -61,7 +58,7 @@ class Command:
     def _between_hosts(self) -> Iterator[Finding]:
         try:
             found = model_dir(self.model, revision=self.revision)
-            config = config_over_hosts(self.nnodes, self.cluster, model=found)
+            config = config_over_hosts(self.cluster, model=found)
         except ValueError as error:
             raise UserError(str(error)) from error
         if config is None:

@@ -118,16 +118,11 @@ class Command:
         both = forms_of(planner)
         steps = steps if split else []
         if self.json:
-            found = [plan_dict(planner, counts) for counts in counts_of]
-            if shared is not None:
-                found = [
-                    f | {"dcp": dcp_dict(shared, n, planner.settlements)} for f, n in zip(found, tokens, strict=True)
-                ]
-            if both is not None:
-                found = [f | {"experts": forms_dict(both, n)} for f, n in zip(found, tokens, strict=True)]
-            if steps:
-                of = {step.rows: vocabulary_dict(step) for step in steps}
-                found = [f | {"vocabulary": of.get(n)} for f, n in zip(found, tokens, strict=True)]
+            found, vocabulary = [plan_dict(planner, n) for n in counts_of], {step.rows: step for step in steps}
+            for each, n in zip(found, tokens, strict=True):
+                each |= {} if shared is None else {"dcp": dcp_dict(shared, n, planner.settlements)}
+                each |= {} if both is None else {"experts": forms_dict(both, n)}
+                each |= {"vocabulary": vocabulary_dict(vocabulary[n]) if n in vocabulary else None} if steps else {}
             print(json.dumps(found, indent=1))
         else:
             texts = [plan_text(planner, counts) for counts in counts_of]

@@ -15,10 +15,9 @@ import tyro
 
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
-from weft.cli.several_hosts import config_over_hosts
+from weft.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS, TransportName, automatic, transports
-from weft.engine.config.engine_options import ClusterOptions
 from weft.planner.cost import host_table
 from weft.tune.cpu_costs import find_sizes, price, price_locals
 from weft.tune.gpu_costs import measure_gpus
@@ -68,9 +67,7 @@ class Command:
     """Where to write the table; left out, where the engine looks for it."""
     json: bool = False
     """Print the table, too, in place of the line that says where it is."""
-    nnodes: int | None = None
-    """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
         """Writes the table and says where. Raises UserError, EngineError."""
@@ -114,7 +111,7 @@ class Command:
     def _hosts(self) -> Any:
         """The EngineConfig of the ranks over several hosts; None for one host. Raises UserError."""
         try:
-            config = config_over_hosts(self.nnodes, self.cluster, attn_tp=max(self.ranks or (2,)), plugins=self.plugins)
+            config = config_over_hosts(self.cluster, attn_tp=max(self.ranks or (2,)), plugins=self.plugins)
         except ValueError as error:
             raise UserError(str(error)) from error
         if config is not None and (len(self.ranks) > 1 or self.device == "cuda"):

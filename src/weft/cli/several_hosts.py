@@ -57,13 +57,21 @@ def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[s
     return options | dict(zip(names, (nnodes, node, master), strict=True))
 
 
-def config_over_hosts(nnodes: int | None, cluster: ClusterOptions, **options: Any) -> Any:
-    """The EngineConfig of a command that measures or examines several hosts; None on one host.
+@dataclass(frozen=True)
+class SeveralHosts(ClusterOptions):
+    """Meeting of the hosts that run this command together: start it on each host, with its --node-rank."""
 
-    options: of the engine; without attn_dp, as many DP groups as hosts. Raises ValueError, also where these are wrong.
+    nnodes: int | None = None
+    """Hosts that run the command together; omitted: what torchrun, srun or LeaderWorkerSet say, else 1."""
+
+
+def config_over_hosts(hosts: SeveralHosts, **options: Any) -> Any:
+    """Return the EngineConfig of a command that measures or examines several hosts; None on one host.
+
+    options: of the engine; without attn_dp, a DP group for each host. Raises ValueError, also where these are wrong.
     """
-    cluster.check()
-    found = with_launcher({"nnodes": nnodes} | vars(cluster), os.environ)
+    hosts.check()
+    found = with_launcher(vars(hosts), os.environ)
     if found["nnodes"] == 1:
         return None
     from weft.engine.config.config import EngineConfig

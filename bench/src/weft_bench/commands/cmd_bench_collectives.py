@@ -13,11 +13,10 @@ import torch
 
 from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.cli.progress import progress_bar
-from weft.cli.several_hosts import config_over_hosts
+from weft.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
-from weft.engine.config.engine_options import ClusterOptions
 from weft.planner.cost import host_table, read_tuning
 from weft.tune.call_times import MIXED
 from weft.tune.gpu_times import Case as GpuCase
@@ -79,16 +78,14 @@ class Command:
     """Write the figures, and what they were measured on, to this file."""
     cost: str = "auto"
     """With --nnodes: the cost model that plans and predicts, as the engine's --cost."""
-    nnodes: int | None = None
-    """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
         """Prints a table; writes JSON where asked. Raises UserError, EngineError."""
         if self.json is not None:
             check_writable(self.json, "--json")
         try:
-            hosts = config_over_hosts(self.nnodes, self.cluster, attn_tp=max(self.ranks or (2,)), cost=self.cost)
+            hosts = config_over_hosts(self.cluster, attn_tp=max(self.ranks or (2,)), cost=self.cost)
         except ValueError as error:
             raise UserError(str(error)) from error
         stop_on_sigterm()

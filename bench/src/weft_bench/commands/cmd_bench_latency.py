@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 from weft.cli.command import Revision, UserError, check_writable, model_dir, stop_on_sigterm
 from weft.cli.progress import progress_bar
-from weft.cli.several_hosts import config_over_hosts
+from weft.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.comm.shm import ShmTuning
-from weft.engine.config.engine_options import ClusterOptions
 from weft.planner.cost import host_table, read_tuning
 from weft.planner.spec import Mesh
 from weft.tune.host import describe_host
@@ -54,9 +53,7 @@ class Command:
     """The first is what the others are compared with. With --nnodes: gloo alone, then shm inside hosts, gloo across."""
     json: Path | None = None
     """Write the figures, and what they were measured on, to this file."""
-    nnodes: int | None = None
-    """Hosts to measure together; left out, what torchrun, srun or LeaderWorkerSet say, else 1."""
-    cluster: ClusterOptions = field(default_factory=ClusterOptions)
+    cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
         """Prints medians and ratios. Raises UserError, LayoutError."""
@@ -68,7 +65,7 @@ class Command:
             check_writable(self.json, "--json")
         try:
             model = model_dir(self.model, revision=self.revision)
-            hosts = config_over_hosts(self.nnodes, self.cluster, attn_dp=1, attn_tp=self.tp, model=model)
+            hosts = config_over_hosts(self.cluster, attn_dp=1, attn_tp=self.tp, model=model)
         except ValueError as error:
             raise UserError(str(error)) from error
         stop_on_sigterm()

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -294,6 +295,29 @@ def test_options_of_the_layout_are_shown_alike(monkeypatch: pytest.MonkeyPatch, 
     shown = {name: set(re.findall(r"^  --(\w[\w-]*)", text, re.MULTILINE)) for name, text in texts}
     assert shown["layout"] == {each.name.replace("_", "-") for each in dataclasses.fields(LayoutOptions)}
     assert shown["source"] == {"preset", "revision"} and ("http" in shown) == (command == "serve")
+
+
+TOY_OPTION = """
+from weft.cli import cmd_serve, command
+from weft.engine.config.config import EngineConfig
+engine = command.parse(cmd_serve.Command, "serve", ["--toy-pages", "5"]).engine
+assert EngineConfig(**engine.values()).toy_pages == 5 and engine.arguments() == ["--toy-pages", "5"]
+command.parse(cmd_serve.Command, "serve", ["--help"])
+"""
+
+
+def test_an_option_of_the_engine_touches_one_file(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    options = tmp_path / "src/weft/engine/config/engine_options.py"
+    beside = "    page_size: int = 16\n"
+    options.write_text(
+        options.read_text().replace(beside, f'    toy_pages: int = 3\n    """Pages of a toy."""\n{beside}')
+    )
+    environ = environment(None) | {"PYTHONPATH": str(tmp_path / "src")}
+    done = subprocess.run([sys.executable, "-c", TOY_OPTION], capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    [group] = re.findall(r"cache options(.*?)request options", done.stdout, re.DOTALL)
+    assert re.search(r"--toy-pages INT +Pages of a toy. \(default: 3\)", group)
 
 
 def test_old_names_of_options_still_work() -> None:

@@ -83,7 +83,7 @@ def simulate(asked: argparse.Namespace) -> dict[str, float]:
             now = max(now, arrivals[0])
             continue
         done, now = in_flight.popleft()
-        for sequence, token, _ in done.take_tokens(Result(0, Ran(1, (), 0, 0), (70,) * len(done.sampled))):
+        for sequence, (token,), _ in done.take_tokens(Result(0, Ran(1, (), 0, 0), ((70,),) * len(done.sampled))):
             sequence.tokens.append(token)
             if sequence.output_tokens == 1:
                 first[sequence.request] = now + asked.lag_ms / 1e3 - came[sequence.request]

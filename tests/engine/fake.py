@@ -40,20 +40,17 @@ def expected_output(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] =
 
 @dataclass
 class Part:
-    """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last sampled;
-    scored: those whose logprobs are wanted."""
+    """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last sampled and
+    those after it; scored: those whose logprobs are wanted."""
 
     row: int
     request: int
     context: int
+    rows: int
     tokens: tuple[int, ...] | None
     tables: tuple[tuple[int, ...], ...]
     samples: bool
     scored: tuple[int, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        return 1 if self.tokens is None else len(self.tokens)
 
 
 @dataclass
@@ -98,25 +95,26 @@ class FakeDevice:
             changes = self.rules[entry.group].state and all(map(operator.ne, table[place], entry.values))
             assert changes or entry.first == len(table), "entries that are no news, or beyond the table's end"
             table[place] = entry.values
-        rest = [(row, None, True, None) for row in rows.decode_rows]
-        rest += [(c.row, tuple(token_array(c.tokens)), c.samples, c.score) for c in rows.chunks]
+        rest = [(row, count, None, True, None) for row, count in rows.decode_rows.each]
+        rest += [(c.row, c.count, tuple(token_array(c.tokens)), c.samples, c.score) for c in rows.chunks]
         parts = []
-        for row, tokens, sampled, score in rest:
+        for row, count, tokens, sampled, score in rest:
             request, tables = self.table[row]
             scored = score.tokens if score else ()
             assert not score or scored[:-1] == tokens[1 : len(scored)], "other tokens are scored than follow the rows"
-            parts.append(Part(row, request, self.length[row], tokens, tuple(map(tuple, tables)), sampled, scored))
-            self.length[row] += parts[-1].rows
+            context, pages = self.length[row], tuple(map(tuple, tables))
+            parts.append(Part(row, request, context, count, tokens, pages, sampled, scored))
+            self.length[row] += count
         return Parts(parts, [join.copy for join in rows.joins if join.copy])
 
-    def run(self, step: Parts) -> list[int]:
-        """The sampled tokens. AssertionError for a step that no device could run right."""
+    def run(self, step: Parts) -> tuple[tuple[int, ...], ...]:
+        """The sampled tokens of each row. AssertionError for a step that no device could run right."""
         for slots in (slots for slots, rule in zip(self.slots, self.rules, strict=True) if rule == Rule()):
             pages = [slots[a * self.page_size : (a + 1) * self.page_size] for a, _ in step.copies]
             for (_, to), page in zip(step.copies, pages, strict=True):
                 slots[to * self.page_size : (to + 1) * self.page_size] = page
         written: set[tuple[int, int]] = set()
-        given = [[self.last[p.row]] if p.tokens is None else list(p.tokens) for p in step.parts]
+        given = [self._decoded(p) if p.tokens is None else list(p.tokens) for p in step.parts]
         for part, new in zip(step.parts, given, strict=True):
             assert part.rows > 0 and len(part.tables) == len(self.rules), "a part without rows or a table"
             for group, (rule, table) in enumerate(zip(self.rules, part.tables, strict=True)):
@@ -133,8 +131,9 @@ class FakeDevice:
             assert all(history[len(history) - len(each) :] == each for each in seen), "groups hold different tokens"
             states += [(g, part.tables[g][1], history) for g, rule in enumerate(self.rules) if rule.state]
             if part.samples:
-                sampled.append(next_token(history))
-                self.last[part.row] = sampled[-1]
+                ends = range(1 if part.tokens is None else part.rows, part.rows + 1)
+                sampled.append(tuple(next_token(history[: len(history) - part.rows + end]) for end in ends))
+                self.last[part.row] = sampled[-1][-1]
         for group, slot, history in states:  # all have been read: one may be written where another was read
             assert (group, slot) not in {
                 (g, p.tables[g][0])
@@ -144,7 +143,15 @@ class FakeDevice:
                 if p.tables[g][0] != p.tables[g][1]
             }, "a state is written that another reads"
             self.states[group][slot] = history
-        return sampled
+        return tuple(sampled)
+
+    def _decoded(self, part: Part) -> list[int]:
+        """The tokens that a decode row runs: the last sampled one, and those that follow it, as a draft knows them."""
+        tokens = [self.last[part.row]]
+        while len(tokens) < part.rows:
+            known = [self.slots[0][slot] for slot in self._slots(part.tables[0], 0, part.context)]
+            tokens.append(next_token(known + tokens))
+        return tokens
 
     def _read(self, group: int, part: Part, new: list[int]) -> list[int]:
         """What a part's rows can see of their sequence in a group: its last tokens, or all."""
@@ -230,19 +237,21 @@ class Driver:
     def take_tokens(self) -> None:
         """Runs the oldest step under way."""
         scheduled, parts = self.in_flight.popleft()
-        result = Result(0, Ran(0, (), 0, 0), tuple(self.device.run(parts)), scored=parts.scored)
+        result = Result(0, Ran(0, (), 0, 0), self.device.run(parts), scored=parts.scored)
         for sequence, scored in scheduled.scored(result):
             found = [TokenLogprob(int(value), value) for value, _ in scored.logprobs]
             sequence.scores[scored.first - 1 : scored.first - 1 + len(found)] = found
-        for sequence, token, _ in scheduled.take_tokens(result):
+        for sequence, tokens, _ in scheduled.take_tokens(result):
             if sequence.params.prompt_logprobs is not None:
                 prompt = sequence.tokens[1 : sequence.prompt_tokens].tolist()
                 assert [score.token_id for score in sequence.scores] == prompt, (
                     "a prompt that is not scored, or wrongly"
                 )
-            sequence.tokens.append(token)
-            if token in sequence.end_ids or sequence.output_tokens >= sequence.max_tokens:
-                self.outputs[sequence.request] = self.cancel(sequence.request)
+            for token in tokens:
+                sequence.tokens.append(token)
+                if token in sequence.end_ids or sequence.output_tokens >= sequence.max_tokens:
+                    self.outputs[sequence.request] = self.cancel(sequence.request)
+                    break
 
     def finish_all(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left. AssertionError where that takes too long: somebody starves."""

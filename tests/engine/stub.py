@@ -71,7 +71,7 @@ class StubExecutor(Executor):
         self.world.run += 1
         if self.world.fail(self, "before"):
             raise EngineError("rank 1 was killed by signal 9")
-        sampled = [tuple(device.run(parts)) for device, parts in zip(self.devices, step.groups, strict=True)]
+        sampled = [device.run(parts) for device, parts in zip(self.devices, step.groups, strict=True)]
         if self.world.fail(self, "after"):
             raise EngineError("rank 2 was killed by signal 9")
         ran = Ran(step.number, tuple(parts.count for parts in step.groups), 0, 0)

@@ -215,10 +215,10 @@ def test_first_tokens_of_a_step_are_handed_out_before_its_others() -> None:
         processor.begin(output)
         sequences.append(output.sequence)
 
-    def step(*numbers: int) -> list[int]:
+    def step(*numbers: int, count: int = 1) -> list[int]:
         called.clear()
         sampled: list[Any] = [(sequences[number], None) for number in numbers]
-        result = Result(0, Ran(1, (len(numbers),), 0, 0), (TEXT[0],) * len(numbers))
+        result = Result(0, Ran(1, (len(numbers),), 0, 0), ((TEXT[0],) * count,) * len(numbers))
         processor.take(Scheduled(GroupRows(), sampled, []), result)
         processor.notify()
         return called
@@ -226,3 +226,5 @@ def test_first_tokens_of_a_step_are_handed_out_before_its_others() -> None:
     assert step(0, 1) == [0, 1]
     assert step(0, 1, 2, 3) == [2, 3, 0, 1]
     assert step(0, 1, 2, 3) == [0, 1, 2, 3]
+    assert step(0, 3, count=3) == [0, 0, 0, 3, 3, 3] and processor.generated_tokens == 2 + 4 + 4 + 6
+    assert step(0, 2, count=4) == [0, 0, 0, 2, 2, 2, 2] and len(processor) == 3, "the last token of a row is dropped"

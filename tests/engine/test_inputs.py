@@ -108,7 +108,7 @@ class Ranks:
         self.inputs._copied.fill_(1 << 20)
 
     @torch.inference_mode()
-    def step(self, number: int, group_rows: GroupRows, shape: Shape) -> tuple[int, ...]:
+    def step(self, number: int, group_rows: GroupRows, shape: Shape) -> tuple[tuple[int, ...], ...]:
         """Runs it on both, compares what they are given and what they make of it, and gives the sampled tokens."""
         eager, ours = self.eager, self.roomy
         logits: list[torch.Tensor] = []
@@ -138,14 +138,14 @@ class Ranks:
         ours.table.advance(group_rows)
         for at, row in ours.table.rows.items():
             assert int(rows.length[at]) == row.length
-        assert tuple(tokens[:live].tolist()) == result.tokens
+        assert group_rows.per_row(tokens[:live].tolist()) == result.tokens
         return result.tokens
 
     def compare(self, wanted: Any, found: Any, group_rows: GroupRows) -> None:
         """Sequences come in another order: those of one row first."""
         live, counts = (
             group_rows.count,
-            [1] * len(group_rows.decode_rows) + [chunk.count for chunk in group_rows.chunks],
+            [count for _, count in group_rows.decode_rows.each] + [chunk.count for chunk in group_rows.chunks],
         )
         order = sorted(range(len(counts)), key=lambda at: counts[at] > 1)
         rows = torch.arange(live).split(counts)
@@ -202,7 +202,7 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
         number += 1
         tokens = ranks.step(number, group_rows, Shape(8, 6, True) if small else Shape(MAX_ROWS, 6, True))
         seen["small"] += small
-        for sequence, token, _ in scheduled.take_tokens(Result(0, None, tokens)):  # type: ignore[arg-type]
+        for sequence, (token,), _ in scheduled.take_tokens(Result(0, None, tokens)):  # type: ignore[arg-type]
             sequence.tokens.append(token)
             if len(sequence.tokens) == sequence.prompt_tokens + sequence.max_tokens:
                 scheduler.finish(sequence)

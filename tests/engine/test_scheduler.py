@@ -130,6 +130,33 @@ def test_traffic_of_that_kind_preempts_shares_and_cuts_prompts() -> None:
     driver.scheduler.check_idle()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("num_pages", [11, 40])
+def test_a_decode_row_of_several_tokens_gets_what_rows_of_one_would(num_pages: int, ahead: bool) -> None:
+    """Rows of one to three tokens in one step, with prompts among them, also where pages are few and rows repeat."""
+    driver, rng, counts = make(num_pages=num_pages, ahead=ahead, max_batch_tokens=9), random.Random(num_pages), set()
+    prompts = {request: [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14))] for request in range(9)}
+    for request, prompt in prompts.items():
+        driver.add(request, prompt, 17)
+    while driver.live or driver.in_flight:
+        for sequence in driver.scheduler.running:
+            if sequence.decoding:
+                sequence.decode_tokens = max(1, min(rng.choice([1, 1, 2, 3]), sequence.to_run - sequence.computed))
+        counts |= {part.rows for part in driver.step().parts if part.tokens is None}
+    assert driver.outputs == {request: expected_output(prompt, 17) for request, prompt in prompts.items()}
+    assert counts == {1, 2, 3} and (num_pages == 40) == (driver.scheduler.preemptions == 0)
+    driver.scheduler.check_idle()
+
+
+def test_a_budget_that_is_too_small_for_a_decode_row_skips_it() -> None:
+    driver = make(max_batch_tokens=4)
+    for request in range(2):
+        driver.add(request, [request, 3], 12).decode_tokens = 3
+    driver.step()
+    assert [part.rows for part in driver.step().parts] == [3]
+    assert driver.outputs == {} and len(driver.live[0].tokens) == 2 + 1 + 3 and len(driver.live[1].tokens) == 2 + 1
+
+
 def test_a_long_prompt_is_cut_and_does_not_stop_those_that_decode() -> None:
     driver = make(num_pages=64, max_batch_tokens=8)
     driver.add(1, [1, 2, 3], 30)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from itertools import zip_longest
 
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.messages.rank_messages import Result
@@ -52,18 +53,20 @@ class OutputProcessor:
         for sequence, scored in scheduled.scored(result):
             self._open[sequence.request].score(scored)
         generated, first = 0, list[RequestOutput]()
-        for sequence, token, known in scheduled.take_tokens(result):
+        for sequence, tokens, logprobs in scheduled.take_tokens(result):
             output = self._open[sequence.request]
-            count = output.accept(token, known)
-            generated += count > 0
-            if count <= 1:
-                self.cached_tokens += sequence.cached or 0
-                self.queue_seconds += sequence.queue_s
-                first.append(output)
-            else:
-                self._to_notify.append(output)
-            if output.end is not None:
-                self._forget(output)
+            for token, known in zip_longest(tokens, logprobs):
+                count = output.accept(token, known)
+                generated += count > 0
+                if count <= 1:
+                    self.cached_tokens += sequence.cached or 0
+                    self.queue_seconds += sequence.queue_s
+                    first.append(output)
+                else:
+                    self._to_notify.append(output)
+                if output.end is not None:  # tokens behind the last are dropped
+                    self._forget(output)
+                    break
         self._to_notify.extendleft(reversed(first))
         self.generated_tokens += generated
 

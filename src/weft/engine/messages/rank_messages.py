@@ -8,12 +8,17 @@ the previous one are back, because the ranks hold these already.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from typing import TypeVar
+
 import msgspec
 from msgspec import Struct
 
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.tokens import TOKEN_BYTES
 
+T = TypeVar("T")
 TopLogprobs = tuple[tuple[int, float], ...]
 """The best tokens and their logprobs."""
 
@@ -109,17 +114,42 @@ class Chunk(Struct, frozen=True, array_like=True):
         return len(self.tokens) // TOKEN_BYTES
 
 
+class RowTokens(Struct, frozen=True, array_like=True):
+    """Decode rows: each runs the last tokens of a row of the table, which ranks hold, and samples one after each.
+
+    Attributes:
+        rows: of the table.
+        tokens: number of tokens of each row; empty: one each, which is all that the kernels of ranks do today.
+    """
+
+    rows: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # columns: with a Struct per row, messages of 256 rows take 40 µs longer to read
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def each(self) -> Iterable[tuple[int, int]]:
+        """Pairs (row, number of its tokens)."""
+        return zip(self.rows, self.tokens or itertools.repeat(1), strict=False)
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return sum(self.tokens) or len(self.rows)
+
+
 class GroupRows(Struct, frozen=True, array_like=True):
     """One DP group's part of a step: changes of its table, then its rows, those of `decode_rows` first.
 
     Attributes:
-        decode_rows: rows of the table that run their last sampled token and sample the next one.
+        decode_rows: rows of the table that go on from tokens which the ranks hold.
         chunks: prompt tokens; their rows follow the decode rows in this order.
         joins, entries: changes of the table, applied before any row runs.
         adjust: (row of the table, what its sampling needs beyond the row's `Sampling`).
     """
 
-    decode_rows: tuple[int, ...] = ()
+    decode_rows: RowTokens = RowTokens()
     chunks: tuple[Chunk, ...] = ()
     joins: tuple[Join, ...] = ()
     entries: tuple[Entries, ...] = ()
@@ -128,12 +158,21 @@ class GroupRows(Struct, frozen=True, array_like=True):
     @property
     def count(self) -> int:
         """Number of rows that run."""
-        return len(self.decode_rows) + sum(chunk.count for chunk in self.chunks)
+        return self.decode_rows.count + sum(chunk.count for chunk in self.chunks)
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The rows of the table that sample a token, in the order of a step's tokens."""
-        return [*self.decode_rows, *(chunk.row for chunk in self.chunks if chunk.samples)]
+        """The row of the table of each sampled token, in the order of a step's tokens."""
+        decode = self.decode_rows
+        rows = (row for row, tokens in decode.each for _ in range(tokens)) if decode.tokens else decode.rows
+        return [*rows, *(chunk.row for chunk in self.chunks if chunk.samples)]
+
+    def per_row(self, values: Iterable[T]) -> tuple[tuple[T, ...], ...]:
+        """Group values of the sampled tokens by the row that samples them."""
+        if not self.decode_rows.tokens:
+            return tuple(zip(values, strict=True))
+        pairs = itertools.groupby(zip(self.sampled_rows, values, strict=True), lambda pair: pair[0])
+        return tuple(tuple(value for _, value in group) for _, group in pairs)
 
 
 class Step(Struct, frozen=True, tag=True):
@@ -240,15 +279,15 @@ class Result(Struct, frozen=True, tag=True):
     """From every rank, after a step. Only the leader of a DP group fills the fields after `ran`.
 
     Attributes:
-        tokens: sampled tokens, in the order of `GroupRows.sampled_rows`.
-        logprobs: one for each token, None where the row did not ask; empty where no row asked.
+        tokens: sampled tokens of each row that samples, in the order of `GroupRows.sampled_rows`.
+        logprobs: for each of these rows those of its tokens, none where it did not ask; empty where no row asked.
         scored: one for each chunk that asked, in their order.
     """
 
     rank: int
     ran: Ran
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs | None, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+    logprobs: tuple[tuple[Logprobs, ...], ...] = ()
     scored: tuple[Scored, ...] = ()
 
 

@@ -210,7 +210,8 @@ class Sequence:
             a row. Their keys and values are in the pages of `allocation`.
         row: its row of the DP group's table on the ranks, while it has an allocation.
         sent_tables: its page tables as the ranks know them; empty before they know the sequence.
-        decoding: its next row is the token that was sampled last, which the ranks have.
+        decoding: its next row runs what was sampled last, which the ranks have.
+        decode_tokens: tokens that its next decode row runs and samples, at most what is left of `to_run`.
         to_run: tokens that get a row if it ends by its length: all but the last.
         cached: prompt tokens that came from the prefix cache when it was first admitted.
         allowed, grammar: which tokens may come, as a mask and as a grammar; empty and None: all.
@@ -232,6 +233,7 @@ class Sequence:
     row: int = -1
     sent_tables: list[list[int]] = field(default_factory=list)
     decoding: bool = False
+    decode_tokens: int = 1
     cached: int | None = None
     allocation: CacheAllocation | None = None
     allowed: bytes = b""

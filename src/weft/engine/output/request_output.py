@@ -87,6 +87,7 @@ class RequestOutput:
     watch: Watch | None = None
     _checks_tokens: bool = field(init=False)  # each token: it may complete a stop string or a grammar
     _notified: bool = field(default=False, init=False)  # the callback was called for the end
+    _calls: int = field(default=0, init=False)  # of `notify`
     _taken: int = field(default=0, init=False)
     _known: deque[Logprobs] = field(default_factory=deque, init=False)  # logprobs of tokens that were not taken yet
     _pieces: deque[str] = field(default_factory=deque, init=False)  # text of such tokens, where it is looked at
@@ -161,6 +162,7 @@ class RequestOutput:
         """
         if self._notified:
             return False
+        self._calls += 1
         try:
             if not self.over:  # else the increment failed, and its taker knows
                 self.callback(self)
@@ -170,7 +172,7 @@ class RequestOutput:
                 self.callback(self)
             if not self.over:
                 self.take()
-        self._notified = self.end is not None
+        self._notified = self.end is not None and (self.over or self._calls > self.end.at)
         return self._notified
 
     # --- on any thread, one at a time -------------------------------------------------------------------------

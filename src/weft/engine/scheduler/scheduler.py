@@ -1,7 +1,7 @@
 """One DP group's scheduler: which rows run in the next step.
 
 A step has at most `max_batch_tokens` rows, taken in this order:
-1. one row of each running sequence that decodes: by priority, then oldest first;
+1. a decode row of each running sequence that decodes: by priority, then oldest first;
 2. prompts of running sequences, in the same order, cut to the rows that are left (chunked prefill: Sarathi-Serve,
    arXiv 2403.02310);
 3. waiting sequences, by priority, clients taking turns (`weft.engine.scheduler.waiting_queue`), while there are pages
@@ -32,7 +32,17 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_events import CacheEvents
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.manager import CacheAllocation, CacheManager
-from weft.engine.messages.rank_messages import Adjust, Chunk, Entries, GroupRows, Join, Logprobs, Result, Scored
+from weft.engine.messages.rank_messages import (
+    Adjust,
+    Chunk,
+    Entries,
+    GroupRows,
+    Join,
+    Logprobs,
+    Result,
+    RowTokens,
+    Scored,
+)
 from weft.engine.messages.request import Sequence
 from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
@@ -52,7 +62,7 @@ class Scheduled:
 
     Attributes:
         rows: what the ranks run.
-        sampled: the sequences that get a token of it, in the order of `Result.tokens`, with their allocations.
+        sampled: the sequences that get tokens of it, in the order of `Result.tokens`, with their allocations.
         scores: the sequences that get prompt logprobs of it, in the order of `Result.scored`.
     """
 
@@ -60,13 +70,13 @@ class Scheduled:
     sampled: list[tuple[Sequence, CacheAllocation]]
     scores: list[tuple[Sequence, CacheAllocation]]
 
-    def take_tokens(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
-        """Its (sequence, token, logprobs), of sequences that still want them; the tokens are pending no longer."""
-        sampled, logprobs = [], result.logprobs or [None] * len(result.tokens)
-        for (sequence, allocation), token, known in zip(self.sampled, result.tokens, logprobs, strict=True):
+    def take_tokens(self, result: Result) -> list[tuple[Sequence, tuple[int, ...], tuple[Logprobs, ...]]]:
+        """Its (sequence, tokens, logprobs), of sequences that still want them; the tokens are pending no longer."""
+        sampled, logprobs = [], result.logprobs or [()] * len(result.tokens)
+        for (sequence, allocation), tokens, known in zip(self.sampled, result.tokens, logprobs, strict=True):
             if sequence.allocation is allocation:
-                sequence.pending -= 1
-                sampled.append((sequence, token, known))
+                sequence.pending -= len(tokens)
+                sampled.append((sequence, tokens, known))
         return sampled
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
@@ -143,15 +153,17 @@ class Scheduler:
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
-        if any(s.allocation is not None and s.computed >= s.allocation.capacity and not s.ending for s in decoding):
+        ends = ((s, s.allocation, s.computed + s.decode_tokens) for s in decoding)
+        if any(allocation and end > allocation.capacity and not s.ending for s, allocation, end in ends):
             self._grow_ahead(decoding)
         for sequence in decoding:  # in the order of `running`
-            if budget and sequence.allocation is not None and not sequence.ending:  # else it was preempted
+            tokens = sequence.decode_tokens
+            if budget >= tokens and sequence.allocation is not None and not sequence.ending:  # else it was preempted
                 if sequence.stalled:
                     self.stalls += 1
-                elif sequence.computed < sequence.allocation.capacity or self._grow(sequence, budget):
-                    self._step.append((sequence, 1))
-                    budget -= 1
+                elif sequence.computed + tokens <= sequence.allocation.capacity or self._grow(sequence, budget):
+                    self._step.append((sequence, tokens))
+                    budget -= tokens
         for sequence in [s for s in self.running if not s.decoding]:
             if budget and sequence.allocation is not None and self._grow(sequence, budget):
                 budget -= self._plan_rows(sequence, budget)
@@ -160,14 +172,15 @@ class Scheduler:
         scheduled = self._rows_of_step()
         for sequence, rows in self._step:
             sequence.computed += rows
-            done = sequence.left == 0
+            done = sequence.left <= 0
             assert sequence.allocation is not None
             if not sequence.decoding or self.caches.frees_on_advance:
                 # Others may reuse a prompt that is done.
                 first = done and not sequence.output_tokens and not sequence.pending
                 self.caches.advance(sequence.allocation, sequence.tokens, sequence.computed, keep=first)
             if done:
-                sequence.pending, sequence.decoding = sequence.pending + 1, True
+                sequence.pending += rows if sequence.decoding else 1
+                sequence.decoding = True
         self._step = []
         self._foresee(scheduled)
         return scheduled
@@ -181,9 +194,10 @@ class Scheduler:
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _foresee(self, scheduled: Scheduled) -> None:
-        """Notes how often this step can repeat unchanged, unless a sequence comes or goes."""
+        """Notes how often this step of one token a row can repeat, unless a sequence comes or goes."""
         rows, self._repeats = scheduled.rows, 0
-        if len(rows.decode_rows) == len(self.running) and not (rows.adjust or self.caches.frees_on_advance):
+        changes = rows.decode_rows.tokens or rows.adjust or self.caches.frees_on_advance
+        if len(rows.decode_rows) == len(self.running) and not changes:
             left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
             self._repeats, self._same = (
                 min(left, default=0),
@@ -216,6 +230,7 @@ class Scheduler:
     def _rows_of_step(self) -> Scheduled:
         """The step as the ranks get it."""
         decode_rows: list[int] = []
+        decode_tokens: list[int] = []
         chunks: list[Chunk] = []
         joins: list[Join] = []
         entries: list[Entries] = []
@@ -234,6 +249,7 @@ class Scheduler:
                 entries += self._new_entries(sequence, allocation)
             if sequence.decoding:
                 decode_rows.append(sequence.row)
+                decode_tokens.append(rows)
             else:
                 tokens = sequence.tokens[sequence.computed : sequence.computed + rows].tobytes()
                 chunks.append(Chunk(sequence.row, tokens, rows == sequence.left, scoring(sequence, rows)))
@@ -248,7 +264,9 @@ class Scheduler:
                 adjustment, sequence.fault = None, error
             if adjustment is not None:
                 adjusted.append((sequence.row, adjustment))
-        rows_of_step = GroupRows(tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted))
+        ragged = len(decode_rows) < sum(decode_tokens)
+        decode = RowTokens(tuple(decode_rows), tuple(decode_tokens) if ragged else ())
+        rows_of_step = GroupRows(decode, tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted))
         return Scheduled(rows_of_step, sampled, scores)
 
     def _new_entries(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entries]:
@@ -264,7 +282,7 @@ class Scheduler:
 
     def _rows(self, sequence: Sequence, budget: int) -> int:
         if sequence.decoding:
-            return 1
+            return sequence.decode_tokens
         limit = max(1, budget // SCORED_COST) if sequence.to_score else budget
         return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), limit)
 
@@ -283,7 +301,7 @@ class Scheduler:
         """
         assert sequence.allocation is not None
         end = sequence.computed + self._rows(sequence, budget)
-        while not self.caches.grow(sequence.allocation, sequence.computed + sequence.left, end):
+        while not self.caches.grow(sequence.allocation, max(sequence.computed + sequence.left, end), end):
             if any(other.ending for other in self.running):
                 return False
             planned = [s for s, _ in self._step]

@@ -84,6 +84,6 @@ class DeviceRows:
 
     def ran(self, table: RowTable, group_rows: GroupRows) -> None:
         """After a step without a graph: writes the new lengths of its rows."""
-        rows = array("q", [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)])
+        rows = array("q", [*group_rows.decode_rows.rows, *(chunk.row for chunk in group_rows.chunks)])
         self.writes.write(self.length, rows, array("i", [table.rows[row].length for row in rows]))
         self.writes.flush()

@@ -123,7 +123,7 @@ class DecodeInputs:
 
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        decode_rows = group_rows.decode_rows
+        decode_rows = group_rows.decode_rows.rows
         if self._copied[: len(decode_rows)] != decode_rows:
             self._rows.writes.fill(self._decode_rows, decode_rows)
             self._copied = decode_rows
@@ -177,7 +177,7 @@ class PromptInputs:
             len(group_rows.decode_rows),
             sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1),
         )
-        rows = [*group_rows.decode_rows, *(chunk.row for chunk in chunks)]
+        rows = [*group_rows.decode_rows.rows, *(chunk.row for chunk in chunks)]
         starts = [
             *range(decode_rows),
             *itertools.accumulate((chunk.count for chunk in chunks), initial=decode_rows),

@@ -49,7 +49,9 @@ class RowTable:
 
     def apply(self, group_rows: GroupRows) -> None:
         """Applies a message's changes, before the rows of its step, but for the last tokens on the device. Raises
-        ValueError for an entry beyond a table's end."""
+        ValueError for an entry beyond a table's end, and for decode rows of several tokens."""
+        if group_rows.decode_rows.tokens:  # `last_token`, `step_in`, `step_out` and the token ring hold one a row
+            raise ValueError("a rank runs one token of a decode row")
         for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
             (self.cut.add if cuts(join.sampling) else self.cut.discard)(join.row)
@@ -75,25 +77,25 @@ class RowTable:
         self.last_token.fill_(NO_TOKEN)
 
     def batch(self, group_rows: GroupRows) -> Batch:
-        """The batch of a step: decode rows first, one row each, then chunks."""
-        n, rows = len(group_rows.decode_rows), self.rows
+        """The batch of a step: decode rows first, then chunks."""
+        n, rows = group_rows.decode_rows.count, self.rows
         tokens = token_array([0] * n)
         for chunk in group_rows.chunks:
             tokens.frombytes(chunk.tokens)
-        seqs = [SeqRows(1, rows[row].length, rows[row].tables, 1) for row in group_rows.decode_rows]
+        seqs = [SeqRows(k, rows[row].length, rows[row].tables, k) for row, k in group_rows.decode_rows.each]
         for chunk in group_rows.chunks:
             wanted = chunk.count if chunk.score else int(chunk.samples)
             seqs.append(SeqRows(chunk.count, rows[chunk.row].length, rows[chunk.row].tables, wanted))
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
-            batch.tokens[:n] = self.last(group_rows.decode_rows).clamp(min=0)
+            batch.tokens[:n] = self.last(group_rows.decode_rows.rows).clamp(min=0)
         return batch
 
     def advance(self, group_rows: GroupRows, steps: int = 1) -> None:
         """Adds the rows of so many equal steps to the lengths: a row's length is then the position of the token that
         it samples."""
-        for row in group_rows.decode_rows:
-            self.rows[row].length += steps
+        for row, tokens in group_rows.decode_rows.each:
+            self.rows[row].length += steps * tokens
         for chunk in group_rows.chunks:
             self.rows[chunk.row].length += steps * chunk.count
 
@@ -123,14 +125,14 @@ class RowTable:
             logits: `[S, vocabulary]` of `GroupRows.sampled_rows`, or this rank's share of them.
             split: given where the logits are a share; for steps that need no full rows.
         """
-        sampled, n = group_rows.sampled_rows, len(group_rows.decode_rows)
+        sampled, n = group_rows.sampled_rows, group_rows.decode_rows.count
         if split is None:
             tokens = self._sample(sampled, logits, dict(group_rows.adjust))
         else:
             here = [self.rows[row] for row in sampled]
             tokens = sample_share(logits, [row.sampling for row in here], [row.length for row in here], split)
         if n:
-            tokens[:n] = torch.where(self.last(group_rows.decode_rows) < 0, NO_TOKEN, tokens[:n])
+            tokens[:n] = torch.where(self.last(group_rows.decode_rows.rows) < 0, NO_TOKEN, tokens[:n])
         self.last_token.index_copy_(0, on_device(sampled, torch.int64, self.device), tokens)
         return tokens
 

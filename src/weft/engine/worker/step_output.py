@@ -19,7 +19,8 @@ def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
     row."""
     if not any(chunk.score for chunk in rows.chunks):
         return logits
-    at, first = list(range(len(rows.decode_rows))), len(rows.decode_rows)
+    first = rows.decode_rows.count
+    at = list(range(first))
     for chunk in rows.chunks:
         first += chunk.count if chunk.score else int(chunk.samples)
         at += [first - 1] * chunk.samples
@@ -46,7 +47,7 @@ class StepOutput:
 
     def note_prompt_logprobs(self, logits: Tensor) -> None:
         """Notes logprobs of the chunks' own tokens. logits: of all wanted rows of the step."""
-        first = len(self._rows.decode_rows)
+        first = self._rows.decode_rows.count
         for chunk in self._rows.chunks:
             if chunk.score:
                 tokens = on_device(chunk.score.tokens, torch.int64, logits.device)
@@ -83,18 +84,18 @@ class StepOutput:
         if self._found:
             self._wait = to_host([tensor for found in self._found for tensor in found])
 
-    def tokens(self) -> tuple[tuple[int, ...], int]:
-        """The tokens, and their checksum. AssertionError where a row had no token to go on from."""
+    def tokens(self) -> tuple[tuple[tuple[int, ...], ...], int]:
+        """Wait for the tokens of each row and their checksum. AssertionError where a row had none to go on from."""
         assert self._read_tokens is not None, "nothing was copied"
         sampled = self._read_tokens()
-        tokens = tuple(sampled.tolist())
+        tokens = sampled.tolist()
         if NO_TOKEN in tokens:
             row = self._rows.sampled_rows[tokens.index(NO_TOKEN)]
             raise AssertionError(f"row {row} of the table was stepped without a last token")
-        return tokens, zlib.crc32(sampled.tobytes())
+        return self._rows.per_row(tokens), zlib.crc32(sampled.tobytes())
 
-    def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
-        """(one for each sampled token, or none where no row asks; one tuple for each scored chunk)."""
+    def logprobs(self) -> tuple[tuple[tuple[Logprobs, ...], ...], list[tuple[Logprobs, ...]]]:
+        """Wait for (the logprobs of `Result`; one tuple for each scored chunk)."""
         if not self._found:
             return (), []
         lists = [tensor.tolist() for tensor in self._wait()]
@@ -104,7 +105,7 @@ class StepOutput:
             read.append(tuple((v, tuple(zip(best[:n], values[:n], strict=True))) for v, values, best, n in each))
         if not self._sampled_at:
             return (), read
-        sampled: list[Logprobs | None] = [None] * len(self._rows.sampled_rows)
+        sampled: list[tuple[Logprobs, ...]] = [()] * len(self._rows.sampled_rows)
         for at, logprobs in zip(self._sampled_at, read.pop(), strict=True):
-            sampled[at] = logprobs
-        return tuple(sampled), read
+            sampled[at] = (logprobs,)
+        return tuple(sum(each, ()) for each in self._rows.per_row(sampled)), read

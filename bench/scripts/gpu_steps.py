@@ -138,7 +138,7 @@ class Rank:
                     seen = -(-group.rule.window // self.config.page_size) + 2
                 own = [-1] * first + [(row * seen + i) % group.size for i in range(pages - first)]
                 tables.append((row, row) if group.rule.state else tuple(own))
-            joins.append(Join(row, row, context, tuple(tables), Sampling(0.0, 1.0, 0, 1)))
+            joins.append(Join(row, row, context, tuple(tables), Sampling(temperature=0.0, seed=1)))
         return tuple(joins)
 
     def join(self, batch: int) -> None:

@@ -38,7 +38,7 @@ RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
 
 def prompt_rows(*tokens: int, context: int = 0) -> GroupRows:
     """A new request with one page, in row 0."""
-    join = Join(0, 1, context, ((0,),), Sampling(0.0, 1.0, 0, 0))
+    join = Join(0, 1, context, ((0,),), Sampling(temperature=0.0))
     return GroupRows(chunks=(Chunk(0, token_bytes(tokens), False),), joins=(join,))
 
 

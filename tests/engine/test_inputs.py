@@ -27,7 +27,7 @@ from weft.engine.attention.sdpa import SDPA
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_spec import CacheGroup, PagedKV, Recurrent, Rule, Spec, Window, rule
 from weft.engine.kv.tokens import token_array, token_bytes
-from weft.engine.messages.rank_messages import Chunk, Entries, GroupRows, Join, Result, Sampling, Step
+from weft.engine.messages.rank_messages import PARAMETERS, Chunk, Entries, GroupRows, Join, Result, Sampling, Step
 from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.device_rows import DeviceRows
@@ -212,7 +212,7 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
 
 def test_many_that_join_at_once_cost_the_host_no_more_operators_than_one() -> None:
     rules = [Rule(), Rule(state=True)]
-    samplings = [Sampling(0.5 * row, 1.0, 0, 2**62 - 1 - row, 0.25 * row) for row in range(4)]
+    samplings = [Sampling(temperature=0.5 * row, top_k=row, min_p=0.25 * row, seed=2**62 - 1 - row) for row in range(4)]
     joins = [Join(row, row, 3 + row, ((row, 9), (7, 8)), how) for row, how in enumerate(samplings)]
     chunk = Chunk(3, token_bytes([5, 6]), True)
     counts = []
@@ -230,8 +230,8 @@ def test_many_that_join_at_once_cost_the_host_no_more_operators_than_one() -> No
         at = [join.row for join in joined]
         assert rows.length[at].tolist() == [join.context for join in joined]
         assert rows.seed[at].tolist() == [join.sampling.seed for join in joined]
-        assert rows.temperature[at].tolist() == [join.sampling.temperature for join in joined]
-        assert rows.min_p[at].tolist() == [join.sampling.min_p for join in joined]
+        for name in PARAMETERS:
+            assert rows.parameters[name][at].tolist() == [getattr(join.sampling, name) for join in joined]
         assert rows.entries[3].tolist() == [3, 9, 11, 12, -1, -1, 4, 8]
         assert table.last_token.tolist() == [77 if row not in at else NO_TOKEN for row in range(5)]
         assert rows.length[4] == 0 and (rows.entries[4] == -1).all()

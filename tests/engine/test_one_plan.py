@@ -124,7 +124,7 @@ class Replayed:
     def replay(self, shape: Shape, group_rows: GroupRows, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         table, runner = self._worker.table, self._worker.runner
         logits = sampled_logits(group_rows, runner.forward(table.batch(group_rows), counts))
-        self._tokens = table.sample(group_rows, logits)
+        self._tokens = self._worker.sampler.sample(group_rows, logits)
         return logits, self._tokens
 
     def wait(self, sampled: int) -> Callable[[], np.ndarray]:

@@ -23,6 +23,7 @@ from weft.engine.kv.tokens import token_bytes
 from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, RowTokens, Sampling
 from weft.engine.messages.request import SamplingParams
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
+from weft.engine.worker.sampler import Sampler
 from weft.engine.worker.worker import Worker
 
 SEEDED = SamplingParams(max_tokens=12, temperature=9.0, top_p=0.95, min_p=0.001, seed=7, ignore_eos=True, logprobs=1)
@@ -120,13 +121,13 @@ def test_a_token_for_a_sequence_that_was_preempted_and_came_back_meanwhile_is_dr
 
 def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
     table = RowTable(3, [Rule()], 4, torch.device("cpu"))
-    greedy = Sampling(0.0, 1.0, 0, 0)
+    sampler, greedy = Sampler(table), Sampling(temperature=0.0)
     logits = torch.eye(9)[[5, 7]]
     first = GroupRows(chunks=(Chunk(2, token_bytes([1, 2]), True), Chunk(0, token_bytes([1]), True)))
     first = structs.replace(first, joins=tuple(Join(row, 1, 0, ((row,),), greedy) for row in (2, 0)))
     table.apply(first)
     table.forget_tokens(first)
-    assert table.sample(first, logits).tolist() == [5, 7] and table.last_token.tolist() == [7, NO_TOKEN, 5]
+    assert sampler.sample(first, logits).tolist() == [5, 7] and table.last_token.tolist() == [7, NO_TOKEN, 5]
     second = GroupRows(joins=(Join(2, 2, 3, ((1,),), greedy),))
     table.apply(second)
     table.forget_tokens(second)
@@ -135,7 +136,7 @@ def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
     decoding = GroupRows(RowTokens((0, 2)))
     batch = table.batch(decoding)
     assert batch.tokens.tolist() == [7, 0] and batch.positions.tolist() == [0, 3]
-    assert table.sample(decoding, logits).tolist() == [5, NO_TOKEN] and table.last_token.tolist() == [
+    assert sampler.sample(decoding, logits).tolist() == [5, NO_TOKEN] and table.last_token.tolist() == [
         5,
         NO_TOKEN,
         NO_TOKEN,
@@ -200,8 +201,8 @@ def test_ranks_of_a_group_that_sample_other_tokens_are_found_out(
 
     def off(worker: Worker, message: Any) -> Any:
         if message.number == 4 and worker.rank == 1:
-            sample = worker.table.sample
-            worker.table.sample = lambda *given: sample(*given) ^ 1  # type: ignore[method-assign]
+            sample = worker.sampler.sample
+            worker.sampler.sample = lambda *given: sample(*given) ^ 1  # type: ignore[method-assign]
         return step(worker, message)
 
     monkeypatch.setattr(Worker, "step", off)

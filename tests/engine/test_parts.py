@@ -193,7 +193,7 @@ def test_messages_survive_the_wire() -> None:
     group = GroupRows(
         RowTokens((4, 2), (1, 3)),
         chunks=(Chunk(3, token_bytes([5, 6]), True), Chunk(1, token_bytes([9]), False)),
-        joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(0.5, 0.9, 7, 2**62 - 1), (8, 9)),),
+        joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(top_p=0.9, top_k=7, seed=2**62 - 1), (8, 9)),),
         entries=(Entries(4, 0, 2, (8,)),),
         adjust=((2, Adjust(2, (0,), mask=b"\x01")),),
     )

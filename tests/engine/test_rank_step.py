@@ -33,7 +33,7 @@ from weft.planner.spec import Mesh, Rows
 from weft.stream import step_rows
 from weft.stream.step_rows import PaddedRows
 
-SEQUENCES, STEPS, GREEDY = 5, 6, Sampling(0.0, 1.0, 0, 1)
+SEQUENCES, STEPS, GREEDY = 5, 6, Sampling(temperature=0.0, seed=1)
 
 
 class CountedOps(TorchDispatchMode):
@@ -153,7 +153,7 @@ def test_changes_before_a_decode_step_take_one_launch_and_no_operator(worker: Wo
 def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one replay, as each step is, also with new pages; what else differs from the last step is looked up."""
     runner, sent, calls, counted = worker.runner, list[Any](), list[tuple[str, int]](), list[int]()
-    two, three, cut = GroupRows(RowTokens((0, 1))), GroupRows(RowTokens((0, 1, 2))), Sampling(1.0, 1.0, 2, 1)
+    two, three, cut = GroupRows(RowTokens((0, 1))), GroupRows(RowTokens((0, 1, 2))), Sampling(top_k=2, seed=1)
     logprobs = GroupRows(RowTokens((0, 1)), adjust=((1, Adjust(logprobs=0)),))
     steps = {
         1: GroupRows(RowTokens((0, 1)), joins=joins(0, 1)),

@@ -17,11 +17,11 @@ from weft.engine.worker.sampler import sample
 from weft.engine.worker.step_output import StepOutput
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
-GREEDY = Sampling(0.0, 1.0, 0, 0)
+GREEDY = Sampling(temperature=0.0)
 
 
 def frequencies(trials: int = 4000, **how: float) -> torch.Tensor:
-    rows = [Sampling(**dict(temperature=1.0, top_p=1.0, top_k=0, seed=s) | how) for s in range(trials)]
+    rows = [Sampling(seed=s, **how) for s in range(trials)]
     sampled = sample(LOGITS.expand(trials, -1), rows, [s % 7 for s in range(trials)], {})
     return torch.bincount(sampled, minlength=5) / trials
 
@@ -49,7 +49,7 @@ def test_rows_are_cut_as_by_a_sort_of_all(scale: float, monkeypatch: pytest.Monk
     monkeypatch.setattr(sampler, "LEADING", 7)
     logits = (torch.randn(12, 1000) * scale).bfloat16().float()
     logits[4:8, 5:] = float("-inf")
-    how = [Sampling(t, p, k, 0) for t in (0.7, 1.0) for p in (1e-50, 0.5, 0.99) for k in (0, 30)]
+    how = [Sampling(temperature=t, top_p=p, top_k=k) for t in (0.7, 1.0) for p in (1e-50, 0.5, 0.99) for k in (0, 30)]
     temperature = torch.tensor([h.temperature for h in how])
     top_k, top_p = torch.tensor([h.top_k for h in how]), torch.tensor([h.top_p for h in how])
     kept, before = definitions.cut(logits, temperature, top_k, top_p)
@@ -79,7 +79,7 @@ def test_logprobs_are_of_the_raw_logits_for_those_who_ask() -> None:
 
 def test_sampling_does_not_depend_on_the_batch() -> None:
     logits = torch.randn(40, 300)
-    rows = [Sampling(1.0, 0.9, 50, seed) for seed in range(40)]
+    rows = [Sampling(top_p=0.9, top_k=50, seed=seed) for seed in range(40)]
     together = sample(logits, rows, [3] * 40, {}).tolist()
     alone = [sample(logits[i : i + 1], rows[i : i + 1], [3], {}).item() for i in range(40)]
     assert together == alone and len(set(together)) > 10
@@ -88,11 +88,11 @@ def test_sampling_does_not_depend_on_the_batch() -> None:
 def test_all_bits_of_a_seed_and_the_position_count_and_a_tiny_temperature_is_greedy() -> None:
     logits = torch.randn(300)
     near, far, later = (
-        sample(logits.expand(20, -1), [Sampling(2.0, 1.0, 0, seed)] * 20, range(at, at + 20), {}).tolist()
+        sample(logits.expand(20, -1), [Sampling(temperature=2.0, seed=seed)] * 20, range(at, at + 20), {}).tolist()
         for seed, at in ((5, 0), (5 + 2**32, 0), (5, 20))
     )
     assert near != far and near != later
-    assert sample(logits[None] * 100, [Sampling(1e-39, 1.0, 0, 3)], [0], {}).item() == logits.argmax()
+    assert sample(logits[None] * 100, [Sampling(temperature=1e-39, seed=3)], [0], {}).item() == logits.argmax()
 
 
 def test_min_p_drops_what_is_far_from_the_best() -> None:
@@ -121,7 +121,7 @@ def test_a_mask_allows_exactly_its_tokens(vocabulary: int) -> None:
     tokens = sorted(random.Random(vocabulary).sample(range(vocabulary), max(1, min(vocabulary // 3, 500))))
     logits = torch.randn(1, vocabulary)
     mask = {0: Adjust(mask=bits(tokens, vocabulary))}
-    sampled = {sample(logits, [Sampling(50.0, 1.0, 0, seed)], [0], mask).item() for seed in range(40)}
+    sampled = {sample(logits, [Sampling(temperature=50.0, seed=seed)], [0], mask).item() for seed in range(40)}
     assert sampled <= set(tokens) and greedy(logits[0].tolist(), mask=bits(tokens, vocabulary)) == max(
         tokens, key=lambda t: logits[0, t].item()
     )
@@ -129,7 +129,7 @@ def test_a_mask_allows_exactly_its_tokens(vocabulary: int) -> None:
 
 def test_a_neighbour_with_every_parameter_changes_nothing() -> None:
     logits = torch.randn(2, 300)
-    plain, loud = Sampling(1.0, 0.9, 50, 7), Sampling(1.0, 0.5, 3, 8, min_p=0.2)
+    plain, loud = Sampling(top_p=0.9, top_k=50, seed=7), Sampling(top_p=0.5, top_k=3, min_p=0.2, seed=8)
     asked = Adjust(2, (5,), added=((3, 50.0),), repetition=2.0, repeated=(1, 2), mask=bits([3, 9], 300))
     alone, beside = sample(logits[:1], [plain], [3], {}), sample(logits, [plain, loud], [3, 3], {1: asked})
     assert alone[0] == beside[0] and beside[1] in (3, 9)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from weft.engine.messages.request import SamplingParams
-from weft.engine.output.text_processor import TextProcessor
+from weft.engine.output.text_processor import DEFAULTS, TextProcessor
 from weft.server.errors import ApiError, of_value
 
 MAX_ITEMS = 2**16
@@ -177,7 +177,7 @@ class SamplingFields(Body):
             raise ApiError(400, f"stop: a string of {longest} characters; at most {MAX_STOP_TEXT}", param="stop")
         if (characters := sum(map(len, self.bad_words))) > MAX_WORDS_TEXT:
             raise ApiError(400, f"bad_words: {characters} characters; at most {MAX_WORDS_TEXT}", param="bad_words")
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+        given = {name: getattr(self, name) for name in DEFAULTS}
         sampling = text_processor.defaults | {name: value for name, value in given.items() if value is not None}
         if "top_k" in sampling:
             sampling["top_k"] = max(int(sampling["top_k"]), 0)  # -1 is some clients' word for off

@@ -38,8 +38,8 @@ from weft.engine.models import deltanet
 from weft.engine.models.load import dummy_model
 from weft.engine.worker import graph_inputs as inputs
 from weft.engine.worker import model_runner as runner
-from weft.engine.worker import sampler, worker
 from weft.engine.worker import step_graphs as graphs
+from weft.engine.worker import worker
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.memory import CacheNeed, measure
@@ -108,9 +108,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
     def made(worker: Worker, *args: Any) -> None:
         make(worker, *args)
+        worker.device_rows = worker.sampler.state = DeviceRows(worker.table, 64)
         if not worker.config.cuda_graphs:
             return
-        worker.device_rows = DeviceRows(worker.table, 64)
         worker.device_rows.entries.fill_(1 << 20)  # a page, or a slot, that was never told is none
         for states in (states for _, kept in worker.runner.caches.states for states in kept.states):
             states[:, :-2] = float("nan")  # what no sequence has left there, and not where every sequence begins
@@ -118,8 +118,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
     monkeypatch.setattr(inputs, "prompt_capacities", lambda limit: sorted({min(4, limit), limit}))
     monkeypatch.setattr(runner, "exchange_times", lambda *_: {})  # events and graphs of their own
-    monkeypatch.setattr(sampler, "_sample_rows", lambda *how: sampler._best_on_gpu(*how)[1].long())
-    monkeypatch.setattr(sampler, "_best_of_share", sampler._best_on_gpu)
 
     def gated_delta(*args: Any) -> None:
         traced = not args[4].is_contiguous()  # there, all elements of a weight are one

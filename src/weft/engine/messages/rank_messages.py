@@ -9,8 +9,9 @@ the previous one are back, because the ranks hold these already.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -18,27 +19,50 @@ from msgspec import Struct
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.tokens import TOKEN_BYTES
 
-T = TypeVar("T")
 TopLogprobs = tuple[tuple[int, float], ...]
 """The best tokens and their logprobs."""
 
 
-class Sampling(Struct, frozen=True, array_like=True):
-    """How a request's tokens are sampled.
+@dataclass(frozen=True, kw_only=True)
+class Shaping:
+    """Sampling parameters that shape the distribution of a token. They are neutral by default.
 
     Attributes:
         temperature: 0 is greedy.
         top_p: the fewest most probable tokens that reach this probability stay.
-        top_k: so many of the most probable tokens stay; 0 is off.
-        seed: the noise of a token follows from it and the token's position.
-        min_p: tokens less probable than this share of the most probable are left out.
+        top_k: number of most probable tokens that stay; 0 is off.
+        min_p: tokens less probable than this share of the most probable are excluded.
     """
 
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
     min_p: float = 0.0
+
+
+NEUTRAL = Shaping()
+PARAMETERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("between 0 and 100", lambda value: 0 <= value <= 100),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("0 (off) or more, below 2**31", lambda value: 0 <= value < 2**31),
+    "min_p": ("between 0 and 1", lambda value: 0 <= value <= 1),
+}
+"""The fields of `Shaping` with the values that requests may have, in words and as a function."""
+CAPTURED, SHARED = ("temperature", "min_p"), ("temperature",)
+"""Fields that CUDA graphs sample with, and those of them that need no more than a share of a split vocabulary. Rows
+that set another field are sampled behind the graph, from full rows of logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Shaping):
+    """Sampling of a request's tokens. seed: the noise of a token follows from it and the token's position."""
+
+    seed: int = 0
+
+    def beyond(self, known: Collection[str]) -> bool:
+        """Tell whether other parameters than `known` shape the distribution."""
+        others = (name for name in PARAMETERS if name not in known)
+        return self.temperature > 0 and any(getattr(self, name) != getattr(NEUTRAL, name) for name in others)
 
 
 class Adjust(Struct, frozen=True, array_like=True):
@@ -167,7 +191,7 @@ class GroupRows(Struct, frozen=True, array_like=True):
         rows = (row for row, tokens in decode.each for _ in range(tokens)) if decode.tokens else decode.rows
         return [*rows, *(chunk.row for chunk in self.chunks if chunk.samples)]
 
-    def per_row(self, values: Iterable[T]) -> tuple[tuple[T, ...], ...]:
+    def per_row(self, values: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
         """Group values of the sampled tokens by the row that samples them."""
         if not self.decode_rows.tokens:
             return tuple(zip(values, strict=True))

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from weft.engine.grammar.grammar import Compiled, Grammar
 from weft.engine.kv.manager import CacheAllocation
+from weft.engine.messages.rank_messages import PARAMETERS, Shaping
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Watch = Callable[[str], str | None]
@@ -36,15 +37,13 @@ class ContextExceeded(ValueError):
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Shaping):
     """How a request's tokens are sampled and when they end. Raises ValueError in one line for a value out of range.
 
-    Fields that are not listed are as in OpenAI's and vLLM's APIs.
+    Fields that are not listed are as in OpenAI's and vLLM's APIs; the first are those of `Shaping`.
 
     Attributes:
         max_tokens: None: as many as fit; 0: the prompt runs and no token is sampled.
-        temperature: 0 is greedy.
-        top_k: 0 is off.
         seed: None: the engine chooses one.
         stop: strings that end the text and are left out of it.
         logprobs: alternatives for each token; 0: the sampled token's own; None: no logprobs.
@@ -62,16 +61,12 @@ class SamplingParams:
 
     max_tokens: int | None = 16
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -87,13 +82,10 @@ class SamplingParams:
         rules = [
             (self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "0 or more"),
             (self.min_tokens >= 0, "min_tokens", "0 or more"),
-            (0 <= self.temperature <= 100, "temperature", "between 0 and 100"),
-            (0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
-            (0 <= self.top_k < 2**31, "top_k", "0 (off) or more, below 2**31"),
+            *((holds(getattr(self, name)), name, rule) for name, (rule, holds) in PARAMETERS.items()),
             (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", "between 0 and 20"),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 20, "prompt_logprobs", "between 0 and 20"),
             (all(self.stop), "stop", "without empty strings"),
-            (0 <= self.min_p <= 1, "min_p", "between 0 and 1"),
             (-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2"),
             (-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2"),
             (0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100"),
@@ -115,7 +107,7 @@ class SamplingParams:
 
     @cached_property
     def plain(self) -> bool:
-        """Whether sampling after min_tokens needs temperature, top_p, top_k, min_p and seed alone."""
+        """Whether sampling after min_tokens needs the seed and the fields of `Shaping` alone."""
         named = self.logit_bias or self.allowed_token_ids is not None or self.logprobs is not None
         return not (named or self.depends_on_output)
 

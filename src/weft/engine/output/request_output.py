@@ -283,8 +283,7 @@ def _check_named(params: SamplingParams, text_processor: TextProcessor) -> Named
     if params.stop_token_ids:
         ends |= frozenset(params.stop_token_ids)
     allowed = frozenset(params.allowed_token_ids or ())
-    if allowed and not allowed - {w[0] for w in params.bad_words if len(w) == 1} - (
-        ends if params.min_tokens else set()
-    ):
+    banned = {w[0] for w in params.bad_words if len(w) == 1} | (ends if params.min_tokens else set())
+    if allowed and not allowed - banned:
         raise ValueError("allowed_token_ids: it leaves no token that bad_words and min_tokens allow too")
     return ends, bits(allowed, vocabulary) if allowed else b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from weft.engine.messages.rank_messages import Stat
 from weft.engine.messages.request import FinishReason, TokenLogprob
@@ -67,15 +68,12 @@ def gather(
     """Submits each prompt with a callback, and waits for all completions."""
     ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
 
-    def callback(at: int) -> OutputCallback:
-        def callback_for(output: RequestOutput) -> None:
-            if output.end is not None:
-                ended.put((at, output))
-
-        return callback_for
+    def callback(at: int, output: RequestOutput) -> None:
+        if output.end is not None:
+            ended.put((at, output))
 
     for at, prompt in enumerate(prompts):
-        submit(prompt, callback(at))
+        submit(prompt, partial(callback, at))
     outputs = dict(ended.get() for _ in prompts)
     return [whole(outputs[at]) for at in range(len(prompts))]
 

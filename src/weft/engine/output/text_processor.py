@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from weft.engine.grammar.grammar import Grammars
+from weft.engine.messages.rank_messages import PARAMETERS
 from weft.engine.messages.request import SamplingParams
 from weft.engine.models.directory import is_gguf
 from weft.engine.models.json_file import read_json
@@ -16,7 +17,7 @@ from weft.engine.models.model_config import MAX_NUMBER, Fields, ModelError, firs
 from weft.engine.output.detokenizer import Detokenizer
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
-DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULTS = (*PARAMETERS, "repetition_penalty")
 """Sampling parameters that generation_config.json may set for requests that give none."""
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
 """JSON files that transformers reads of a tokenizer's directory, beside tokenizer.json."""

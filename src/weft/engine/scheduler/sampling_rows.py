@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from weft.engine.messages.rank_messages import Adjust, Sampling, Score
+from weft.engine.messages.rank_messages import PARAMETERS, Adjust, Sampling, Score
 from weft.engine.messages.request import Sequence
 
 
 def sampling(sequence: Sequence) -> Sampling:
     """The sampling parameters of all its tokens."""
-    shared = {name: getattr(sequence.params, name) for name in Sampling.__struct_fields__}
-    return Sampling(**shared | {"seed": sequence.seed})
+    return Sampling(seed=sequence.seed, **{name: getattr(sequence.params, name) for name in PARAMETERS})
 
 
 def adjust(sequence: Sequence) -> Adjust | None:

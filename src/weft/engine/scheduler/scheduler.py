@@ -199,10 +199,8 @@ class Scheduler:
         changes = rows.decode_rows.tokens or rows.adjust or self.caches.frees_on_advance
         if len(rows.decode_rows) == len(self.running) and not changes:
             left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
-            self._repeats, self._same = (
-                min(left, default=0),
-                Scheduled(GroupRows(rows.decode_rows), scheduled.sampled, []),
-            )
+            self._repeats = min(left, default=0)
+            self._same = Scheduled(GroupRows(rows.decode_rows), scheduled.sampled, [])
 
     def _repeat(self) -> Scheduled:
         self._repeats -= 1
@@ -296,8 +294,7 @@ class Scheduler:
         """Takes pages for all tokens of the sequence, and preempts others where there are too few.
 
         False where the sequence was preempted itself or skips this step: others are about to end, or its own pending
-            token
-        would be lost and it might never get beyond it.
+        token would be lost and it might never get beyond it.
         """
         assert sequence.allocation is not None
         end = sequence.computed + self._rows(sequence, budget)

@@ -7,13 +7,14 @@ import struct
 from array import array
 
 import torch
+from torch import Tensor
 
-from weft.engine.messages.rank_messages import GroupRows
+from weft.engine.messages.rank_messages import NEUTRAL, PARAMETERS, SHARED, GroupRows
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.staged_writes import PinnedWrites, StagedWrites
 
-JOINED = struct.Struct("=iffq")
-"""What of a join is copied beside its tables, in the order of `DeviceRows.apply`."""
+FORMATS = {float: ("f", torch.float32), int: ("i", torch.int32)}
+"""Formats of a sampling parameter: of `struct`, and on the device."""
 
 
 class DeviceRows:
@@ -24,7 +25,7 @@ class DeviceRows:
         entries: int32, the tables of all cache groups side by side, each as wide as `widths` says: `[rows,
             max_pages]`, the page table, or `[rows, 2]`, the slots of the state before and after the next step. −1: no
             page, as where a window has passed.
-        temperature, min_p: float32 `[rows]`.
+        parameters: float32 or int32 `[rows]`, by the names of `PARAMETERS`.
         seed: int64 `[rows]`.
         last_token: the table's.
         steps: int32 `[1]`, how many graphs ran; each begins by counting itself.
@@ -35,16 +36,17 @@ class DeviceRows:
         self.last_token, device = table.last_token, table.device
         max_rows, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
         # Side by side, so that all that a step changes is one copy; each part begins at a multiple of 16 bytes.
-        widths = (2, 1, 1, 1, sum(self.widths))
+        formats = {name: FORMATS[type(getattr(NEUTRAL, name))] for name in PARAMETERS}
+        widths = (2, 1, *[1] * len(formats), sum(self.widths))
         sizes = [-(-max_rows * width // 4) * 4 for width in widths]
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        seed, length, temperature, min_p, entries = self._all.split(sizes)
+        seed, length, *parameters, entries = self._all.split(sizes)
         self.seed, self.length = seed[: 2 * max_rows].view(torch.int64), length[:max_rows]
-        self.temperature, self.min_p = (each[:max_rows].view(torch.float32) for each in (temperature, min_p))
+        named = zip(parameters, formats.items(), strict=True)
+        self.parameters = {name: each[:max_rows].view(dtype) for each, (name, (_, dtype)) in named}
         self.entries = entries[: max_rows * sum(self.widths)].fill_(-1).view(max_rows, -1)
-        self._seeds, self._lengths, self._temperatures, self._min_ps, self._entries, _ = itertools.accumulate(
-            sizes, initial=0
-        )
+        self._seeds, *self._columns, self._entries, _ = itertools.accumulate(sizes, initial=0)
+        self._joined = struct.Struct("".join(["=i", *(code for code, _ in formats.values()), "q"]))
         self._begins = [0, *itertools.accumulate(self.widths)]
         self.steps = torch.zeros(1, dtype=torch.int32, device=device)
         self.writes = PinnedWrites(self._all) if device.type == "cuda" else StagedWrites()
@@ -61,9 +63,9 @@ class DeviceRows:
         at, values = array("q"), array("i")
         for join in group_rows.joins:
             row, how = join.row, join.sampling
-            at.extend([self._lengths + row, self._temperatures + row, self._min_ps + row])
-            at.extend([self._seeds + 2 * row, self._seeds + 2 * row + 1])
-            values.frombytes(JOINED.pack(join.context, how.temperature, how.min_p, how.seed))
+            at.extend([*(column + row for column in self._columns), self._seeds + 2 * row, self._seeds + 2 * row + 1])
+            parameters = (getattr(how, name) for name in self.parameters)
+            values.frombytes(self._joined.pack(join.context, *parameters, how.seed))
             for group, table in enumerate(join.tables):
                 first = self._place(row, group, len(table) - 1) + 1 - len(table)
                 at.extend(range(first, first + len(table)))
@@ -87,3 +89,18 @@ class DeviceRows:
         rows = array("q", [*group_rows.decode_rows.rows, *(chunk.row for chunk in group_rows.chunks)])
         self.writes.write(self.length, rows, array("i", [table.rows[row].length for row in rows]))
         self.writes.flush()
+
+    def sample(self, logits: Tensor, rows: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """Sample next tokens by the kernels of graphs. Returns (score float32 `[S]`, token int32 `[S]`).
+
+        Args:
+            logits: float32 `[S, vocabulary]`, or this rank's share `[S, own]`.
+            rows: int64 `[S]`, of the table.
+            first: the share's first token; then only `SHARED` parameters count.
+        """
+        from weft.engine.kernels.triton.sample import sample  # a CPU need not have Triton
+
+        table = rows.int()
+        how = {name: self.parameters[name] for name in (PARAMETERS if first is None else SHARED)}
+        places = dict(position=self.length.index_select(0, rows), live=table.new_full((1,), len(rows)), table=table)
+        return sample(logits.contiguous(), seed=self.seed, first=first or 0, **how, **places)

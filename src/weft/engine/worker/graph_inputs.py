@@ -173,15 +173,9 @@ class PromptInputs:
 
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        decode_rows, chunks = (
-            len(group_rows.decode_rows),
-            sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1),
-        )
+        decode_rows, chunks = len(group_rows.decode_rows), sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1)
         rows = [*group_rows.decode_rows.rows, *(chunk.row for chunk in chunks)]
-        starts = [
-            *range(decode_rows),
-            *itertools.accumulate((chunk.count for chunk in chunks), initial=decode_rows),
-        ]
+        starts = [*range(decode_rows), *itertools.accumulate((c.count for c in chunks), initial=decode_rows)]
         place = {row: at for at, row in enumerate(rows)}
         sampled = [place[row] for row in group_rows.sampled_rows]
         filled = token_array([*rows, *[0] * (self._capacity - len(rows))])
@@ -195,17 +189,13 @@ class PromptInputs:
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
         """See `Inputs.batch`. A padding sequence has no rows, a padding row no sequence: it is stored nowhere."""
-        state, max_sequences, page_size = self._rows, shape.sampled, self._page_size
-        rows, starts, sampled = (
-            self._sequences[:max_sequences],
-            self._starts[: max_sequences + 1],
-            self._sampled[:max_sequences],
-        )
+        state, limit, page_size = self._rows, shape.sampled, self._page_size
+        rows, starts, sampled = self._sequences[:limit], self._starts[: limit + 1], self._sampled[:limit]
         count, before = starts.diff(), state.length.index_select(0, rows)
         lengths = (before + count).where(count > 0, 0)
         at = self._places[: shape.rows]
         real = at < live
-        sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=max_sequences - 1)
+        sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=limit - 1)
         row = rows.index_select(0, sequence)
         positions = (at + (before - starts[:-1]).index_select(0, sequence)).where(real, 0)
         last = state.last_token.index_select(0, row).clamp(min=0)
@@ -227,7 +217,5 @@ class PromptInputs:
         state.steps.add_(1)
         last_rows = (starts[1:].index_select(0, sampled).long() - 1).clamp(min=0)
         batch = Batch(tokens.long(), positions.long(), starts, lengths, tuple(tables), last_rows, None)
-        sampled_rows = SampledRows(
-            rows.index_select(0, sampled), self._sampled_count, self._decode_rows, lengths.index_select(0, sampled)
-        )
-        return batch, sampled_rows
+        rows, lengths = rows.index_select(0, sampled), lengths.index_select(0, sampled)
+        return batch, SampledRows(rows, self._sampled_count, self._decode_rows, lengths)

@@ -7,59 +7,109 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.engine.kernels.staging import on_device
-from weft.engine.messages.rank_messages import Adjust, Sampling
+from weft.engine.messages.rank_messages import Adjust, GroupRows, Sampling
+from weft.engine.worker.device_rows import DeviceRows
+from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 
 LEADING = 512
 """Of so many tokens, the most probable, top_p alone is tried first. It rarely keeps more, and sorting all is slow."""
 
 
-def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], adjust: Mapping[int, Adjust]) -> Tensor:
-    """Samples one token, int64 `[S]`, for each row of float32 logits `[S, vocabulary]`.
-
-    `adjust` comes first: repetition (arXiv 1909.05858), added values, banned and masked tokens. Then come
-    temperature, top_k, top_p (nucleus: the fewest most probable tokens that reach it; arXiv 1904.09751) and min_p
-    (arXiv 2407.01082). The token is found by Gumbel-max, with noise from (seed, position, token): on GPUs by
-    `weft.engine.kernels.triton.sample`, on CPUs by torch's generator, which is faster there. So a CPU samples
-    other tokens than a GPU.
+class Sampler:
+    """Samples the tokens of eager steps on a rank, and again those of rows that graphs cannot sample.
 
     Args:
-        logits: of the rows.
-        how: the sampling parameters of each row.
-        positions: of the sampled tokens in their sequences.
-        adjust: by row, for rows that need it.
+        table: the sequences.
+        vocabulary: given where it is split over ranks.
+
+    Attributes:
+        state: the table on the device, where the kernels of graphs sample; None: torch does.
     """
+
+    state: DeviceRows | None = None
+
+    def __init__(self, table: RowTable, vocabulary: SplitVocabulary | None = None):
+        self._table, self._vocabulary = table, vocabulary
+
+    def beyond(self, group_rows: GroupRows) -> list[int]:
+        """List the sampled rows that need full logits behind a graph or a share; the same on all ranks of a group."""
+        adjusted, shaped = {row for row, _ in group_rows.adjust}, self._table.shaped
+        if not (adjusted or shaped):
+            return []
+        return [at for at, row in enumerate(group_rows.sampled_rows) if row in adjusted or row in shaped]
+
+    def sample(
+        self,
+        group_rows: GroupRows,
+        logits: Tensor,
+        full: bool = True,
+        tokens: Tensor | None = None,
+        again: Sequence[int] = (),
+    ) -> Tensor:
+        """Sample the tokens of a step, int32 `[S]`, which become the rows' last tokens.
+
+        A row that ran without a last token gets NO_TOKEN, so that the fault is seen wherever the tokens arrive.
+
+        Args:
+            group_rows: the step.
+            logits: float32 `[S, vocabulary]` of its sampled rows, or this rank's share of them.
+            full: False: they are a share, and no row is `beyond` it.
+            tokens: sampled by a graph. Those of the sampled rows `again`, which `logits` are of, are replaced.
+        """
+        sampled, last_token, split = group_rows.sampled_rows, self._table.last_token, self._vocabulary
+        again = again if tokens is not None else list(range(len(sampled)))
+        rows, asked = [sampled[i] for i in again], dict(group_rows.adjust)
+        places, at = on_device([again, rows], torch.int64, logits.device)
+        if tokens is None:
+            tokens = last_token.index_select(0, at)
+            tokens[group_rows.decode_rows.count :] = 0  # prompts need no last token
+        here = [self._table.rows[row] for row in rows]
+        how, positions = [row.sampling for row in here], [row.length for row in here]
+        adjust = {i: asked[row] for i, row in enumerate(rows) if row in asked}
+        if full or split is None:
+            state = self.state
+            found = state.sample(adjusted(logits, adjust), at)[1] if state else sample(logits, how, positions, adjust)
+        elif self.state:
+            found = split.best(*self.state.sample(logits, at, split.share.start))
+        else:
+            best = (scores := _scores(logits, how, positions, split)).argmax(-1, keepdim=True)
+            found = split.best(scores.gather(-1, best)[:, 0], best[:, 0] + split.share.start)
+        found = torch.where(tokens.index_select(0, places) < 0, NO_TOKEN, found.int())
+        last_token.index_copy_(0, at, found)
+        return tokens.index_copy_(0, places, found)
+
+
+def adjusted(logits: Tensor, adjust: Mapping[int, Adjust]) -> Tensor:
+    """Return logits `[S, vocabulary]` with the adjustments of rows that have some: repetition (arXiv 1909.05858),
+    added values, banned and masked tokens."""
     if changed := [row for row, a in adjust.items() if a.repeated or a.added or a.banned or a.mask]:
         logits = logits.clone()
         for row in changed:
             logits[row] = _adjust(logits[row], adjust[row])
-    if logits.is_cuda:
-        return _best_on_gpu(logits, how, positions)[1].long()
-    tokens = logits.argmax(-1)
-    if random := [row for row, h in enumerate(how) if h.temperature > 0]:
-        tokens[random] = _sample_rows(logits[random], [how[row] for row in random], [positions[row] for row in random])
-    return tokens
+    return logits
 
 
-def sample_share(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary) -> Tensor:
-    """The same, int32 `[S]`, by temperature alone, from this rank's share `[S, own]` of the vocabulary.
+def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], adjust: Mapping[int, Adjust]) -> Tensor:
+    """Sample one token, int64 `[S]`, for each row of logits by torch, after the adjustments of `adjusted`.
 
-    Of each row only the rank's best token and its score travel. Noise belongs to the token, whichever rank has it.
+    Temperature comes first, then top_k, top_p (nucleus: the fewest most probable tokens that reach it; arXiv
+    1904.09751) and min_p (arXiv 2407.01082). The token is found by Gumbel-max, with noise from (seed, position, token).
+    The noise is torch's: faster on CPUs than that of `weft.engine.kernels.triton.sample`, by which GPUs sample other
+    tokens.
+
+    Args:
+        logits: float32 `[S, vocabulary]`.
+        how: the sampling parameters of each row.
+        positions: of the sampled tokens in their sequences.
+        adjust: by row, for rows that need it.
     """
-    if logits.is_cuda:
-        return split.best(*_best_on_gpu(logits, how, positions, split))
-    return split.best(*_best_of_share(logits, how, positions, split))
-
-
-def cuts(how: Sampling) -> bool:
-    """Whether top_k or top_p leaves out tokens."""
-    return how.temperature > 0 and (how.top_k > 0 or how.top_p < 1)
+    return _scores(adjusted(logits, adjust), how, positions).argmax(-1)
 
 
 def _adjust(logits: Tensor, how: Adjust) -> Tensor:
@@ -82,52 +132,30 @@ def _adjust(logits: Tensor, how: Adjust) -> Tensor:
     return torch.where(torch.isfinite(logits).any(), logits, raw)
 
 
-def _sample_rows(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
-    temperature, min_p = _column([h.temperature for h in how], logits), _column([h.min_p for h in how], logits)
+def _scores(
+    logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary | None = None
+) -> Tensor:
+    """Make scores of logits; each row's greatest is its token. Noise belongs to a token, whichever rank has it."""
+    random = [row for row, h in enumerate(how) if h.temperature > 0]
+    if not random:
+        return logits
+    scores, chosen = logits.clone(), [how[row] for row in random]
+    temperature, min_p = torch.tensor([[h.temperature, h.min_p] for h in chosen], dtype=torch.float32).split(1, -1)
     temperature = temperature.clamp(min=1e-5)  # below, logits would overflow
-    if any(map(cuts, how)):
-        logits = _cut(logits, how, temperature)
-    scaled = logits / temperature
+    scaled = _cut(logits[random], chosen, temperature) / temperature
     threshold = scaled.amax(-1, keepdim=True) + min_p.log()
     scaled = scaled.masked_fill((min_p > 0) & (scaled < threshold), float("-inf"))
-    noise = torch.stack([_gumbel(h, at, logits.shape[-1]) for h, at in zip(how, positions, strict=True)])
-    return (scaled + noise).argmax(-1)
-
-
-def _best_of_share(
-    logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary
-) -> tuple[Tensor, Tensor]:
-    """(score, token) `[S]`: each row's best token of a share."""
-    scores = logits.clone()
-    for row, (h, at) in enumerate(zip(how, positions, strict=True)):
-        if h.temperature > 0:
-            scores[row] = logits[row] / max(h.temperature, 1e-5) + _gumbel(h, at, split.size)[split.share]
-    token = scores.argmax(-1)
-    return scores.gather(-1, token[:, None])[:, 0], token + split.share.start
-
-
-def _best_on_gpu(
-    logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary | None = None
-) -> tuple[Tensor, Tensor]:
-    """(score, token) `[S]`, by the kernel that CUDA graphs use. split: the vocabulary, where the logits are a share."""
-    from weft.engine.kernels.triton.sample import sample as sample_best  # a CPU need not have Triton
-
-    device = logits.device
-    columns = [[h.temperature for h in how], [h.top_p for h in how], [h.min_p for h in how]]
-    temperature, top_p, min_p = on_device(columns, torch.float32, device)
-    seed, position, top_k = on_device([[h.seed for h in how], positions, [h.top_k for h in how]], torch.int64, device)
-    live = torch.full((1,), len(how), dtype=torch.int32, device=device)
-    whole: dict[str, Any] = dict(min_p=min_p, top_k=top_k.int(), top_p=top_p)
-    if split is not None:
-        whole = dict(first=split.share.start)
-    return sample_best(logits.contiguous(), temperature, seed, position, live, **whole)
+    vocabulary, share = (logits.shape[-1], slice(None)) if split is None else (split.size, split.share)
+    noise = [_gumbel(h, positions[row], vocabulary)[share] for h, row in zip(chosen, random, strict=True)]
+    scores[random] = scaled + torch.stack(noise)
+    return scores
 
 
 def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor:
     """Logits with −inf for what top_k and top_p leave out."""
     cut = logits.clone()
     for row, h in enumerate(how):
-        if cuts(h):
+        if h.top_k > 0 or h.top_p < 1:
             kept = _kept(logits[row] / temperature[row], h.top_k, h.top_p)
             cut[row] = float("-inf")
             cut[row, kept] = logits[row, kept]
@@ -152,10 +180,6 @@ def _kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
         if top_k or gone[-1] or count == len(scaled):
             return tokens[~gone]
         count = min(8 * count, len(scaled))
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return on_device(values, torch.float32, like.device)[:, None]
 
 
 def _gumbel(how: Sampling, position: int, vocabulary: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.comm.transport import Transport
 from weft.engine.attention.caches import Caches
-from weft.engine.messages.rank_messages import GroupRows
+from weft.engine.messages.rank_messages import CAPTURED, SHARED, GroupRows
 from weft.engine.models.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Inputs, Shape
@@ -119,8 +119,8 @@ class StepGraphs:
 
         Returns:
             Logits `[sampled, vocabulary]` as the model gives them, of this rank's share where the vocabulary is
-            split; and the sampled tokens, int32, NO_TOKEN for a decode row without a last token. Sampling ignores
-            min_p where the vocabulary is split, as that needs full rows.
+            split; and the sampled tokens, int32, NO_TOKEN for a decode row without a last token. They are sampled
+            with `CAPTURED` parameters, or `SHARED` ones.
         """
         for transport in self._transports.values():
             transport.check()
@@ -151,12 +151,12 @@ class StepGraphs:
         stream.finish()
         if shape.prompts:
             logits = self._logits[: shape.sampled].copy_(logits)
-        how = (rows.temperature, rows.seed, sampled.lengths, sampled.live)
-        if split is None:
-            best_tokens = candidates(logits, *how, table=sampled.rows, min_p=rows.min_p)[None]
-        else:
-            share = candidates(logits, *how, table=sampled.rows, first=split.share.start)
-            best_tokens = split.gather_best(best(share, sampled.live))[:, :, None]
+        first, names = (0, CAPTURED) if split is None else (split.share.start, SHARED)
+        how = {name: rows.parameters[name] for name in names}
+        places = dict(seed=rows.seed, position=sampled.lengths, live=sampled.live, table=sampled.rows)
+        best_tokens = candidates(logits, first=first, **how, **places)[None]
+        if split is not None:
+            best_tokens = split.gather_best(best(best_tokens[0], sampled.live))[:, :, None]
         state = rows.last_token, rows.length, self._tokens, rows.steps, self.token_ring.rows
         step_out(sampled.rows, sampled.live, sampled.decode_count, best_tokens, sampled.lengths, *state)
         return logits

@@ -66,9 +66,8 @@ class StepOutput:
             tokens = self._tokens.index_select(0, at).long().clamp(min=0)
             if of is not None:
                 at = on_device([of.index(i) for i in self._sampled_at], torch.int64, logits.device)
-            self._note(
-                logits.index_select(0, at), tokens, [asked[self._rows.sampled_rows[i]] for i in self._sampled_at]
-            )
+            counts = [asked[self._rows.sampled_rows[i]] for i in self._sampled_at]
+            self._note(logits.index_select(0, at), tokens, counts)
 
     def _note(self, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
         logprobs = torch.log_softmax(logits, dim=-1)

@@ -44,7 +44,7 @@ def warm_steps(
     world, steps = config.attn_dp, []
     for number, rows in enumerate(sizes(config.batch_tokens * world)):
         odd = number % 2 == 1
-        sampling = Sampling(1.0, 1.0, 0, 1, min_p=0.1 if odd or not split else 0.0)
+        sampling = Sampling(seed=1, min_p=0.1 if odd or not split else 0.0)
         counts = [rows // world + (group < rows % world) for group in range(world)]
         merged = merges_from if odd else lambda rows: None
         steps.append(Step(number, tuple(_rows(config, groups, longest, n, sampling, merged, odd) for n in counts)))

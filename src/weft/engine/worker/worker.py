@@ -47,6 +47,7 @@ from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_ove
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.rank_profiler import RankProfiler
 from weft.engine.worker.row_table import RowTable
+from weft.engine.worker.sampler import Sampler
 from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
 from weft.planner.chain import Counts
@@ -135,12 +136,15 @@ class Worker:
         self.groups = cache.groups()
         self.runner = make(self.groups)
         self.profiler = RankProfiler(self.runner)
-        self.table = RowTable(config.batch_sequences, self.runner.rules, config.interleave.span, device)
+        rules, span, vocabulary = self.runner.rules, config.interleave.span, self.runner.vocabulary
+        self.table = RowTable(config.batch_sequences, rules, span, device, vocabulary is not None)
+        self.sampler = Sampler(self.table, vocabulary)
         self.device_rows: DeviceRows | None = None
         self._last: Repeatable | None = None
         self._repeats = 0  # replays of it that neither the table nor the counts know yet
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
+            self.device_rows = self.sampler.state = DeviceRows(self.table, -(-tokens // span))
             self.warm_up(tokens, lambda done, total: send(Progress(self.rank, done, total, "compiling kernels")))
         if self.on_gpu and config.cuda_graphs:
             self.capture(tokens, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")))
@@ -148,6 +152,7 @@ class Worker:
     def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Captures the graphs of steps. Collective. longest: tokens of a sequence."""
         self.device_rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
+        self.sampler.state = self.device_rows if self.on_gpu else None
         self.runner.capture(self.device_rows, self.config.batch_tokens, progress)
 
     @torch.inference_mode()
@@ -186,31 +191,32 @@ class Worker:
             self.device_rows.stage(rows)
         else:
             self.table.forget_tokens(rows)
-        split = self.runner.vocabulary is not None
-        resampled: list[int] | None = None
+        beyond = self.sampler.beyond(rows)
         if shape is not None:
             logits, tokens = self.runner.replay(shape, rows, counts)
             self.table.advance(rows)
-            if resampled := self.table.rows_to_resample(rows, split):
-                logits = self.table.resample(rows, resampled, logits, tokens, self.runner.full_logits)
+            if beyond:
+                at = on_device(beyond, torch.int64, logits.device)
+                logits = self.runner.full_logits(logits.index_select(0, at))
+                self.sampler.sample(rows, logits, tokens=tokens, again=beyond)
         else:
             if self.device_rows:
                 self.device_rows.writes.flush()
-            full = not split or self.table.needs_full_logits(rows)
+            full = self.runner.vocabulary is None or bool(beyond) or any(chunk.score for chunk in rows.chunks)
             logits = self.runner.forward(self.table.batch(rows), counts, full)
             self.table.advance(rows)
             if self.device_rows:
                 self.device_rows.ran(self.table, rows)
-            tokens = self.table.sample(rows, sampled_logits(rows, logits), None if full else self.runner.vocabulary)
-        read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not resampled else None
+            tokens = self.sampler.sample(rows, sampled_logits(rows, logits), full)
+        read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not beyond else None
         output = StepOutput(rows, tokens, read_tokens)
         if self._leads:
             output.note_prompt_logprobs(logits)
-            output.note_logprobs(sampled_logits(rows, logits), resampled)
+            output.note_logprobs(sampled_logits(rows, logits), None if shape is None else beyond)
         output.copy()
         plan = self.runner.plan_checksum(counts, shape)
         self._last = None
-        if shape is not None and not (shape.prompts or resampled or rows.adjust):
+        if shape is not None and not (shape.prompts or beyond):
             again = tuple(GroupRows(group.decode_rows) for group in step.groups)
             self._last = Repeatable(again, counts, shape, tokens, plan)
         scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]

@@ -29,7 +29,7 @@ BUDGETS = {"library": 10_026, "engine": 22_300, "serve": 8_790, "bench": 10_151}
 TWINS = """
 Agent Arguments Backend Call Calls Case Choice Combine Counts Graph Head Host InputMessage Job Join Kernel Kind Layer
 Load Meeting Message Norm Options OutputFormat Parts Plan Progress Prompt Prompts Report Request RotaryTable
-Routing Row Rule Server Shape Split Start Step Stored Stream Timing Window Work
+Routing Row Rule Server Shape Split Start Stored Stream Timing Window Work
 """
 KNOWN_TWINS = set(TWINS.split())
 

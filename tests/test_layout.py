@@ -155,7 +155,7 @@ def test_models_hold_no_communication(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["planner/plan", "planner/search", "planner/plan_step", "planner/edges", "planner/chain", "stream/stream"]
+    "name", ["planner/plan", "planner/search", "planner/op", "planner/edges", "planner/chain", "stream/stream"]
 )
 def test_the_plan_knows_no_block(name: str) -> None:
     """What a block settles is a row of the table of recipes: plan and stream name no experts, attention or head."""

@@ -38,8 +38,8 @@ from weft.engine.output.request_output import RequestOutput
 from weft.engine.worker.open_transports import cost_model
 from weft.engine.worker.planning import plan_model, sharded_context
 from weft.planner.dcp import ShardedContext
+from weft.planner.prices import BlockPrices, Recipes
 from weft.planner.recipes import Merge, Prompt
-from weft.planner.settlements import Recipes, Settlements
 from weft.tune.host import describe_host
 
 
@@ -95,7 +95,7 @@ def serve(engine: Engine, clients: int, requests: int, prompt: int, answer: int,
     }
 
 
-def planned(config: EngineConfig) -> tuple[ShardedContext, Settlements] | None:
+def planned(config: EngineConfig) -> tuple[ShardedContext, BlockPrices] | None:
     """What the plan of a configuration that has run weighs; None without dcp."""
     mesh, model, dtype, table = config.mesh, config.read_model(), dtype_of(config), cost_model(config)
     if mesh.dcp == 1:
@@ -104,7 +104,7 @@ def planned(config: EngineConfig) -> tuple[ShardedContext, Settlements] | None:
     recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
     planner = plan_model(model, mesh, dtype, offers, recipes=recipes)
     context = sharded_context(model, mesh, dtype, planner.chain)
-    return None if context is None else (context, planner.settlements)
+    return None if context is None else (context, planner.blocks)
 
 
 def against_plan(config: EngineConfig, itl: dict[tuple[int, int, int], float]) -> list[dict[str, Any]]:
@@ -115,13 +115,13 @@ def against_plan(config: EngineConfig, itl: dict[tuple[int, int, int], float]) -
     rows: list[dict[str, Any]] = []
     if (found := planned(config)) is None:
         return rows
-    (sharded, settlements), dcp = found, config.dcp
+    (sharded, prices), dcp = found, config.dcp
     longer: dict[int, list[tuple[int, float]]] = {}
     for (n, batch, context), ms in sorted(itl.items()):
         if n != dcp or (1, batch, context) not in itl:
             continue
         without = itl[1, batch, context]
-        predicted = sharded.exchange_us(batch, settlements) - sharded.saved_us(settlements) * batch * context
+        predicted = sharded.exchange_us(batch, prices) - sharded.saved_us(prices) * batch * context
         longer.setdefault(batch, []).append((context, ms - without))
         of = {"dcp": dcp, "batch": batch, "context": context, "itl_ms": {"dcp 1": without, f"dcp {dcp}": ms}}
         share = {"longer_by": ms / without - 1, "predicted_longer_by": predicted / 1e3 / without}
@@ -129,7 +129,7 @@ def against_plan(config: EngineConfig, itl: dict[tuple[int, int, int], float]) -
     for batch, lengths in longer.items():
         (near, more), (far, less) = lengths[0], lengths[-1]
         row: dict[str, Any] = {"dcp": dcp, "batch": batch, "between": [near, far]}
-        row["predicted_pays_from"] = sharded.pays_from(batch, settlements)
+        row["predicted_pays_from"] = sharded.pays_from(batch, prices)
         if more > less:
             row["pays_from"] = near + (far - near) * more / (more - less)
             row["of"] = row["predicted_pays_from"] / row["pays_from"]

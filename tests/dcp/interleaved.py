@@ -21,12 +21,12 @@ from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent
 from weft.planner.cost import costs
 from weft.planner.exchange import Exchange, input_rows, result_rows
+from weft.planner.prices import BlockPrices, Recipes
 from weft.planner.recipes import Merge, Prompt
-from weft.planner.settlements import Recipes, Settlements
 from weft.planner.spec import Mesh
+from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.group import context_group
 from weft.stream.interleave import Interleave
-from weft.stream.settler import Settler
 
 Make = Callable[[KVCache], SDPA]
 
@@ -88,8 +88,8 @@ def sharded(
     mesh = Mesh(1, interleave.ranks, 1, interleave.ranks, interleave.ranks)
     transport = LiveReference(transport) if live else transport
     found = offer_of(transport.entry, mesh, costs("cpu").of("reference", interleave.ranks))
-    settlements = Settlements(mesh, [replace(found, max_bytes=max_bytes)], recipes)
-    group = context_group(interleave, Settler(mesh, transport.rank, {"reference": transport}, settlements))
+    prices = BlockPrices(mesh, [replace(found, max_bytes=max_bytes)], recipes)
+    group = context_group(interleave, BlockExchanges(mesh, transport.rank, {"reference": transport}, prices))
     assert group is not None
     return ContextParallel(make(local_cache(case, interleave, transport.rank)), group)
 

@@ -72,7 +72,7 @@ def test_greedy_tokens_are_transformers(shapes: Any, shape: str, executor: str, 
             [sum(s.count for s in found if s.group == "dcp" and s.step.startswith(what)) for found in (ran, naive)]
             for what in ("queries", "outputs", "")
         )
-        assert every[0] == every[1] and merges[0] == merges[1], "the naive plan settles the same, as often"
+        assert every[0] == every[1] and merges[0] == merges[1], "the naive plan exchanges the same, as often"
         replicates = layout.get("dcp_query") == "replicate"
         assert merges[0] > 0 and queries[0] == (0 if replicates else merges[0]), "gathered unless each rank makes all"
         if layout.get("dcp_prefill") == "merge":

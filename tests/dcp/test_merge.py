@@ -21,10 +21,11 @@ from weft.comm.transport import CommError, Transport, offer_of
 from weft.kernels.torch_reference import merge_weights, softmax_merge
 from weft.planner.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.planner.exchange import merge_scatterv
+from weft.planner.op import BlockOp
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Merge
-from weft.planner.settlements import Settled, Settlements
 from weft.planner.spec import LayoutError, Mesh
-from weft.stream.settler import Settler, TraceSettler, a2a, ag_rs
+from weft.stream.block_exchanges import BlockExchanges, TraceExchanges, a2a, ag_rs
 from weft.tune.cpu_costs import merges_to_price
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -158,15 +159,15 @@ def test_what_cannot_be_merged_is_refused() -> None:
 
 def merge_by(transport: Transport, mesh: Mesh, option: str) -> tuple[Tensor, Tensor]:
     offer = offer_of(transport.entry, mesh, PRESETS["cpu-shm"])
-    settlements = Settlements(mesh, [offer], {Merge: option})
-    merge = partial(Settler(mesh, transport.rank, {transport.entry.name: transport}, settlements).merge, "dcp")
+    prices = BlockPrices(mesh, [offer], {Merge: option})
+    merge = partial(BlockExchanges(mesh, transport.rank, {transport.entry.name: transport}, prices).merge, "dcp")
     shards = shards_of([30, 1, 8], mesh.dcp, 2 * mesh.dcp, 16)
     at = transport.rank % mesh.dcp
     got = merge(shards.outs[at], shards.lses[at])
     check(got, (own(shards.out, mesh.dcp, at), own(shards.lse, mesh.dcp, at)), option)
     none = merge(shards.outs[at, :0], shards.lses[at, :0])
     assert none[0].shape == (0, 2, 16) and none[1].shape == (0, 2)
-    plan = settlements.plan(Merge(2 * mesh.dcp, 16, 4), "dcp", 3)
+    plan = prices.plan(Merge(2 * mesh.dcp, 16, 4), "dcp", 3)
     assert plan.recipe.name == (option if option != "auto" else "fused")
     with pytest.raises(CommError, match="3 heads do not divide over a group of 2 ranks"):
         merge(shards.outs[at, :0, :3], shards.lses[at, :0, :3])
@@ -186,9 +187,9 @@ def offered(name: str, kinds: frozenset[str], us: float, gb_s: float, max_bytes:
     return Offer(name, kinds, frozenset(), AlphaBeta(name, us, 0.0, gb_s, 1.0, 1000.0), max_bytes)
 
 
-def plan_merge(merge: Merge, ranks: int, tokens: int, offers: list[Offer], recipe: str = "auto") -> Settled:
+def plan_merge(merge: Merge, ranks: int, tokens: int, offers: list[Offer], recipe: str = "auto") -> BlockOp:
     mesh = Mesh(1, ranks, ranks, 1, dcp=ranks)
-    return Settlements(mesh, offers, {Merge: recipe}).cheapest(merge, "dcp", tokens)
+    return BlockPrices(mesh, offers, {Merge: recipe}).cheapest(merge, "dcp", tokens)
 
 
 def test_the_fastest_recipe_is_planned() -> None:
@@ -236,9 +237,9 @@ def test_each_of_several_calls_has_its_own_live_tokens() -> None:
     merge = Merge(4, 8, 4)
     offer = offered("small", ALL, 1.0, 10.0, merge.bytes(3, 2))
     mesh, transport = Mesh(1, 2, 2, 1, dcp=2), Fused()
-    settler = Settler(mesh, 0, {"small": transport}, Settlements(mesh, [offer], {Merge: "fused"}))  # type: ignore[dict-item]
+    exchanges = BlockExchanges(mesh, 0, {"small": transport}, BlockPrices(mesh, [offer], {Merge: "fused"}))  # type: ignore[dict-item]
     out, lse = torch.randn(8, 4, 8), torch.randn(8, 4)
-    own, total = settler.merge("dcp", out, lse, torch.tensor([5], dtype=torch.int32))
+    own, total = exchanges.merge("dcp", out, lse, torch.tensor([5], dtype=torch.int32))
     assert told == [3, 2, 0] and torch.equal(own, out[:, :2]) and torch.equal(total, lse[:, :2])
 
 
@@ -256,12 +257,12 @@ def test_a_recipe_that_is_asked_for_need_not_have_been_measured() -> None:
 
 
 def test_a_trace_counts_merges_by_shape() -> None:
-    trace = TraceSettler(Mesh(1, 2, 2, 1, dcp=2))
+    trace = TraceExchanges(Mesh(1, 2, 2, 1, dcp=2))
     given = torch.empty(0, 8, 16, dtype=torch.bfloat16, device="meta"), torch.empty(0, 8, device="meta")
     for _ in range(3):
         out, lse = trace.merge("dcp", *given)
         assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
-    assert [settlement.value for settlement in trace.found] == [Merge(8, 16, 2)] * 3
+    assert [inside.value for inside in trace.found] == [Merge(8, 16, 2)] * 3
 
 
 def priced(transport: Transport, mesh: Mesh) -> list[tuple[str, float]]:

@@ -35,12 +35,12 @@ from weft.engine.worker.graph_inputs import PromptInputs, Shape, captures_prompt
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.worker import Worker
 from weft.planner.cost import costs
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Prompt
-from weft.planner.settlements import Settlements
 from weft.planner.spec import Mesh, Rows
+from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.group import context_group
 from weft.stream.interleave import Interleave
-from weft.stream.settler import Settler
 from weft.stream.step_rows import PaddedRows
 from weft.stream.stream import Stream
 
@@ -75,7 +75,7 @@ def test_which_prompts_are_captured() -> None:
 
     def caches(*specs: Spec, backend: type[SDPA] = SDPA, dcp: int = 1) -> Caches:
         mesh = Mesh(1, dcp, 1, dcp, dcp)
-        group = context_group(Interleave(dcp, 4, 4), Settler(mesh, 0, {}, Settlements(mesh, [])))
+        group = context_group(Interleave(dcp, 4, 4), BlockExchanges(mesh, 0, {}, BlockPrices(mesh, [])))
         groups = [CacheGroup(r, 1) for r in dict.fromkeys(map(rule, specs))]
         layers = {str(i): spec for i, spec in enumerate(specs)}
         return Caches(layers, groups, 4 * dcp, torch.float32, "cpu", backend, group)

@@ -23,8 +23,8 @@ from weft.engine.worker.memory import GIB, CacheNeed, Memory, check_weights, mea
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.worker import failure
 from weft.kernels.float8 import FLOAT8
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Prompt
-from weft.planner.settlements import Settlements
 from weft.planner.spec import LayoutError, Mesh
 from weft.stream.group import ContextGroup
 
@@ -159,15 +159,15 @@ def test_merged_prompts_are_measured_where_there_may_be_some(
     sizes = dict(page_size=4, max_batch_tokens=16, max_running=6, attn_tp=2, ep=2, dcp=2, max_model_len=most)
     made = EngineConfig(tmp_path, load_format="dummy", **sizes)
     model, seen = made.read_model(), list[tuple[int, str | None]]()
-    find = Settlements._find
+    find = BlockPrices._find
 
-    def pretended(self: Settlements, value: Any, group: str, rows: int) -> Any:
+    def pretended(self: BlockPrices, value: Any, group: str, rows: int) -> Any:
         if not isinstance(value, Prompt):
             return find(self, value, group, rows)
         name = "merge" if value.seen >= 23 else "gather"
         return next(plan for plan in self.options(value, group, rows) if plan.recipe.name == name)
 
-    monkeypatch.setattr(Settlements, "_find", pretended)
+    monkeypatch.setattr(BlockPrices, "_find", pretended)
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name, value in (("memory_allocated", 0), ("max_memory_allocated", 9), ("mem_get_info", (300, 400))):

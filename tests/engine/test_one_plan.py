@@ -28,14 +28,15 @@ from weft.engine.worker.step_output import sampled_logits
 from weft.engine.worker.worker import Worker
 from weft.planner.cost import PRESETS, AlphaBeta, Offer
 from weft.planner.experts import Dispatch, Permute
+from weft.planner.op import BlockOp
 from weft.planner.plan import Plan, Planner
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import RECIPES, Merge, Recipe
-from weft.planner.settlements import Settled, Settlements
 from weft.planner.show import plan_dict
 from weft.planner.spec import Mesh, PlacementError
-from weft.stream import settler as settle
+from weft.stream import block_exchanges
+from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.dispatch import Exchanging, all_to_allv
-from weft.stream.settler import Settler
 from weft.stream.step_rows import StepRows
 
 ASKED = [[5, 17, 40], [9, 2, 33, 21, 8]]
@@ -69,7 +70,7 @@ def test_one_list_has_every_op_in_the_order_of_a_step(model: Path) -> None:
 
 def test_a_plan_costs_what_its_ops_cost(model: Path) -> None:
     plan = plan_of(model, Mesh(2, 4, 8, 1, dcp=2))
-    inside = [settled.us for read in plan.reads for of, settled in read.settlements() if not of.asked]
+    inside = [op.us for read in plan.reads for op in read.inside if not op.asked]
     steps = [step.us for read in plan.reads for step in read.steps]
     assert plan.us == pytest.approx(sum(steps) + sum(inside)) and min(inside) > 0
     assert plan.us == pytest.approx(sum(read.us for read in plan.reads))
@@ -81,12 +82,12 @@ def altered(plan: Plan, at: int) -> Plan:
     numbers = itertools.count()
 
     def other(op: Any) -> Any:
-        if isinstance(op, Settled) and op.parts:
+        if isinstance(op, BlockOp) and op.parts:
             return replace(op, parts=tuple(map(other, op.parts)))
         return replace(op, transport="another") if op.kinds and next(numbers) == at else op
 
     for read in plan.reads:
-        reads.append(replace(read, steps=tuple(map(other, read.steps)), settled=tuple(map(other, read.settled))))
+        reads.append(replace(read, steps=tuple(map(other, read.steps)), inside=tuple(map(other, read.inside))))
     assert at < next(numbers) and changed.transport != "another"
     return replace(plan, reads=tuple(reads))
 
@@ -100,7 +101,7 @@ def test_every_op_counts_in_the_checksum(model: Path) -> None:
     merged = [
         replace(
             read,
-            settled=tuple(replace(s, recipe=ag_rs) if isinstance(s.value, Merge) else s for s in read.settled),
+            inside=tuple(replace(s, recipe=ag_rs) if isinstance(s.value, Merge) else s for s in read.inside),
         )
         for read in plan.reads
     ]
@@ -163,7 +164,7 @@ def differ(worker: Worker, what: str, captured: bool) -> None:
             next(
                 at
                 for at, (_, op) in enumerate(found.ops())
-                if (not isinstance(op, Settled) if of_stream else str(op).startswith(what))
+                if (not isinstance(op, BlockOp) if of_stream else str(op).startswith(what))
             ),
         )
 
@@ -221,7 +222,7 @@ def test_ranks_with_calls_of_other_rows_differ(model: Path) -> None:
     """One runs more collectives than the other, of the same op by the same transport; so does one with other rows."""
     plan = plan_of(model, Mesh(1, 2, 2, 1, dcp=2))
     [first, *others] = plan.reads
-    split = replace(first, settled=tuple(replace(settled, each=1) for settled in first.settled))
+    split = replace(first, inside=tuple(replace(op, each=1) for op in first.inside))
     assert replace(plan, reads=(split, *others)).checksum() != plan.checksum()
     assert replace(plan, counts=(8,)).checksum() != plan.checksum()
 
@@ -230,20 +231,20 @@ def test_a_recipe_is_added_by_one_registration(model: Path, monkeypatch: pytest.
     """A row of the planner's table, and what carries it out: plans take it, reports name it, tokens are the same."""
     toy = Recipe("toy", lambda value, ranks, rows: [("merge_scatterv", 0.0)], lambda value, ranks, rows: [])
     monkeypatch.setitem(RECIPES, Merge, (*RECIPES[Merge], toy))
-    monkeypatch.setitem(settle.MERGES, "toy", settle.fused)
+    monkeypatch.setitem(block_exchanges.MERGES, "toy", block_exchanges.fused)
     mesh = Mesh(1, 2, 2, 1, dcp=2)
-    settlements = Settlements(mesh, [OFFER], {Merge: "auto"})
-    assert settlements.plan(Merge(4, 16, 4), "dcp", 8).recipe.name == "toy", "it moves nothing, so it costs least"
+    prices = BlockPrices(mesh, [OFFER], {Merge: "auto"})
+    assert prices.plan(Merge(4, 16, 4), "dcp", 8).recipe.name == "toy", "it moves nothing, so it costs least"
 
     def rank_main(transport: ReferenceTransport) -> dict[Any, Any]:
-        settler = Settler(mesh, transport.rank, {"reference": transport}, settlements)
-        settler.site = "layers.0.norm"
-        settler.merge("dcp", torch.ones(3, 4, 16), torch.zeros(3, 4))
-        return settler.ran
+        exchanges = BlockExchanges(mesh, transport.rank, {"reference": transport}, prices)
+        exchanges.site = "layers.0.norm"
+        exchanges.merge("dcp", torch.ones(3, 4, 16), torch.zeros(3, 4))
+        return exchanges.ran
 
     for ran in run_world(2, rank_main):
-        [((site, settled), (calls, *_))] = ran.items()
-        assert (site, str(settled), calls) == ("layers.0.norm", "outputs: toy: merge_scatterv dcp · reference", 1)
+        [((site, op), (calls, *_))] = ran.items()
+        assert (site, str(op), calls) == ("layers.0.norm", "outputs: toy: merge_scatterv dcp · reference", 1)
     found = []
     for exchange in ("auto", "fused"):
         with Engine(config(model, attn_tp=2, ep=2, dcp=2, dcp_exchange=exchange)) as engine:
@@ -272,7 +273,7 @@ def test_a_recipe_of_a_dispatch_is_added_by_one_registration(model: Path, monkey
     for toy in (False, True):
         if toy:
             monkeypatch.setitem(RECIPES, Dispatch, (*RECIPES[Dispatch], Recipe("toy", parts=parts)))
-            monkeypatch.setitem(settle.DISPATCHES, "toy", run)
+            monkeypatch.setitem(block_exchanges.DISPATCHES, "toy", run)
         with Engine(config(model, attn_tp=2, ep=2, moe_exchange="dispatch")) as engine:
             tokens = [result.token_ids for result in engine.generate(ASKED, GREEDY)]
             found.append((tokens, {s.step: s.bytes for s in engine.comm_report()[0] if "all_to_allv" in s.step}))
@@ -286,13 +287,13 @@ def test_a_block_that_dispatches_otherwise_than_it_was_traced_is_found(model: Pa
     planned = plan_model(replace(load_config(model, registry(())), experts="dispatch"), mesh, torch.float32, [OFFER])
 
     def rank_main(transport: ReferenceTransport) -> str:
-        settler = Settler(mesh, transport.rank, {"reference": transport}, planned.settlements)
+        exchanges = BlockExchanges(mesh, transport.rank, {"reference": transport}, planned.blocks)
         plan, x = planned.plan((2, 1)), torch.ones(2, 64)
-        settler.begin(plan.counts, StepRows(mesh, transport.rank, (2, 1)), None)
-        [read, *_] = [read for read in plan.reads if read.settled]
-        settler.serve(read)
+        exchanges.begin(plan.counts, StepRows(mesh, transport.rank, (2, 1)), None)
+        [read, *_] = [read for read in plan.reads if read.inside]
+        exchanges.serve(read)
         with pytest.raises(PlacementError) as found:
-            settler.dispatch(x, torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int64), 4, lambda x, *_: x)
+            exchanges.dispatch(x, torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.int64), 4, lambda x, *_: x)
         return str(found.value)
 
     said = run_world(2, rank_main)
@@ -320,7 +321,7 @@ def test_the_naive_plan_merges_by_ag_rs(model: Path) -> None:
     assert found["naive", "ran"] == found["naive", "beside"] and tokens[0] == tokens[1]
 
 
-def test_plan_json_has_settlements_in_their_places(model: Path) -> None:
+def test_plan_json_has_the_ops_of_blocks_in_their_places(model: Path) -> None:
     read = replace(load_config(model, registry(())), split_vocabulary=True)
     planner = plan_model(read, Mesh(1, 2, 2, 1, dcp=2), read.dtype, [OFFER])
     reads = plan_dict(planner, (4,))["plan"]["reads"]
@@ -329,7 +330,7 @@ def test_plan_json_has_settlements_in_their_places(model: Path) -> None:
     assert [step["asked"] for step in reads[-1]["steps"][-2:]] == [False, True]
 
 
-def test_groups_with_fewer_rows_settle_as_the_plan_does(model: Path) -> None:
+def test_groups_with_fewer_rows_exchange_as_the_plan_does(model: Path) -> None:
     """A plan is made for the fullest DP group: its recipes run in all of them, not the cheapest for each one's rows."""
     mesh = Mesh(2, 2, 4, 1, dcp=2)
     few = AlphaBeta("few", alpha_us=1.0, hop_us=0.0, gb_s=0.1, launch_us=1.0, mem_gb_s=1e6)
@@ -339,23 +340,25 @@ def test_groups_with_fewer_rows_settle_as_the_plan_does(model: Path) -> None:
     planner = plan_model(read, mesh, read.dtype, offers)
     tokens = 1 << 14
     plan = planner.plan((tokens, 1))
-    attention = next(r for r in plan.reads if any(isinstance(s.value, Merge) for s in r.settled))
-    [merge] = [s for s in attention.settled if isinstance(s.value, Merge)]
-    alone = planner.settlements.plan(merge.value, "dcp", 1)
+    attention = next(r for r in plan.reads if any(isinstance(s.value, Merge) for s in r.inside))
+    [merge] = [s for s in attention.inside if isinstance(s.value, Merge)]
+    alone = planner.blocks.plan(merge.value, "dcp", 1)
     assert (alone.transport, alone.recipe.name) != (merge.transport, merge.recipe.name), "otherwise nothing is tested"
 
     def rank_main(transport: ReferenceTransport) -> dict[Any, Any]:
-        settler = Settler(mesh, transport.rank, {"reference": transport, "other": transport}, planner.settlements)
-        settler.begin(plan.counts, StepRows(mesh, transport.rank, (3, 1)), None)
-        settler.serve(attention)
+        exchanges = BlockExchanges(mesh, transport.rank, {"reference": transport, "other": transport}, planner.blocks)
+        exchanges.begin(plan.counts, StepRows(mesh, transport.rank, (3, 1)), None)
+        exchanges.serve(attention)
         rows = (3, 1)[mesh.group_of(transport.rank)]
         value = merge.value
         assert isinstance(value, Merge)
-        settler.merge("dcp", torch.ones(rows, value.heads, value.dim, dtype=read.dtype), torch.zeros(rows, value.heads))
-        return settler.ran
+        exchanges.merge(
+            "dcp", torch.ones(rows, value.heads, value.dim, dtype=read.dtype), torch.zeros(rows, value.heads)
+        )
+        return exchanges.ran
 
     for ran in run_world(4, rank_main):
-        assert [settled for _, settled in ran] == [merge]
+        assert [op for _, op in ran] == [merge]
 
 
 def test_plan_json_has_a_dispatch_in_its_place(model: Path) -> None:

@@ -15,8 +15,8 @@ from weft.planner.chain import Chain, Read
 from weft.planner.cost import Offer, costs
 from weft.planner.edges import legal_edges
 from weft.planner.experts import Dispatch
+from weft.planner.op import BlockValue
 from weft.planner.plan import Planner
-from weft.planner.settlements import Settlement
 from weft.planner.spec import Mesh, Rows
 from weft.stream import stats as stats_module
 from weft.stream.stats import Stats, StepTimes, step_key
@@ -146,7 +146,7 @@ def test_each_exchange_is_timed_once_with_full_tensors(live: bool) -> None:
 def test_rows_sent_to_experts_are_timed_as_many_as_are_expected() -> None:
     """Of six own rows a rank: with one expert a row, half of them go to each of two ranks."""
     own = MESH.placement(Rows.OWN)
-    reads = (Read("norm", own, (own,), (Settlement(Dispatch.on(MESH, 8, 1, row_bytes=16), "world"),)),)
+    reads = (Read("norm", own, (own,), (BlockValue(Dispatch.on(MESH, 8, 1, row_bytes=16), "world"),)),)
     offers = [Offer("peer", KINDS | {"all_to_allv"}, frozenset(), costs("h100-nvlink").of("peer", 2))]
     made, given = Planner(MESH, Chain(reads, 8, 2), offers), []
 

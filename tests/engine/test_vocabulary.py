@@ -18,9 +18,9 @@ from weft.engine.messages.request import SamplingParams
 from weft.engine.models.layers import vocabulary_share
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.planner.cost import costs
-from weft.planner.settlements import Settlements
+from weft.planner.prices import BlockPrices
 from weft.planner.spec import LayoutError, Mesh
-from weft.stream.settler import Settler
+from weft.stream.block_exchanges import BlockExchanges
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("planned_once")
 def split(transport: Transport, mesh: Mesh, vocabulary: int) -> SplitVocabulary:
     name = transport.entry.name
     offer = offer_of(transport.entry, mesh, costs("cpu").of(name, mesh.world))
-    settler = Settler(mesh, transport.rank, {name: transport}, Settlements(mesh, [offer]))
-    return SplitVocabulary(vocabulary, mesh, transport.rank, settler)
+    exchanges = BlockExchanges(mesh, transport.rank, {name: transport}, BlockPrices(mesh, [offer]))
+    return SplitVocabulary(vocabulary, mesh, transport.rank, exchanges)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(1, 4, 4, 1), Mesh(2, 2, 2, 2)], ids=str)

@@ -15,10 +15,10 @@ from dcp.shards import Shards, check, own, shards_of
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import CommError, offer_of
 from weft.planner.cost import PRESETS
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Merge
-from weft.planner.settlements import Settlements
 from weft.planner.spec import Mesh
-from weft.stream.settler import Settler, a2a, ag_rs
+from weft.stream.block_exchanges import BlockExchanges, a2a, ag_rs
 
 BF16 = torch.bfloat16
 Step = Callable[[], object]
@@ -119,9 +119,10 @@ def merge_in_pieces(transport: PeerTransport, mesh: Mesh, device: torch.device) 
         out, lse = given(shards, me, device)
         wanted = own(shards.out, n, me), own(shards.lse, n, me)
         for recipe in ("ag_rs", "a2a", "fused"):
-            settlements = Settlements(mesh, [offer], {Merge: recipe})
-            merge = partial(Settler(mesh, transport.rank, {transport.entry.name: transport}, settlements).merge, "dcp")
-            each = settlements.plan(Merge(2 * n, dim, dtype.itemsize), "dcp", tokens).each
+            prices = BlockPrices(mesh, [offer], {Merge: recipe})
+            transports = {transport.entry.name: transport}
+            merge = partial(BlockExchanges(mesh, transport.rank, transports, prices).merge, "dcp")
+            each = prices.plan(Merge(2 * n, dim, dtype.itemsize), "dcp", tokens).each
             assert 1 <= each < tokens, "one call takes all"
             got = merge(out, lse)
             check((got[0].cpu(), got[1].cpu()), wanted, f"{recipe} of heads of {dim}")

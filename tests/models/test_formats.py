@@ -33,8 +33,8 @@ from weft.kernels import float8
 from weft.planner import plan as plan_module
 from weft.planner.chain import Chain
 from weft.planner.cost import AlphaBeta, Costs
+from weft.planner.op import StreamOp
 from weft.planner.plan import Plan, Planner
-from weft.planner.plan_step import Step
 from weft.planner.row_formats import Float8, Format, Wire
 from weft.planner.spec import Mesh, PlacementError, Rows
 from weft.stream import formats
@@ -270,7 +270,7 @@ def test_a_rank_with_rows_in_another_format_is_found(tmp_path: Path, monkeypatch
         reads = [replace(read, steps=tuple(map(plain, read.steps))) for read in plan.reads]
         return replace(plan, reads=tuple(reads)).checksum()
 
-    def plain(step: Step) -> Step:
+    def plain(step: StreamOp) -> StreamOp:
         if step.edge is None or step.edge.src.wire is None:
             return step
         ends = (replace(end, wire=None) for end in (step.edge.src, step.edge.dst))

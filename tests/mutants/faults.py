@@ -145,8 +145,8 @@ ONCE_MISSED = [
     Fault(
         "forms that leave other deltas are taken for one",
         "planner/plan.py",
-        "(read.target, read.settles, read.wire, read.plain, after)",
-        "(read.target, read.settles, read.wire, read.plain)",
+        "(read.target, read.inside, read.wire, read.plain, after)",
+        "(read.target, read.inside, read.wire, read.plain)",
         (f"{EXHAUSTIVE}::test_no_choice_of_forms_is_cheaper",),
     ),
     Fault(
@@ -324,7 +324,7 @@ OWN = [
     ),
     Fault(
         "captured steps dispatch by any transport",
-        "planner/settlements.py",
+        "planner/prices.py",
         "counting = offer.live_sizes or not (recipe.live and self._captured)",
         "counting = True",
         (f"{EXPERTS}::test_captured_steps_dispatch_by_transports_that_take_counts_on_the_device",),
@@ -338,21 +338,21 @@ OWN = [
     ),
     Fault(
         "a block dispatches what the plan has not",
-        "stream/settler.py",
-        "if settled.value == what]",
-        "if type(settled.value) is type(what)]",
+        "stream/block_exchanges.py",
+        "if op.value == what]",
+        "if type(op.value) is type(what)]",
         ("tests/engine/test_one_plan.py::test_a_block_that_dispatches_otherwise_than_it_was_traced_is_found",),
     ),
     Fault(
         "a dispatch goes by one recipe",
-        "stream/settler.py",
+        "stream/block_exchanges.py",
         "DISPATCHES[found[0].recipe.name]",
         'DISPATCHES["all_to_allv"]',
         ("tests/engine/test_one_plan.py::test_a_recipe_of_a_dispatch_is_added_by_one_registration",),
     ),
     Fault(
         "exchanges of a dispatch are not timed",
-        "stream/settler.py",
+        "stream/block_exchanges.py",
         "with nullcontext() if self._times is None else self._times.timed(self._counts, self.site, op):",
         "with nullcontext():",
         ("tests/dcp/test_moves.py::test_of_dispatched_experts",),
@@ -380,9 +380,9 @@ OWN = [
     ),
     Fault(
         "a merge in several calls is priced as one",
-        "planner/settlements.py",
-        "us += times * sum(offer.cost.collective_us(",
-        "us += sum(offer.cost.collective_us(",
+        "planner/prices.py",
+        "us += times * self.calls_us(",
+        "us += self.calls_us(",
         ("tests/planner/test_recipes.py",),
     ),
     # the stream
@@ -477,7 +477,7 @@ OWN = [
     ),
     Fault(
         "parts of a merge in several calls are live as the whole",
-        "stream/settler.py",
+        "stream/block_exchanges.py",
         "(live - begin).clamp(0, plan.each)",
         "live.clamp(0, plan.each)",
         ("tests/dcp/test_merge.py::test_each_of_several_calls_has_its_own_live_tokens",),

@@ -17,8 +17,8 @@ from typing import Literal
 
 from weft.planner.chain import Chain, Read
 from weft.planner.cost import AlphaBeta, Network, Offer
+from weft.planner.op import NORMED, RESIDUAL, StreamOp
 from weft.planner.plan import Plan
-from weft.planner.plan_step import NORMED, RESIDUAL, Step
 from weft.planner.row_formats import Float8, Wire
 from weft.planner.spec import Mesh, Placement
 
@@ -435,7 +435,7 @@ def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> flo
     residual: Value | None = None
     us = 0.0
 
-    def hop(step: Step) -> Hop:
+    def hop(step: StreamOp) -> Hop:
         assert step.edge is not None
         ends = (w.value(step.edge.src), w.value(step.edge.dst))
         ranks = plan.mesh.size(step.edge.group) if step.edge.moves else 0

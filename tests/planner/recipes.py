@@ -1,9 +1,9 @@
-"""The cheapest way to settle what a block settles, by trying everything: an oracle that shares nothing with `settle`.
+"""The cheapest recipe for a value of a block, by trying everything: an oracle that shares nothing with `BlockPrices`.
 
 What each rank of a group holds is written down tensor by tensor: of whose heads, or whose rows, over whose keys. The
-steps are those of the table in the documentation (`weft.planner.settlements`): each is legal by what the ranks hold,
-and priced by the tensors that it takes and gives. Every sequence of steps on every transport that ends in what was
-asked for is tried. A format of rows would be one more form of a tensor here, and the steps that lead to it.
+steps are those of the table in the documentation (`weft.planner.recipes`): each is legal by what the ranks hold, and
+priced by the tensors that it takes and gives. Every sequence of steps on every transport that ends in what was asked
+for is tried. A format of rows would be one more form of a tensor here, and the steps that lead to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ranks = tuple[Held, ...]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is settled. begin: what the ranks hold; ends: whether that is what each is to hold.
+    """A value of a block. begin: what the ranks hold; ends: whether that is what each is to hold.
 
     row_bytes: of one row of a piece, by form. limit: for a number of rows, what the documentation says that no tensor
     of a call exceeds. relaid: what was gathered is copied once more, after all calls.

@@ -12,8 +12,8 @@ from support import small_config
 from e2e.here import weft_here
 from weft.planner.cost import AlphaBeta, Offer
 from weft.planner.dcp import KEYS_SHARE, LATENT_SHARE, ShardedContext
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Gather, Merge, Prompt
-from weft.planner.settlements import Settlements
 from weft.planner.spec import LayoutError, Mesh
 
 KINDS = frozenset(("all_gatherv", "merge_scatterv"))
@@ -21,7 +21,7 @@ KINDS = frozenset(("all_gatherv", "merge_scatterv"))
 COST = AlphaBeta("made up", alpha_us=10.0, hop_us=0.0, gb_s=1.0, launch_us=0.0, mem_gb_s=2.0)
 OFFER = Offer("made up", KINDS, frozenset(), COST)
 MESH = Mesh(1, 2, 2, 1, dcp=2)
-PRICED = Settlements(MESH, [OFFER])
+PRICED = BlockPrices(MESH, [OFFER])
 QUERIES = Gather("queries", 50, relaid=True)
 
 
@@ -42,11 +42,11 @@ def test_exchanges_and_reads_are_weighed() -> None:
 def test_what_only_the_device_counts_goes_by_transports_that_read_it_there() -> None:
     """The quickest does not; and of many rows a call takes as many as fit."""
     quick, able = replace(OFFER, live_sizes=False), replace(OFFER, transport="able", max_bytes=64 * 2 * 10)
-    settlements, live = Settlements(MESH, [quick, able]), replace(QUERIES, live=True)
-    assert settlements.cheapest(QUERIES, "dcp", 16).transport == "made up"
-    found = settlements.cheapest(live, "dcp", 16)
+    prices, live = BlockPrices(MESH, [quick, able]), replace(QUERIES, live=True)
+    assert prices.cheapest(QUERIES, "dcp", 16).transport == "made up"
+    found = prices.cheapest(live, "dcp", 16)
     assert (found.transport, found.each) == ("able", 10)
-    assert Settlements(MESH, [quick]).find(live, "dcp", 16) is None
+    assert BlockPrices(MESH, [quick]).find(live, "dcp", 16) is None
 
 
 def test_prompts_take_the_form_that_moves_less() -> None:
@@ -56,8 +56,8 @@ def test_prompts_take_the_form_that_moves_less() -> None:
     def us(value: Prompt) -> dict[str, float]:
         return {plan.recipe.name: plan.us for plan in PRICED.options(value, "dcp", 8)}
 
-    def taken(value: Prompt, settlements: Settlements = PRICED, rows: int = 8) -> str:
-        return settlements.cheapest(value, "dcp", rows).recipe.name
+    def taken(value: Prompt, prices: BlockPrices = PRICED, rows: int = 8) -> str:
+        return prices.cheapest(value, "dcp", rows).recipe.name
 
     # 100 tokens of 200 bytes come, and are copied before; or 8 rows of queries, copied for both, and 8 · 96 / 2 bytes.
     by_merge = 10 + 0.4 + 0.8 + 10 + 0.384
@@ -71,15 +71,15 @@ def test_prompts_take_the_form_that_moves_less() -> None:
         "copy cached tokens",
         "cached tokens: all_gatherv dcp",
     ]
-    untimed = Settlements(MESH, [Offer("one", frozenset({"all_gatherv"}), frozenset(), COST)])
+    untimed = BlockPrices(MESH, [Offer("one", frozenset({"all_gatherv"}), frozenset(), COST)])
     assert taken(asked, untimed) == "gather", "nothing merges here"
     for recipe in ("gather", "merge"):
-        forced = Settlements(MESH, [OFFER], {Prompt: recipe})
+        forced = BlockPrices(MESH, [OFFER], {Prompt: recipe})
         assert {taken(replace(asked, seen=n), forced) for n in (1, 20, 10000)} == {recipe}
     with pytest.raises(LayoutError, match=r"outputs of what prompts see for 8 rows .*one has no .* or merge_scatterv"):
-        taken(asked, Settlements(MESH, untimed.offers, {Prompt: "merge"}))
+        taken(asked, BlockPrices(MESH, untimed.offers, {Prompt: "merge"}))
     with pytest.raises(LayoutError, match="no recipe to prompt is called 'mix'; there are auto, gather, merge"):
-        Settlements(MESH, [OFFER], {Prompt: "mix"})
+        BlockPrices(MESH, [OFFER], {Prompt: "mix"})
     context = ShardedContext(2, [QUERIES, merge] * 3, {200: 3}, 600, 0)
     for rows in (1, 8, 100):
         cached = context.merges_from(rows, PRICED)
@@ -88,18 +88,18 @@ def test_prompts_take_the_form_that_moves_less() -> None:
             seen = -(-(n + rows) // 2)
             assert (taken(replace(asked, seen=seen), rows=rows) == "merge") == (n >= cached)
     assert context.merges_from(8, untimed) is None
-    assert context.merges_from(8, Settlements(MESH, [OFFER], {Prompt: "gather"})) is None
-    assert context.merges_from(8, Settlements(MESH, [OFFER], {Prompt: "merge"})) == 0
+    assert context.merges_from(8, BlockPrices(MESH, [OFFER], {Prompt: "gather"})) is None
+    assert context.merges_from(8, BlockPrices(MESH, [OFFER], {Prompt: "merge"})) == 0
 
 
 def test_a_transport_without_the_capacity_is_left_out() -> None:
     context = ShardedContext(2, [QUERIES], {}, 600, 0)
     small = Offer("small", KINDS, frozenset(), COST, max_bytes=99)
     with pytest.raises(LayoutError, match=r"small offer\(s\) settles queries for 1 rows over dcp=2 .*max_bytes=99"):
-        context.exchange_us(1, Settlements(MESH, [small]))
-    assert context.exchange_us(1, Settlements(MESH, [small, OFFER])) == pytest.approx(10.15)
+        context.exchange_us(1, BlockPrices(MESH, [small]))
+    assert context.exchange_us(1, BlockPrices(MESH, [small, OFFER])) == pytest.approx(10.15)
     some = replace(small, max_bytes=2 * 64 * 3)  # rows travel in units of 16 bytes
-    assert context.exchange_us(4, Settlements(MESH, [some])) == pytest.approx(2 * 10 + 4 * 0.05 + 4 * 0.1)
+    assert context.exchange_us(4, BlockPrices(MESH, [some])) == pytest.approx(2 * 10 + 4 * 0.05 + 4 * 0.1)
 
 
 def test_the_plan_says_it(tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
     assert (one, many) == ("1", "64") and int(many_from) < int(one_from)
     found = json.loads(weft_here(*ask, "--dcp", "2", "--json")[1])
     assert [f["dcp"]["pays_from"] for f in found] == [None, int(one_from), int(many_from)]
-    settled = [s for f in found for read in f["plan"]["reads"] for s in read["steps"] if s["op"] == "settle"]
-    assert {s["value"] for s in settled} == {"queries", "outputs"} and len(settled) == 3 * 2 * 3
-    assert all(s["bytes"] > 0 and s["transport"] in ("peer", "torchdist/nccl") for s in settled)
-    for s in settled:
+    inside = [s for f in found for read in f["plan"]["reads"] for s in read["steps"] if s["op"] == "settle"]
+    assert {s["value"] for s in inside} == {"queries", "outputs"} and len(inside) == 3 * 2 * 3
+    assert all(s["bytes"] > 0 and s["transport"] in ("peer", "torchdist/nccl") for s in inside)
+    for s in inside:
         recipe = f"{s['value']}: {s['recipe']}"
         assert recipe in out and s["group"] == "dcp"
     from_ = [f["dcp"]["prompt_merges_from"] for f in found]

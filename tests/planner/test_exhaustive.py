@@ -212,11 +212,13 @@ def free_epilogues(m: pytest.MonkeyPatch) -> None:
 
 
 def no_epilogue_priced(m: pytest.MonkeyPatch) -> None:
-    def priced(self: Planner, edge: Any, counts: Any) -> Any:
-        able = [o for o in self._able(edge, counts) if edge.kind in o.epilogues]
-        return self._price(edge, counts) if able else None
+    true = Planner._price
 
-    m.setattr(Planner, "_price_finish", priced)
+    def priced(self: Planner, edge: Any, counts: int, finish: bool = False) -> tuple[float, str]:
+        asked = true(self, edge, counts, finish)
+        return asked if asked[1] == "nobody" else true(self, edge, counts)
+
+    m.setattr(Planner, "_price", priced)
 
 
 def another_offers_local_steps(m: pytest.MonkeyPatch) -> None:
@@ -304,7 +306,9 @@ def rows_are_reordered_for_nothing(m: pytest.MonkeyPatch) -> None:
 
 def slices_are_always_views(m: pytest.MonkeyPatch) -> None:
     true = Planner._price
-    m.setattr(Planner, "_price", lambda self, e, counts: true(self, e, counts) if e.moves else (0.0, "local"))
+    m.setattr(
+        Planner, "_price", lambda self, e, *how, **more: true(self, e, *how, **more) if e.moves else (0.0, "local")
+    )
 
 
 def a_norm_after_a_sum_costs_as_any(m: pytest.MonkeyPatch) -> None:

@@ -16,25 +16,26 @@ from weft.planner.chain import Chain, Read
 from weft.planner.cost import PRESETS, AlphaBeta, Offer, Table
 from weft.planner.experts import RETURN, SEND, Dispatch
 from weft.planner.forms import forms_of, forms_text
+from weft.planner.op import BlockOp, BlockValue
 from weft.planner.plan import Plan, Planner, ReadPlan
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Merge
-from weft.planner.settlements import Settled, Settlement, Settlements
 from weft.planner.show import plan_text
 from weft.planner.spec import LayoutError, Mesh, Rows
 
 WITH_PERMUTE = EVERY | {"all_to_allv"}
 
 
-def routed(mesh: Mesh, row_bytes: int) -> Settlement:
-    return Settlement(Dispatch.on(mesh, 8, 2, row_bytes), "world")
+def routed(mesh: Mesh, row_bytes: int) -> BlockValue:
+    return BlockValue(Dispatch.on(mesh, 8, 2, row_bytes), "world")
 
 
 def dispatches(read: ReadPlan) -> bool:
-    return any(isinstance(settled.value, Dispatch) for settled in read.settled)
+    return any(isinstance(op.value, Dispatch) for op in read.inside)
 
 
-def exchanges(plan: Plan) -> list[Settled]:
-    return [op for _, op in plan.ops() if isinstance(op, Settled)]
+def exchanges(plan: Plan) -> list[BlockOp]:
+    return [op for _, op in plan.ops() if isinstance(op, BlockOp)]
 
 
 def decoder(mesh: Mesh, layers: int, width: int = 64, dense: frozenset[int] = frozenset()) -> Chain:
@@ -72,15 +73,19 @@ def test_bytes_are_those_of_the_rows_that_others_send() -> None:
     mesh, counts = Mesh(2, 2, 2, 2), (6, 2)  # ranks 0 and 1 have three rows each, 2 and 3 one
     value, group, _ = routed(mesh, 100).of(6)
     assert isinstance(value, Dispatch)
-    planned = Settlements(mesh, [offer()]).plan(value, group, 6)
-    ops = {op.value.what: op for op in planned.ops()}
+    planned = BlockPrices(mesh, [offer()]).plan(value, group, 6)
+    ops = {op.value.what: op for op in planned.steps() if op.kinds}
+
+    def received(name: str, counts: tuple[int, ...]) -> int:
+        return ops[name].moved(lambda *_: 0.0, counts)
+
     # Of the rows of three other ranks: the first two miss what they have themselves, 5 rows; the others 7, the most.
-    assert {name: op.received(counts) for name, op in ops.items()} == {
+    assert {name: received(name, counts) for name in ops} == {
         "counts": 3 * 4,
         SEND: int(7 * value.share * 116),
         RETURN: int(7 * value.share * 100),
     }
-    assert ops[RETURN].received((4, 4)) == int(6 * value.share * 100)
+    assert received(RETURN, (4, 4)) == int(6 * value.share * 100)
 
 
 sampled = st.builds(
@@ -113,7 +118,7 @@ def test_the_cheapest_of_every_choice_of_forms(mesh: Mesh, cost: AlphaBeta, toke
         best = min(best, Planner(mesh, Chain(tuple(reads), chain.width, 4), offers).plan(counts).us)
     plan = Planner(mesh, chain, offers).plan(counts)
     assert plan.us == pytest.approx(best)
-    assert plan.us == pytest.approx(sum(s.us for r in plan.reads for s in (*r.steps, *r.settled)))
+    assert plan.us == pytest.approx(sum(s.us for r in plan.reads for s in (*r.steps, *r.inside)))
     for read, after in itertools.pairwise(plan.reads):
         if read.read.site.endswith("experts"):  # what is added follows from the form
             dispatched = dispatches(read)
@@ -203,17 +208,16 @@ def test_forms_are_compared_by_the_recipes_that_were_asked_for() -> None:
     """And as steps run: attention's merge by a dear recipe is in what both forms take."""
     mesh = Mesh(2, 2, 4, 1, dcp=2)
     offers = [offer(kinds=WITH_PERMUTE | {"merge_scatterv"})]
-    merge = Settlement(Merge(heads=64, dim=128, element_bytes=2), "dcp")
+    merge = BlockValue(Merge(heads=64, dim=128, element_bytes=2), "dcp")
 
     def merging(reads: tuple[Read, ...]) -> tuple[Read, ...]:
-        return tuple(replace(r, settles=(merge,)) if r.site.endswith("attention") else r for r in reads)
+        return tuple(replace(r, inside=(merge,)) if r.site.endswith("attention") else r for r in reads)
 
     plain = decoder(mesh, 2)
     chain = replace(plain, reads=merging(plain.reads), others=(merging(plain.others[0]),))
     for slices_copy in (False, True):
         for recipe in ("auto", "ag_rs"):
-            asked = Settlements(mesh, offers, {Merge: recipe}, slices_copy)
-            planner = Planner(mesh, chain, offers, slices_copy=slices_copy, settlements=asked)
+            planner = Planner(mesh, chain, offers, slices_copy=slices_copy, recipes={Merge: recipe})
             forms, counts = forms_of(planner), (1 << 14,) * 2
             assert forms is not None
             plan = planner.plan(counts)

@@ -18,8 +18,8 @@ from weft.planner.axes import GROUP_NAMES
 from weft.planner.chain import Chain, Read
 from weft.planner.cost import PRESETS, AlphaBeta, Offer
 from weft.planner.edges import legal_edges, rows_received
+from weft.planner.op import NORMED, RESIDUAL
 from weft.planner.plan import Plan, Planner
-from weft.planner.plan_step import NORMED, RESIDUAL
 from weft.planner.spec import NAMED_ROWS, LayoutError, Mesh, Placement, PlacementError, Rows
 
 meshes = st.sampled_from(layouts(8))

@@ -1,4 +1,4 @@
-"""What blocks settle against every way that there is, on worlds of up to 6 ranks and 8 on hosts; and that it would be
+"""What blocks exchange against every way that there is, on worlds of up to 6 ranks and 8 on hosts; and that it would be
 found out.
 """
 
@@ -29,9 +29,10 @@ from weft.planner import recipes as table
 from weft.planner import vocabulary
 from weft.planner.chain import Chain, Read
 from weft.planner.cost import Offer
+from weft.planner.op import BlockOp, BlockValue
 from weft.planner.plan import Plan, Planner
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Gather, Merge, Recipe, Value
-from weft.planner.settlements import Settled, Settlement, Settlements
 from weft.planner.spec import LayoutError, Mesh, PlacementError, Rows
 
 SETTLES = frozenset({"all_gatherv", "reduce_scatterv", "all_to_allv", "merge_scatterv"})
@@ -82,16 +83,16 @@ class Problem:
         """The rows that it is planned for."""
         return next(n for n in (1 << i for i in range(10)) if n >= self.rows)
 
-    def settlement(self) -> Settlement:
+    def value(self) -> BlockValue:
         """As a traced model has it."""
         if self.what == "best tokens":
-            return Settlement(vocabulary.best_tokens(1), self.group, packed=True, spares=True)
+            return BlockValue(vocabulary.best_tokens(1), self.group, packed=True, spares=True)
         if self.what == "logits":
-            return Settlement(vocabulary.logit_rows(self.tokens, self.ranks), self.group, asked=True)
+            return BlockValue(vocabulary.logit_rows(self.tokens, self.ranks), self.group, asked=True)
         if self.what == "queries":
             row_bytes = self.heads * self.dim * self.element_bytes
-            return Settlement(Gather(self.what, row_bytes, relaid=True), self.group)
-        return Settlement(Merge(self.heads * self.ranks, self.dim, self.element_bytes), self.group)
+            return BlockValue(Gather(self.what, row_bytes, relaid=True), self.group)
+        return BlockValue(Merge(self.heads * self.ranks, self.dim, self.element_bytes), self.group)
 
     @cached_property
     def wanted(self) -> Wanted:
@@ -149,34 +150,32 @@ def a_problem(chance: Random) -> Problem:
     )
 
 
-def settlements_of(problem: Problem) -> Settlements:
-    return Settlements(problem.mesh, [m.offer() for m in problem.machines], {Merge: problem.recipe})
+def prices_of(problem: Problem) -> BlockPrices:
+    return BlockPrices(problem.mesh, [m.offer() for m in problem.machines], {Merge: problem.recipe})
 
 
 def check(problem: Problem) -> None:
     """The plan is a way that there is, takes what that takes, and none takes less; what is refused cannot be."""
     best = recipes.minimum(problem.options, RECIPES.get(problem.recipe))
-    asked = problem.settlement().of(problem.rows if problem.what != "best tokens" else problem.bucket)
+    asked = problem.value().of(problem.rows if problem.what != "best tokens" else problem.bucket)
     try:
-        settled = settlements_of(problem).plan(*asked)
+        op = prices_of(problem).plan(*asked)
     except LayoutError:
         assert best is None
         return
-    assert best is not None and settled.us == pytest.approx(best)
-    check_settled(settled, problem.options)
-    assert problem.recipe in ("auto", settled.recipe.name)
+    assert best is not None and op.us == pytest.approx(best)
+    check_op(op, problem.options)
+    assert problem.recipe in ("auto", op.recipe.name)
 
 
-def check_settled(settled: Settled, options: list[Priced]) -> None:
+def check_op(op: BlockOp, options: list[Priced]) -> None:
     """Its transport goes such a way, in as many calls of as many bytes, and in the time that it says."""
-    kinds = RECIPES.get(settled.recipe.name, ("all_gatherv",))
-    option = next(
-        (option for option in options if (option.kinds, option.transport) == (kinds, settled.transport)), None
-    )
+    kinds = RECIPES.get(op.recipe.name, ("all_gatherv",))
+    option = next((option for option in options if (option.kinds, option.transport) == (kinds, op.transport)), None)
     assert option is not None, "no such way is legal"
-    assert settled.us == pytest.approx(option.us) and settled.each == option.each
-    assert settled.calls(settled.rows, settled.rows) == list(option.calls)
-    assert settled.bytes == sum(size for _, size in option.calls)
+    assert op.us == pytest.approx(option.us) and op.each == option.each
+    assert op.calls(op.rows, op.rows) == list(option.calls)
+    assert op.bytes == sum(size for _, size in option.calls)
 
 
 @given(st.integers(0, 1 << 32))
@@ -202,19 +201,19 @@ def test_the_options_are_the_recipes_of_the_table() -> None:
 @pytest.mark.parametrize(
     "family, of_query, of_value", [("deepseek_v2", 6 + 4, 5), ("qwen2_moe", 4, 4), ("qwen3", 8, 8)]
 )
-def test_models_settle_what_problems_have(family: str, of_query: int, of_value: int, tmp_path: Path) -> None:
+def test_models_exchange_what_problems_have(family: str, of_query: int, of_value: int, tmp_path: Path) -> None:
     """Of eight heads a rank of four has two; queries are gathered and outputs merged in each of three layers."""
     small_config(family, 4).save_pretrained(tmp_path)
     config = replace(load_config(tmp_path, registry(())), split_vocabulary=True)
     mesh = Mesh(2, 4, 8, 1, dcp=2)
     wanted = [("queries", of_query), ("outputs", of_value)] * 3 + [("best tokens", 0), ("logits", 0)]
     problems = [Problem(mesh, what, 1, heads=2, dim=dim, element_bytes=2, tokens=61) for what, dim in wanted]
-    found = trace(config, mesh, torch.bfloat16).settlements
-    assert list(found) == [problem.settlement() for problem in problems]
+    found = trace(config, mesh, torch.bfloat16).inside
+    assert list(found) == [problem.value() for problem in problems]
 
 
 Model = tuple[Mesh, list[tuple[int, Problem]], list[Machine], int]
-"""What a model of two reads settles, each after which of them; transports, and rows of each DP group."""
+"""What a model of two reads exchanges inside, each after which of them; transports, and rows of each DP group."""
 
 
 def a_model(chance: Random) -> Model:
@@ -228,11 +227,11 @@ def a_model(chance: Random) -> Model:
 
 
 def check_model(model: Model) -> None:
-    """The plan of a step takes what its reads take, and what it settles in every step; it has all in its place."""
+    """A plan costs what its reads and the ops of every step inside blocks cost; it has all of them in their places."""
     mesh, asked, offered, tokens = model
     group, owing = mesh.placement(Rows.GROUP), mesh.placement(Rows.GROUP, "attn_tp")
-    settles = [tuple(problem.settlement() for at, problem in asked if at == read) for read in (0, 1)]
-    reads = (Read("first", group, (group,), settles[0]), Read("norm", group, (owing,), settles[1]))
+    inside = [tuple(problem.value() for at, problem in asked if at == read) for read in (0, 1)]
+    reads = (Read("first", group, (group,), inside[0]), Read("norm", group, (owing,), inside[1]))
     chain = Chain(reads, 6, 8)
     times, options = [minimum(mesh, chain, offered, tokens, False)], []
     for _, problem in asked:
@@ -247,30 +246,30 @@ def check_model(model: Model) -> None:
         assert sum(times) == math.inf
         return
     assert plan.us == pytest.approx(sum(times))
-    for settled, found in zip((s for read in plan.reads for s in read.settled), options, strict=True):
-        check_settled(settled, found)
-        assert settled.us == pytest.approx(recipes.minimum(found))
-    inside = [(site, op.value.what) for site, op in plan.ops() if isinstance(op, Settled)]
+    for op, found in zip((s for read in plan.reads for s in read.inside), options, strict=True):
+        check_op(op, found)
+        assert op.us == pytest.approx(recipes.minimum(found))
+    inside = [(site, op.value.what) for site, op in plan.ops() if isinstance(op, BlockOp)]
     assert inside == [(reads[read].site, problem.what) for read, problem in asked]
 
 
 def check_naive(plan: Plan, asked: list[tuple[int, Problem]], options: list[list[Priced]]) -> None:
     """Attention is merged by ag_rs, all logits are gathered in every step, and what nobody offers takes for ever."""
     times = []
-    settled = [each for read in plan.reads for each in read.settlements()]
+    inside = [op for read in plan.reads for op in read.inside]
     of_every_step = [(problem.what, found) for (_, problem), found in zip(asked, options, strict=True)]
     of_every_step = [(what, found) for what, found in of_every_step if what != "best tokens"]
-    for (settlement, each), (what, found) in zip(settled, of_every_step, strict=True):
+    for each, (what, found) in zip(inside, of_every_step, strict=True):
         best = recipes.minimum(found, RECIPES["ag_rs"] if what == "outputs" else ("all_gatherv",))
         times.append(math.inf if best is None else best)
-        assert (each.value.what, settlement.asked) == (what, False) and each.us == pytest.approx(times[-1])
+        assert (each.value.what, each.asked) == (what, False) and each.us == pytest.approx(times[-1])
         assert (each.transport == "nobody") == (best is None) and each.recipe.name in ("ag_rs", "all_gatherv")
     assert plan.us == pytest.approx(sum(step.us for read in plan.reads for step in read.steps) + sum(times))
 
 
 @given(st.integers(0, 1 << 32))
 @settings(max_examples=60, deadline=None)
-def test_no_plan_of_a_step_that_settles_is_cheaper(seed: int) -> None:
+def test_no_plan_of_a_step_that_exchanges_inside_is_cheaper(seed: int) -> None:
     check_model(a_model(Random(seed)))
 
 
@@ -304,12 +303,12 @@ def kernels_changed(change: Callable[[list[float]], list[float]]) -> Any:
 
 def offers_changed(change: Callable[[Offer], Offer]) -> Plant:
     def plant(m: pytest.MonkeyPatch) -> None:
-        true = Settlements.__init__
+        true = BlockPrices.__init__
 
-        def init(self: Settlements, mesh: Mesh, offers: Any, *more: Any, **named: Any) -> None:
+        def init(self: BlockPrices, mesh: Mesh, offers: Any, *more: Any, **named: Any) -> None:
             true(self, mesh, [change(offer) for offer in offers], *more, **named)
 
-        m.setattr(Settlements, "__init__", init)
+        m.setattr(BlockPrices, "__init__", init)
 
     return plant
 
@@ -318,15 +317,15 @@ def method_changed(kind: type, name: str, changed: Any) -> Plant:
     return lambda m: m.setattr(kind, name, changed)
 
 
-def first_that_is_found(self: Settlements, value: Value, group: str, rows: int) -> list[Settled]:
+def first_that_is_found(self: BlockPrices, value: Value, group: str, rows: int) -> list[BlockOp]:
     return sorted(TRUE_OPTIONS(self, value, group, rows), key=lambda plan: plan.recipe.name)
 
 
-def whole_capacity(self: Settlements, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
+def whole_capacity(self: BlockPrices, value: Value, ranks: int, rows: int, max_bytes: int | None) -> int:
     return rows if max_bytes is None or value.bytes(1, ranks) <= max_bytes else 0
 
 
-TRUE_OPTIONS, TRUE_MAX = Settlements.options, Settlements._max_rows
+TRUE_OPTIONS, TRUE_MAX = BlockPrices.options, BlockPrices._max_rows
 PLANTED: dict[str, Plant] = {
     "ag_rs forgets the lse": recipe_changed("ag_rs", calls_changed(lambda calls, n: [(calls[0][0], 0.0), calls[1]])),
     "ag_rs scatters the outputs of all": recipe_changed(
@@ -356,20 +355,20 @@ PLANTED: dict[str, Plant] = {
         lambda offer: replace(offer, kinds=offer.kinds | {"reduce_scatterv"})
     ),
     "max_bytes is ignored": offers_changed(lambda offer: replace(offer, max_bytes=None)),
-    "a call of one row has the capacity, so all have": method_changed(Settlements, "_max_rows", whole_capacity),
+    "a call of one row has the capacity, so all have": method_changed(BlockPrices, "_max_rows", whole_capacity),
     "max_ranks is ignored": offers_changed(lambda offer: replace(offer, max_ranks=None)),
     "max_hosts is ignored": offers_changed(lambda offer: replace(offer, max_hosts=None)),
     "hosts are no further apart": method_changed(Mesh, "hosts_of", lambda self, group: 1),
     "the last offer prices kernels": method_changed(
-        Settlements, "local_us", lambda self, touched: self.offers[-1].cost.local_us(touched)
+        BlockPrices, "local_us", lambda self, touched: self.offers[-1].cost.local_us(touched)
     ),
-    "the first that is found": method_changed(Settlements, "options", first_that_is_found),
+    "the first that is found": method_changed(BlockPrices, "options", first_that_is_found),
     "rows are not rounded": method_changed(
-        Settlements, "plan", lambda self, value, group, rows: self.cheapest(value, group, rows)
+        BlockPrices, "plan", lambda self, value, group, rows: self.cheapest(value, group, rows)
     ),
     "a recipe is not what was asked for": lambda m: m.setattr(
-        "planner.test_recipes.settlements_of",
-        lambda problem: Settlements(problem.mesh, [machine.offer() for machine in problem.machines]),
+        "planner.test_recipes.prices_of",
+        lambda problem: BlockPrices(problem.mesh, [machine.offer() for machine in problem.machines]),
     ),
     "best tokens come without scores": lambda m: m.setattr(vocabulary, "BEST_BYTES", 4),
     "logits of the shortest run": lambda m: m.setattr(
@@ -379,7 +378,7 @@ PLANTED: dict[str, Plant] = {
     "an lse in two bytes": lambda m: m.setattr(table, "LSE_BYTES", 2),
     "rows are not padded": lambda m: m.setattr(table, "UNIT_BYTES", 1),
     "best tokens travel row by row": method_changed(
-        Settlement, "of", lambda self, rows: (self.value, self.group, rows)
+        BlockValue, "of", lambda self, rows: (self.value, self.group, rows)
     ),
 }
 
@@ -399,22 +398,22 @@ def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch)
 
 
 def asked_in_every_step(
-    self: Planner, settles: tuple[Settlement, ...], tokens: int
-) -> tuple[float, tuple[Settled, ...]]:
-    _, settled = TRUE_SETTLE(self, settles, tokens)
-    return sum(plan.us for plan in settled), settled
+    self: Planner, values: tuple[BlockValue, ...], tokens: int
+) -> tuple[float, tuple[BlockOp, ...]]:
+    _, ops = TRUE_INSIDE(self, values, tokens)
+    return sum(op.us for op in ops), ops
 
 
-def nothing_inside(self: Planner, settles: tuple[Settlement, ...], tokens: int) -> tuple[float, tuple[Settled, ...]]:
-    us, settled = TRUE_SETTLE(self, settles, tokens)
-    return us if us == math.inf else 0.0, settled
+def nothing_inside(self: Planner, values: tuple[BlockValue, ...], tokens: int) -> tuple[float, tuple[BlockOp, ...]]:
+    us, ops = TRUE_INSIDE(self, values, tokens)
+    return us if us == math.inf else 0.0, ops
 
 
-TRUE_SETTLE, TRUE_OF = Planner._settle, Settlement.of
+TRUE_INSIDE, TRUE_OF = Planner._find_inside, BlockValue.of
 OF_STEPS: dict[str, Plant] = {
-    "logits are paid in every step": method_changed(Planner, "_settle", asked_in_every_step),
-    "what blocks settle is free": method_changed(Planner, "_settle", nothing_inside),
-    "every step settles one row": method_changed(Settlement, "of", lambda self, rows: TRUE_OF(self, 1)),
+    "logits are paid in every step": method_changed(Planner, "_find_inside", asked_in_every_step),
+    "what blocks exchange is free": method_changed(Planner, "_find_inside", nothing_inside),
+    "every step exchanges one row": method_changed(BlockValue, "of", lambda self, rows: TRUE_OF(self, 1)),
 }
 
 

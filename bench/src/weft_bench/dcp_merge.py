@@ -26,7 +26,7 @@ from weft.kernels.torch_reference import softmax_merge
 from weft.planner import exchange
 from weft.planner.exchange import merge_scatterv
 from weft.planner.spec import Mesh
-from weft.stream.settler import a2a, ag_rs
+from weft.stream.block_exchanges import a2a, ag_rs
 from weft.tune.call_times import time_phases
 from weft.tune.gpu_times import SMALL, SMALL_CALLS, World, capture, replays_us
 from weft.tune.ranks import Report, all_cores, slowest

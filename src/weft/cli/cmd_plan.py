@@ -32,8 +32,8 @@ from weft.planner.cost import costs
 from weft.planner.dcp import dcp_dict, dcp_text
 from weft.planner.experts import Forms
 from weft.planner.forms import forms_dict, forms_of, forms_text
+from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
-from weft.planner.settlements import Recipes
 from weft.planner.show import plan_dict, plan_text
 from weft.planner.spec import LayoutError
 from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
@@ -120,14 +120,14 @@ class Command:
         if self.json:
             found, vocabulary = [plan_dict(planner, n) for n in counts_of], {step.rows: step for step in steps}
             for each, n in zip(found, tokens, strict=True):
-                each |= {} if shared is None else {"dcp": dcp_dict(shared, n, planner.settlements)}
+                each |= {} if shared is None else {"dcp": dcp_dict(shared, n, planner.blocks)}
                 each |= {} if both is None else {"experts": forms_dict(both, n)}
                 each |= {"vocabulary": vocabulary_dict(vocabulary[n]) if n in vocabulary else None} if steps else {}
             print(json.dumps(found, indent=1))
         else:
             texts = [plan_text(planner, counts) for counts in counts_of]
             texts += [] if both is None else [forms_text(both, tokens)]
-            texts += [] if shared is None else [dcp_text(shared, tokens, planner.settlements)]
+            texts += [] if shared is None else [dcp_text(shared, tokens, planner.blocks)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
             if gpus and config.storage.float8_block:
                 meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), shape_only=True)

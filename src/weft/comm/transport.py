@@ -21,7 +21,7 @@ from weft.planner import exchange as named
 from weft.planner.cost import Cost, Offer
 from weft.planner.edges import legal_edges
 from weft.planner.exchange import Exchange, input_rows
-from weft.planner.recipes import settled_exchanges
+from weft.planner.recipes import block_exchanges
 from weft.planner.spec import Mesh
 
 COLLECTIVE = "weft collective "
@@ -280,7 +280,7 @@ def offer_of(entry: TransportEntry, mesh: Mesh, cost: Cost) -> Offer:
     attention over shards and send rows to experts.
     """
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
-    exchanges |= settled_exchanges(mesh)
+    exchanges |= block_exchanges(mesh)
     kinds, epilogues = (frozenset(e.kind for e in exchanges if entry.offers(e, epilogue)) for epilogue in (False, True))
     limits = entry.max_bytes, entry.max_normed_bytes, entry.max_ranks, entry.max_hosts
     return Offer(entry.name, kinds, epilogues, cost, *limits, live_sizes=entry.takes_live_sizes)

@@ -61,7 +61,7 @@ def trace(
     """The reads and adds of `model(stream, *inputs)`, from a run on inputs without rows; nothing is exchanged.
 
     width, dtype, device: of the residual's rows. Raises PlacementError where the model adds values that do not match,
-    or settles values inside a block, as the layers of `weft.engine.models` do: these are for the engine.
+    or exchanges values inside a block, as the layers of `weft.engine.models` do: these are for the engine.
     """
 
     def form(number: int) -> TraceStream:
@@ -73,11 +73,9 @@ def trace(
     first = form(0)
     others = tuple(form(number).chain().reads for number in range(1, first.forms))
     chain = replace(first.chain(), others=others)
-    settling = next((read.site for reads in chain.forms for read in reads if read.settles), None)
-    if settling is not None:
-        raise PlacementError(
-            f"the block after {settling} settles values between ranks itself; only the engine plans these"
-        )
+    site = next((read.site for reads in chain.forms for read in reads if read.inside), None)
+    if site is not None:
+        raise PlacementError(f"the block after {site} settles values between ranks itself; only the engine plans these")
     return Traced(mesh, chain)
 
 

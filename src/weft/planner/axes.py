@@ -111,7 +111,7 @@ class Axes:
         """All unions of the axes over which hidden states gather rows and owe sums; the empty set first.
 
         The cut between the ranks of a dcp group is left out: they hold outputs of the same heads over parts of the
-        keys, which is no sum (`weft.planner.settlements`).
+        keys, which is no sum (`weft.planner.recipes`).
         """
         cuts = sorted({1, self.attn_tp, self.moe_tp, *self._host_cuts, self.world} & set(self._cuts))
         single = [axes for low, high in itertools.pairwise(cuts) if (axes := self.between(low, high))]

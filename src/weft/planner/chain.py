@@ -1,11 +1,11 @@
-"""A traced model: its reads of the residual stream and the settlements inside its blocks, in order."""
+"""A traced model: its reads of the residual stream and the values that its blocks exchange, in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weft.planner.op import BlockValue
 from weft.planner.row_formats import Wire
-from weft.planner.settlements import Settlement
 from weft.planner.spec import Placement
 
 Counts = tuple[int, ...]
@@ -17,7 +17,7 @@ class Read:
     """One read of the stream.
 
     site: the norm's name. target: the placement that the block asks for. deltas: those added since the last read.
-    settles: the reading block's settlements between ranks in a decode step, in order.
+    inside: the values that the reading block exchanges between ranks in a decode step, in order.
     wire: products of the block take the rows in its format. plain: the block also takes them in the activations' dtype,
     so they travel in it.
     """
@@ -25,7 +25,7 @@ class Read:
     site: str
     target: Placement
     deltas: tuple[Placement, ...]
-    settles: tuple[Settlement, ...] = ()
+    inside: tuple[BlockValue, ...] = ()
     wire: Wire | None = None
     plain: bool = True
 
@@ -34,8 +34,8 @@ class Read:
 class Chain:
     """A traced model. width: elements of a row. element_bytes: of the activations.
 
-    others: the same reads for each other form in which blocks take rows; blocks settle and leave other values in it. A
-    read's deltas follow from the form of the read before it.
+    others: the same reads for each other form in which blocks take rows; blocks exchange and leave other values in it.
+    A read's deltas follow from the form of the read before it.
     """
 
     reads: tuple[Read, ...]
@@ -44,9 +44,9 @@ class Chain:
     others: tuple[tuple[Read, ...], ...] = ()
 
     @property
-    def settlements(self) -> tuple[Settlement, ...]:
-        """All settlements of the first form, in order."""
-        return tuple(settlement for read in self.reads for settlement in read.settles)
+    def inside(self) -> tuple[BlockValue, ...]:
+        """All values that blocks exchange in the first form, in order."""
+        return tuple(value for read in self.reads for value in read.inside)
 
     @property
     def forms(self) -> tuple[tuple[Read, ...], ...]:

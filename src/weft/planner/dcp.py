@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Gather, Merge, Prompt, Value
-from weft.planner.settlements import Settlements
 from weft.planner.show import columns
 
 T = TypeVar("T")
@@ -33,44 +33,44 @@ MAX_TOKENS = 1 << 24
 class ShardedContext:
     """A decode step of one sequence with tokens sharded over `ranks` ranks, for all layers.
 
-    settlements: of attention, in order. tokens: bytes of a cached token in a layer → number of such layers. kept_bytes,
-    latent_bytes: of a cached token, in caches of keys and values, and of latent vectors.
+    values: exchanged by attention, in order. tokens: bytes of a cached token in a layer → number of such layers.
+    kept_bytes, latent_bytes: of a cached token, in caches of keys and values, and of latent vectors.
     """
 
     ranks: int
-    settlements: Sequence[Value]
+    values: Sequence[Value]
     tokens: Mapping[int, int]
     kept_bytes: int
     latent_bytes: int
 
-    def exchange_us(self, batch: int, settlements: Settlements) -> float:
+    def exchange_us(self, batch: int, prices: BlockPrices) -> float:
         """Time to gather queries and merge outputs of so many sequences. Raises LayoutError."""
-        return sum(settlements.cheapest(value, "dcp", batch).us for value in self.settlements)
+        return sum(prices.cheapest(value, "dcp", batch).us for value in self.values)
 
-    def saved_us(self, settlements: Settlements) -> float:
+    def saved_us(self, prices: BlockPrices) -> float:
         """Time saved for each token of a sequence, as each rank reads 1 / `ranks` of the tokens."""
-        local_us = settlements.local_us
+        local_us = prices.local_us
         byte_us = (local_us(2 * PROBE_BYTES) - local_us(PROBE_BYTES)) / PROBE_BYTES
         read_us = byte_us * (self.kept_bytes / KEYS_SHARE + self.latent_bytes / LATENT_SHARE)
         return read_us * (1 - 1 / self.ranks)
 
-    def pays_from(self, batch: int, settlements: Settlements) -> int:
+    def pays_from(self, batch: int, prices: BlockPrices) -> int:
         """The number of tokens in each of so many sequences from which a step is faster with dcp than without."""
-        return math.ceil(self.exchange_us(batch, settlements) / (self.saved_us(settlements) * batch))
+        return math.ceil(self.exchange_us(batch, prices) / (self.saved_us(prices) * batch))
 
-    def merges_from(self, rows: int, settlements: Settlements) -> int | None:
+    def merges_from(self, rows: int, prices: BlockPrices) -> int | None:
         """The number of cached tokens from which a prompt's next `rows` are merged instead of gathering the tokens that
         they see; None: never. It is that of the most frequent kind of layer.
         """
-        queries = Counter(value.row_bytes for value in self.settlements if isinstance(value, Gather))
-        merged = Counter(value for value in self.settlements if isinstance(value, Merge))
+        queries = Counter(value.row_bytes for value in self.values if isinstance(value, Gather))
+        merged = Counter(value for value in self.values if isinstance(value, Merge))
         query, token, merge = _usual(queries), _usual(self.tokens), _usual(merged)
         if merge is None or token is None:
             return None
 
         def merges(cached: int) -> bool:
             asked = Prompt(-(-(cached + rows) // self.ranks), token, query or 0, merge)
-            found = settlements.find(asked, "dcp", rows)
+            found = prices.find(asked, "dcp", rows)
             return found is not None and found.recipe.name == "merge"
 
         found = bisect.bisect_left(range(MAX_TOKENS), True, key=merges)
@@ -82,7 +82,7 @@ def _usual(found: Mapping[T, int]) -> T | None:
     return max(found, key=lambda each: found[each], default=None)
 
 
-def dcp_dict(context: ShardedContext, batch: int, settlements: Settlements) -> dict[str, Any]:
+def dcp_dict(context: ShardedContext, batch: int, prices: BlockPrices) -> dict[str, Any]:
     """For so many sequences: the tokens of each from which dcp pays, and the step's exchanges in µs; null for none.
 
     prompt_merges_from: the cached tokens from which as many rows of a prompt are merged; null for never.
@@ -90,20 +90,20 @@ def dcp_dict(context: ShardedContext, batch: int, settlements: Settlements) -> d
     if not batch:
         return {"pays_from": None, "us": None, "prompt_merges_from": None}
     return {
-        "pays_from": context.pays_from(batch, settlements),
-        "us": context.exchange_us(batch, settlements),
-        "prompt_merges_from": context.merges_from(batch, settlements),
+        "pays_from": context.pays_from(batch, prices),
+        "us": context.exchange_us(batch, prices),
+        "prompt_merges_from": context.merges_from(batch, prices),
     }
 
 
-def dcp_text(context: ShardedContext, batches: Sequence[int], settlements: Settlements) -> str:
+def dcp_text(context: ShardedContext, batches: Sequence[int], prices: BlockPrices) -> str:
     """`dcp_dict` for people, for several numbers of sequences."""
     rows = [("  sequences in each DP group", "pays from tokens in each", "exchanges of a step")]
     prompts = [("  rows of a prompt", "what they see is gathered, but merged on top of")]
     for n in filter(None, batches):
-        pays, us = context.pays_from(n, settlements), context.exchange_us(n, settlements)
+        pays, us = context.pays_from(n, prices), context.exchange_us(n, prices)
         rows.append((f"  {n:,}", f"{pays:,}", f"{us:,.0f} µs"))
-        cached = context.merges_from(n, settlements)
+        cached = context.merges_from(n, prices)
         prompts.append((f"  {n:,}", "no number of tokens" if cached is None else f"{cached:,} tokens or more"))
     ranks = context.ranks
     title = f"dcp={ranks}: the cache of a DP group holds {ranks} × as many tokens; a step of one is quicker"

@@ -56,11 +56,6 @@ class Edge:
         return self.exchange is not None
 
     @property
-    def sums(self) -> bool:
-        """Whether terms are added, so that residual add and norm can follow in the same call."""
-        return self.exchange is not None and self.exchange.combine == "sum"
-
-    @property
     def segment_rows(self) -> Rows:
         """The rows of a segment of the exchange: a rank's input of a gather, and its result of a scatter."""
         assert self.exchange is not None

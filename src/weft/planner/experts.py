@@ -1,6 +1,6 @@
-"""The two forms of a mixture of experts, gather and dispatch, and the settlements of the second.
+"""The two forms of a mixture of experts, gather and dispatch, and what the second exchanges.
 
-| form | reads | leaves | settles inside |
+| form | reads | leaves | exchanges inside |
 |---|---|---|---|
 | gather | WORLD | WORLD, owes the sum over the world | nothing |
 | dispatch | OWN | OWN, complete | a Dispatch: counts, rows with their experts, results |

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from weft.planner.chain import Chain
 from weft.planner.experts import Dispatch
 from weft.planner.plan import Planner
 from weft.planner.show import columns
@@ -20,20 +19,18 @@ MAX_TOKENS = 1 << 16
 class FormCosts:
     """A step's time by gather and by dispatch, where a planner's chain has both forms."""
 
-    def __init__(self, planner: Planner):
-        self.mesh, self.dispatch, chain = planner.mesh, _dispatched(planner.chain)[0], planner.chain
+    def __init__(self, planner: Planner, dispatch: Dispatch):
+        self.mesh, self.dispatch, chain = planner.mesh, dispatch, planner.chain
         alone = [replace(chain, reads=reads, others=()) for reads in chain.forms]
-        mesh, copy, settlements = planner.mesh, planner.slices_copy, planner.settlements
-        self._planners = [Planner(mesh, c, planner.offers, slices_copy=copy, settlements=settlements) for c in alone]
+        copy, recipes = planner.slices_copy, planner.blocks.recipes
+        self._planners = [Planner(self.mesh, c, planner.offers, slices_copy=copy, recipes=recipes) for c in alone]
 
     def us(self, tokens: int) -> list[float]:
-        """µs of a step of so many tokens in each DP group: by gather, by dispatch; infinite where it is not
-        possible."""
+        """µs of a step of `tokens` tokens in each DP group by gather, and by dispatch; infinite where impossible."""
         return [self._us(planner, tokens) for planner in self._planners]
 
     def pays_from(self) -> int | None:
-        """The number of tokens, a power of two, from which dispatch is faster in all steps; None: not up to
-        MAX_TOKENS."""
+        """Power of two of tokens from which dispatch is faster in all steps; None: not up to MAX_TOKENS."""
         tokens, found = MAX_TOKENS, None
         while tokens:
             gather, dispatch = self.us(tokens)
@@ -53,12 +50,9 @@ class FormCosts:
 
 def forms_of(planner: Planner) -> FormCosts | None:
     """None where a chain has one form alone."""
-    return FormCosts(planner) if _dispatched(planner.chain) else None
-
-
-def _dispatched(chain: Chain) -> list[Dispatch]:
-    settled = (settlement.value for reads in chain.others for read in reads for settlement in read.settles)
-    return [value for value in settled if isinstance(value, Dispatch)]
+    values = (inside.value for reads in planner.chain.others for read in reads for inside in read.inside)
+    dispatch = next((value for value in values if isinstance(value, Dispatch)), None)
+    return None if dispatch is None else FormCosts(planner, dispatch)
 
 
 def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from typing import Literal
 from weft.planner.chain import Chain, Counts, Read, bucket
 from weft.planner.cost import Offer
 from weft.planner.edges import Edge, legal_edges, wire_edges
-from weft.planner.plan_step import NORMED, Step
-from weft.planner.prices import StepPrices
+from weft.planner.op import NORMED, BlockOp, BlockValue, Op, StreamOp, with_formats
+from weft.planner.prices import BlockPrices, Recipes, StreamPrices
 from weft.planner.row_formats import Wire
 from weft.planner.search import Delivery, Graph, Sums
-from weft.planner.settlements import Settled, Settlement, Settlements, by_default
 from weft.planner.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 Choice = Literal["cheapest", "naive"]
@@ -31,30 +30,21 @@ Choice = Literal["cheapest", "naive"]
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The steps of one read. residual: the rows of the residual that stay after it.
+    """The ops of one read. steps: bring the stream's rows. residual: the rows of the residual that stay after them.
 
-    settled: the plans of the read's settlements. us: of the steps, and of the settlements that run in all steps.
+    inside: the ops of the reading block, before the next read. us: of the steps, and of the ops that run in all steps.
     """
 
     read: Read
-    steps: tuple[Step, ...]
+    steps: tuple[StreamOp, ...]
     residual: Rows
     us: float
-    settled: tuple[Settled, ...] = ()
+    inside: tuple[BlockOp, ...] = ()
 
-    def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
-        """Its communicating steps, in order."""
-        for step in self.steps:
-            if step.edge is not None and step.edge.moves:
-                yield self.read, step, step.edge
-
-    def settlements(self) -> Iterator[tuple[Settlement, Settled]]:
-        """The settlements after it and before the next read, in order."""
-        return zip(self.read.settles, self.settled, strict=True)
-
-
-Op = tuple[str, Step | Settled]
-"""A communicating step of a plan: the site of the read that it serves or follows, and the step."""
+    def ops(self) -> Iterator[Op]:
+        """All ops in order; for one that is made of others, these."""
+        for op in (*self.steps, *self.inside):
+            yield from op.steps()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +57,33 @@ class Plan:
     reads: tuple[ReadPlan, ...]
     us: float = field(default=0.0)
 
-    def moves(self) -> Iterator[tuple[Read, Step, Edge]]:
-        """The communicating steps of the stream, in order."""
-        for read_plan in self.reads:
-            yield from read_plan.moves()
+    def moves(self) -> Iterator[tuple[Read, StreamOp, Edge]]:
+        """The communicating ops of the stream, in order."""
+        for read in self.reads:
+            for step in read.steps:
+                if step.edge is not None and step.edge.moves:
+                    yield read.read, step, step.edge
 
-    def ops(self, asked: bool = True) -> Iterator[Op]:
-        """All exchanges of ranks, in the order of a step. asked: also those that only run where a row asks for them."""
-        for read_plan in self.reads:
-            site = read_plan.read.site
-            yield from ((site, step) for _, step, _ in read_plan.moves())
-            for settlement, settled in read_plan.settlements():
-                if asked or not settlement.asked:
-                    yield from ((site, op) for op in settled.ops())
+    def ops(self, asked: bool = True) -> Iterator[tuple[str, Op]]:
+        """All exchanges of ranks in the order of a step, each with the site of the read that it serves or follows.
+
+        asked: also those that only run where a row asks for them.
+        """
+        for read in self.reads:
+            yield from ((read.read.site, op) for op in read.ops() if op.kinds and (asked or not op.asked))
 
     def checksum(self) -> int:
         """CRC-32 of the ops, and of the rows that they are for: ranks with another one run other collectives."""
-        ops = (f"{site} {op}" + (f" by {op.each}" if isinstance(op, Settled) else "") for site, op in self.ops())
+        ops = (f"{site} {op}" + (f" by {op.each}" if op.each else "") for site, op in self.ops())
         return zlib.crc32("|".join((str(self.counts), *ops)).encode())
 
 
-class Planner(StepPrices):
+class Planner(StreamPrices):
     """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest transport.
 
     Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. choice: naive makes
-    the naive plan the one to follow, to compare the two. slices_copy: as for `StepPrices`. settlements: the plans of
-    what blocks settle; None: the cheapest by the same offers. Raises PlacementError, naming the block, where no legal
+    the naive plan the one to follow, to compare the two. slices_copy: as for `StreamPrices`, in captured steps.
+    recipes: of the blocks' ops, as for `BlockPrices`. Raises PlacementError, naming the block, where no legal
     steps lead to the placement that a block asks for; LayoutError where a step's tensors are larger than any transport
     carries.
     """
@@ -104,11 +95,10 @@ class Planner(StepPrices):
         offers: Sequence[Offer],
         choice: Choice = "cheapest",
         slices_copy: bool = False,
-        settlements: Settlements | None = None,
+        recipes: Recipes | None = None,
     ):
         super().__init__(mesh, chain, offers, slices_copy)
-        self.choice = choice
-        self.settlements = settlements or Settlements(mesh, offers, captured=slices_copy)
+        self.choice, self.blocks = choice, BlockPrices(mesh, offers, recipes, captured=slices_copy)
         self._kinds = frozenset[str]().union(*(o.kinds for o in offers))
         found = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
         found += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
@@ -119,7 +109,7 @@ class Planner(StepPrices):
         ]
         self._plan, self._naive = cache(self._make), cache(self._make_naive)
         self._graph, self._sums, self._served = cache(self._make_graph), cache(self._find_sums), cache(self._serve)
-        self._settled, self._delivery = cache(self._settle), cache(self._make_delivery)
+        self._inside, self._delivery = cache(self._find_inside), cache(self._make_delivery)
 
     def plan(self, counts: Counts) -> Plan:
         """The plan to follow for the bucket of these counts: the cheapest, unless the naive one was chosen."""
@@ -141,48 +131,47 @@ class Planner(StepPrices):
     def _make_naive(self, tokens: int) -> Plan:
         home, reads = self.mesh.placement(Rows.GROUP), []
         for index, read in enumerate(self.chain.reads):
-            steps: list[Step] = []
+            steps: list[StreamOp] = []
             for i, delta in enumerate(read.deltas):
                 steps += self._route(i, delta, home, tokens)
             for i in range(len(read.deltas)):
                 us = self._add_us(home.rows, tokens) if index or i else 0.0
-                steps.append(Step("absorb", 0, rows=home.rows, us=us))
+                steps.append(StreamOp("absorb", 0, rows=home.rows, us=us))
             added = len(read.deltas) > (0 if index else 1)
             delivered = self._route(NORMED, home, read.target, tokens)
             if read.wire:
                 delivered.append(self._quantise(read.target.rows, read.wire, tokens, with_norm=not delivered))
             steps += [self._norm(home.rows, tokens, added), *delivered]
-            settles, (us, settled) = read.settles, self._settled(read.settles, tokens)
-            if self.choice != "naive":  # blocks settle as they do, where it is the plan to follow
-                settles = by_default(settles)
-                settled = tuple(self.settlements.naive(*settlement.of(tokens)) for settlement in settles)
-                us = sum(each.us for each in settled)
+            inside, (us, ops) = read.inside, self._inside(read.inside, tokens)
+            if self.choice != "naive":  # blocks exchange as they do, where it is the plan to follow
+                inside = tuple(replace(value, asked=False) for value in inside if not value.spares)
+                ops = tuple(self.blocks.naive(*value.of(tokens)) for value in inside)
+                us = sum(op.us for op in ops)
             us += sum(s.us for s in steps)
-            reads.append(ReadPlan(replace(read, settles=settles), tuple(steps), home.rows, us, settled))
+            reads.append(ReadPlan(replace(read, inside=inside), with_formats(steps), home.rows, us, ops))
         return self._whole(tokens, tuple(reads), sum(r.us for r in reads))
 
     def _whole(self, tokens: int, reads: tuple[ReadPlan, ...], us: float) -> Plan:
         for read in reads:
-            for settlement in read.read.settles[len(read.settled) :]:
-                self.settlements.plan(*settlement.of(tokens))  # raises, and says what is missing
+            for value in read.read.inside[len(read.inside) :]:
+                self.blocks.plan(*value.of(tokens))  # raises, and says what is missing
         return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, reads, us)
 
-    def _settle(self, settles: tuple[Settlement, ...], tokens: int) -> tuple[float, tuple[Settled, ...]]:
-        """The plans of these settlements, up to one that nothing offers, and the time of those that run in all
-        steps."""
-        settled, us = [], 0.0
-        for settlement in settles:
-            plan = self.settlements.find(*settlement.of(tokens))
-            if plan is None:
+    def _find_inside(self, values: tuple[BlockValue, ...], tokens: int) -> tuple[float, tuple[BlockOp, ...]]:
+        """The ops for these values, up to one that nothing offers, and the time of those that run in all steps."""
+        ops, us = [], 0.0
+        for value in values:
+            op = self.blocks.find(*value.of(tokens))
+            if op is None:
                 us = math.inf
                 break
-            settled.append(plan)
-            us += 0.0 if settlement.asked or plan.us == math.inf else plan.us
-        return us, tuple(settled)
+            ops.append(replace(op, asked=value.asked, packed=value.packed) if value.asked or value.packed else op)
+            us += 0.0 if value.asked or op.us == math.inf else op.us
+        return us, tuple(ops)
 
-    def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[Step]:
+    def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[StreamOp]:
         """All-reduces the whole debt, then slices or gathers; by way of the world's rows where no step leads to dst."""
-        steps: list[Step] = []
+        steps: list[StreamOp] = []
         while src != dst:
             edges = {edge.dst: edge for edge in legal_edges(self.mesh)[src]}
             wanted = self.mesh.placement(src.rows) if src.owes else dst
@@ -196,14 +185,15 @@ class Planner(StepPrices):
     def _make_graph(self, tokens: int) -> Graph:
         number = {at: i for i, at in enumerate(self._placements)}
         moves = [[(number[e.dst], self._move(0, e, tokens)) for e in edges] for edges in self._edges]
-        finishes: list[list[tuple[int, Step]]] = [[] for _ in moves]
+        finishes: list[list[tuple[int, StreamOp]]] = [[] for _ in moves]
         for found, edges in zip(finishes, self._edges, strict=True):
             for edge in edges:
-                if edge.dst.owes is None and (best := self._price_finish(edge, tokens)):
-                    step = Step("finish", 0, edge, rows=edge.dst.rows, us=best[0], transport=best[1])
+                us, transport = self._price(edge, tokens, finish=True) if edge.moves else (0.0, "nobody")
+                if edge.dst.owes is None and transport != "nobody":
+                    step = StreamOp("finish", 0, edge, rows=edge.dst.rows, us=us, transport=transport)
                     found.append((number[edge.dst], step))
         adds = [(at.rows, self._add_us(at.rows, tokens)) for at in self._placements]
-        merge, absorb = (tuple(Step(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
+        merge, absorb = (tuple(StreamOp(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
         norm, added = (tuple(self._norm(at.rows, tokens, a) for at in self._placements) for a in (False, True))
         return Graph(
             self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, norm, added
@@ -222,8 +212,8 @@ class Planner(StepPrices):
         if wire is None:
             return Delivery(graph.moves, number[target], {})
         size, goal = len(number), 2 * len(number)
-        moves: list[list[tuple[int, Step]]] = [*map(list, graph.moves), *([] for _ in number)]
-        with_norm: dict[int, list[tuple[int, Step]]] = {}
+        moves: list[list[tuple[int, StreamOp]]] = [*map(list, graph.moves), *([] for _ in number)]
+        with_norm: dict[int, list[tuple[int, StreamOp]]] = {}
         moves[number[target]].append((goal, self._quantise(target.rows, wire, tokens, with_norm=False)))
         with_norm[number[target]] = [(goal, self._quantise(target.rows, wire, tokens, with_norm=True))]
         for src, edges in {} if plain else wire_edges(self.mesh, wire).items():
@@ -235,7 +225,7 @@ class Planner(StepPrices):
             if rows == target.rows:
                 kernels = len(wire.format.parts(self.chain.width)) + bool(wire.beside)
                 us = self._laid_out_us(rows, wire, tokens, kernels)
-                moves[size + at].append((goal, Step("unpack", NORMED, rows=rows, us=us, wire=wire)))
+                moves[size + at].append((goal, StreamOp("unpack", NORMED, rows=rows, us=us, wire=wire)))
         return Delivery(moves, goal, with_norm)
 
     def _serve(
@@ -244,13 +234,13 @@ class Planner(StepPrices):
         deltas: tuple[Placement, ...],
         readers: tuple[Placement, Wire | None, bool],
         tokens: int,
-    ) -> dict[Rows, tuple[float, tuple[Step, ...]]]:
+    ) -> dict[Rows, tuple[float, tuple[StreamOp, ...]]]:
         """The cheapest steps that serve a read, for each placement of the residual after it. readers: what they
         take."""
         sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
         found = sums.serve(before, delivery)
-        return {self._placements[at].rows: (node.us, sums.steps(node)) for at, node in found.items()}
+        return {self._placements[at].rows: (node.us, with_formats(sums.steps(node))) for at, node in found.items()}
 
     def _make(self, tokens: int) -> Plan:
         # The state: the residual's rows, and the form in which the last read was served.
@@ -260,12 +250,12 @@ class Planner(StepPrices):
             for (residual, before), (us, plans) in best.items():
                 for form in self._different(index):
                     read = replace(forms[form], deltas=forms[before].deltas)
-                    inside_us, settled = self._settled(read.settles, tokens)
+                    inside_us, inside = self._inside(read.inside, tokens)
                     options = self._served(residual, read.deltas, (read.target, read.wire, read.plain), tokens)
                     for rows, (more_us, steps) in options.items():
                         more_us += inside_us
                         if (rows, form) not in reached or us + more_us < reached[rows, form][0]:
-                            read_plan = ReadPlan(read, steps, rows, more_us, settled)
+                            read_plan = ReadPlan(read, steps, rows, more_us, inside)
                             reached[rows, form] = (us + more_us, (*plans, read_plan))
             if not reached:
                 read = forms[0]
@@ -279,12 +269,12 @@ class Planner(StepPrices):
         return plan
 
     def _different(self, index: int) -> list[int]:
-        """The forms of a read, one of each set that are equal in rows, settlements and the deltas added next."""
+        """The forms of a read, one of each set that are equal in rows, values inside and the deltas added next."""
         found: dict[object, int] = {}
         for form, reads in enumerate(self.chain.forms):
             after = reads[index + 1].deltas if index + 1 < len(reads) else ()
             read = reads[index]
-            found.setdefault((read.target, read.settles, read.wire, read.plain, after), form)
+            found.setdefault((read.target, read.inside, read.wire, read.plain, after), form)
         return list(found.values())
 
     def _refuse(self, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Values that blocks settle between ranks, and the recipes that settle them: one table.
+"""Values that blocks exchange between ranks, and the recipes that do it: one table.
 
 | value | from | to | recipe | collectives | between them |
 |---|---|---|---|---|---|
@@ -109,11 +109,12 @@ Calls = list[tuple[str, float]]
 
 
 class Recipe(NamedTuple):
-    """One recipe for settling a kind of value.
+    """One recipe for a kind of value.
 
     calls: its collectives for (value, ranks, rows). touched: for the same the bytes that each kernel between them reads
     and writes. once: touched is that of one kernel after all calls, where rows go in several calls. whole: rows never
-    do. live: in a captured step only the device knows the sizes, so transports must take `LiveSizes`. parts: a recipe
+    do. live: in a captured step only the device knows the sizes, so transports must take `LiveSizes`. alike: for bytes
+    that follow from the rows of all DP groups, the number of rows that gives them for (value, counts). parts: a recipe
     made of other values, for (value, ranks, rows); it has no calls of its own then.
     """
 
@@ -123,6 +124,7 @@ class Recipe(NamedTuple):
     once: bool = False
     whole: bool = False
     live: bool = False
+    alike: Callable[[Any, tuple[int, ...]], float] | None = None
     parts: Callable[[Any, int, int], Parts] | None = None
 
     def kinds(self, value: Value, ranks: int) -> tuple[str, ...]:
@@ -178,15 +180,15 @@ RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
         Recipe("a2a", _at_once("all_to_allv"), _a2a_touched),
         Recipe("fused", _at_once("merge_scatterv")),
     ),
-    Permute: (Recipe("all_to_allv", _permute_calls, whole=True, live=True),),
+    Permute: (Recipe("all_to_allv", _permute_calls, whole=True, live=True, alike=Permute.alike),),
     Kernel: (Recipe("local", touched=_kernel_touched),),
     Dispatch: (Recipe("all_to_allv", parts=Dispatch.parts),),
     Prompt: (Recipe("gather", parts=Prompt.gathered), Recipe("merge", parts=Prompt.merged)),
 }
-"""The table of recipes; engines settle by the first by default. `weft.stream.settler` carries them out."""
+"""The table of recipes; other engines use the first. `weft.stream.block_exchanges` carries them out."""
 
 
-def settled_exchanges(mesh: Mesh) -> set[Exchange]:
+def block_exchanges(mesh: Mesh) -> set[Exchange]:
     """All exchanges that merge attention on a mesh, and that send rows to their experts; not those of gathers, which
     streams have, too.
     """

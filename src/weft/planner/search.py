@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from weft.planner.plan_step import NORMED, RESIDUAL, Step
+from weft.planner.op import NORMED, RESIDUAL, StreamOp
 from weft.planner.spec import Placement
 
 Deltas = tuple[int, ...]
@@ -32,15 +32,15 @@ class Graph:
     """
 
     placements: tuple[Placement, ...]
-    moves: tuple[tuple[tuple[int, Step], ...], ...]
-    finishes: tuple[tuple[tuple[int, Step], ...], ...]
-    merge: tuple[Step, ...]
-    absorb: tuple[Step, ...]
-    norm: tuple[Step, ...]
-    norm_of_sum: tuple[Step, ...]
+    moves: tuple[tuple[tuple[int, StreamOp], ...], ...]
+    finishes: tuple[tuple[tuple[int, StreamOp], ...], ...]
+    merge: tuple[StreamOp, ...]
+    absorb: tuple[StreamOp, ...]
+    norm: tuple[StreamOp, ...]
+    norm_of_sum: tuple[StreamOp, ...]
 
 
-Moves = Sequence[Sequence[tuple[int, Step]]]
+Moves = Sequence[Sequence[tuple[int, StreamOp]]]
 """Steps by the number where they start, each with the number where it ends."""
 
 
@@ -51,14 +51,14 @@ class Delivery:
     with_norm: by the placement that is normalised, steps that its norm's kernel includes, and where they end.
     """
 
-    def __init__(self, moves: Moves, goal: int, with_norm: Mapping[int, Sequence[tuple[int, Step]]]):
+    def __init__(self, moves: Moves, goal: int, with_norm: Mapping[int, Sequence[tuple[int, StreamOp]]]):
         self._goal, self._with_norm = goal, with_norm
-        into: dict[int, list[tuple[int, Step]]] = {}
+        into: dict[int, list[tuple[int, StreamOp]]] = {}
         for src, steps in enumerate(moves):
             for dst, step in steps:
                 into.setdefault(dst, []).append((src, step))
         self._best: dict[int, tuple[float, int]] = {goal: (0.0, 0)}
-        self._first: dict[int, tuple[Step, int]] = {}
+        self._first: dict[int, tuple[StreamOp, int]] = {}
         done, heap = set[int](), [(0.0, 0, goal)]
         while heap:
             us, length, at = heapq.heappop(heap)
@@ -70,12 +70,12 @@ class Delivery:
                 if src not in done and (src not in self._best or cost < self._best[src]):
                     self._best[src], self._first[src] = cost, (step, at)
                     heapq.heappush(heap, (*cost, src))
-        self._known: dict[int, tuple[Step, ...] | None] = {}
+        self._known: dict[int, tuple[StreamOp, ...] | None] = {}
 
-    def steps(self, normed: int) -> tuple[Step, ...] | None:
+    def steps(self, normed: int) -> tuple[StreamOp, ...] | None:
         """The steps after the norm on a placement; None where none lead to the goal."""
         if normed not in self._known:
-            starts: list[tuple[tuple[float, int], int, Step | None]] = []
+            starts: list[tuple[tuple[float, int], int, StreamOp | None]] = []
             if normed in self._best:
                 starts.append((self._best[normed], normed, None))
             for at, step in self._with_norm.get(normed, ()):
@@ -85,7 +85,7 @@ class Delivery:
             self._known[normed] = self._follow(*min(starts, key=lambda s: s[0])[1:]) if starts else None
         return self._known[normed]
 
-    def _follow(self, at: int, begin: Step | None) -> tuple[Step, ...]:
+    def _follow(self, at: int, begin: StreamOp | None) -> tuple[StreamOp, ...]:
         found = [] if begin is None else [begin]
         while at != self._goal:
             step, at = self._first[at]
@@ -102,7 +102,7 @@ class SearchNode(NamedTuple):
 
     us: float
     length: int
-    step: Step | None = None
+    step: StreamOp | None = None
     after: tuple[SearchNode, ...] = ()
     given: int = -1
 
@@ -116,7 +116,7 @@ def _within(of: Deltas) -> Iterator[Deltas]:
     return itertools.product(*(range(n + 1) for n in of))
 
 
-def _improve(nodes: Nodes, at: int, step: Step, *after: SearchNode) -> None:
+def _improve(nodes: Nodes, at: int, step: StreamOp, *after: SearchNode) -> None:
     """Keeps the node that takes `step` after these, where it is better than the one found before."""
     us, length = step.us, 1
     for node in after:
@@ -219,11 +219,11 @@ class Sums:
                 found[end] = node
         return found
 
-    def steps(self, node: SearchNode) -> tuple[Step, ...]:
+    def steps(self, node: SearchNode) -> tuple[StreamOp, ...]:
         """The steps of a node of `serve` in order, with the indices that deltas have by then."""
         live = list(range(len(self.deltas)))
         unused = list(live)
-        written: list[Step] = []
+        written: list[StreamOp] = []
 
         def write(node: SearchNode) -> int | str:
             """Writes the steps; returns what they make: a delta by its number in the read, RESIDUAL or NORMED."""
@@ -240,7 +240,7 @@ class Sums:
                 first, value = sorted(v for v in values if isinstance(v, int))
                 step = replace(step, into=live.index(first))
             written.append(replace(step, operand=live.index(value)))
-            if step.op == "move":
+            if step.op not in ("merge", "absorb", "finish"):
                 return value
             live.remove(value)
             return first if step.op == "merge" else NORMED if step.op == "finish" else RESIDUAL

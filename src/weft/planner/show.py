@@ -12,9 +12,8 @@ from itertools import zip_longest
 from typing import Any
 
 from weft.planner.chain import Counts
+from weft.planner.op import finite
 from weft.planner.plan import Plan, Planner, ReadPlan
-from weft.planner.plan_step import Step
-from weft.planner.settlements import Settled
 
 
 def fold(site: str) -> str:
@@ -112,89 +111,49 @@ def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
 
 def _kinds(plan: Plan) -> str:
     """How often each collective runs."""
-    found = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in _calls(op))
+    found = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in op.collectives)
     return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
 
 
 def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
     ops = [op for _, op in plan.ops(asked=False)]
     moved = sum(planner.received(op, plan.counts) for op in ops)
-    return {"us": _finite(plan.us), "collectives": sum(len(_calls(op)) for op in ops), "bytes": moved}
-
-
-def _calls(op: Step | Settled) -> list[str]:
-    """The kinds of an op's collectives, in order."""
-    return [kind for kind, _ in op.calls(op.rows, op.rows)] if isinstance(op, Settled) else list(op.kinds)
-
-
-def _finite(us: float) -> float | None:
-    """None where a step is not offered: JSON has no infinity."""
-    return None if us == math.inf else us
+    return {"us": finite(plan.us), "collectives": sum(len(op.collectives) for op in ops), "bytes": moved}
 
 
 def _reads(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
-    return [_read(planner, plan, read) for read in plan.reads]
-
-
-def _read(planner: Planner, plan: Plan, read: ReadPlan) -> dict[str, Any]:
-    steps: list[dict[str, Any]] = []
-    for s in read.steps:
-        step: dict[str, Any] = {"op": s.op, "us": _finite(s.us)}
-        if s.edge is None:
-            step |= {"rows": s.rows.name}
-        else:
-            step |= {
-                "edge": s.edge.kind,
-                "group": s.edge.group,
-                "from": str(s.edge.src),
-                "to": str(s.edge.dst),
-                "operand": s.operand if isinstance(s.operand, str) else f"delta {s.operand}",
-                "bytes": int(planner.bytes_received(s.edge, plan.counts)),
-                "transport": s.transport,
-            }
-        steps.append(step)
-    steps += [
+    return [
         {
-            "op": "settle",
-            "value": step.value.what,
-            "recipe": step.recipe.name,
-            "group": step.group,
-            "bytes": step.bytes,
-            "transport": step.transport,
-            "us": _finite(step.us),
-            "asked": settlement.asked,
+            "site": read.read.site,
+            "us": finite(read.us),
+            "residual": read.residual.name,
+            "steps": [op.as_dict(planner.bytes_received, plan.counts) for op in read.ops()],
         }
-        for settlement, settled in read.settlements()
-        for step in settled.steps()
+        for read in plan.reads
     ]
-    return {"site": read.read.site, "us": _finite(read.us), "residual": read.residual.name, "steps": steps}
 
 
 def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
-    """A line for each step under its read: its text, the bytes that the busiest rank receives, µs."""
+    """A line for each op under its read: its text, the bytes that the busiest rank receives, µs."""
     rows: list[tuple[str, ...]] = []
     reads = _folded(plan)
     first = {read.read.site.split(".")[0] for _, read in reads}
     prefix = f"{first.pop()}." if len(first) == 1 else ""
     for times, read in reads:
         often = f"  × {times}" if times > 1 else ""
-        form = "".join(f"  by {settled.value.what}" for settled in read.settled if settled.parts)
+        form = "".join(f"  by {op.value.what}" for op in read.inside if op.parts)
         rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}{form}",))
-        for s in read.steps:
-            moved = size_text(planner.bytes_received(s.edge, plan.counts)) if s.edge and s.edge.moves else ""
-            named = s.brief() if one_transport or not (s.edge and s.edge.moves) else str(s)
-            rows.append((f"    {named}", moved, f"{s.us:,.1f} µs"))
-        for settlement, settled in read.settlements():
-            for step in settled.steps():
-                named = step.brief() if one_transport or not step.kinds else str(step)
-                asked = ", where a row asks for it" * settlement.asked
-                rows.append((f"    {named}{asked}", size_text(step.bytes) if step.kinds else "", f"{step.us:,.1f} µs"))
+        for op in read.ops():
+            named = op.brief() if one_transport or not op.kinds else str(op)
+            asked = ", where a row asks for it" * op.asked
+            moved = size_text(op.moved(planner.bytes_received, plan.counts)) if op.kinds else ""
+            rows.append((f"    {named}{asked}", moved, f"{op.us:,.1f} µs"))
     return columns(rows)
 
 
 def _folded(plan: Plan) -> list[tuple[int, ReadPlan]]:
-    """Reads with equal folded names, steps, residuals and settlements, counted, in the order first seen."""
+    """Reads with equal folded names, residuals and ops, counted, in the order first seen."""
     seen: dict[tuple[object, ...], list[ReadPlan]] = {}
     for read in plan.reads:
-        seen.setdefault((fold(read.read.site), read.steps, read.residual, read.settled), []).append(read)
+        seen.setdefault((fold(read.read.site), read.steps, read.residual, read.inside), []).append(read)
     return [(len(same), same[0]) for same in seen.values()]

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from weft.planner.op import BlockOp
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Gather
-from weft.planner.settlements import Settled, Settlements
 from weft.planner.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4
@@ -45,12 +46,12 @@ class SplitStep:
 
     rows: int
     embedding_us: float
-    best: Settled
+    best: BlockOp
     best_bytes: int
     kernels_us: float
     head_us: float
     whole_head_us: float
-    logits: Settled
+    logits: BlockOp
     logits_bytes: int
 
     @property
@@ -69,18 +70,18 @@ def logit_rows(tokens: int, ranks: int) -> Gather:
     return Gather("logits", -(-tokens // ranks) * LOGIT_BYTES)
 
 
-def split_step(head: Head, rows: int, embedding_us: float, settlements: Settlements) -> SplitStep:
+def split_step(head: Head, rows: int, embedding_us: float, prices: BlockPrices) -> SplitStep:
     """Raises LayoutError where no transport gathers."""
-    local_us, ranks, share = settlements.local_us, head.ranks, -(-head.tokens // head.ranks)
+    local_us, ranks, share = prices.local_us, head.ranks, -(-head.tokens // head.ranks)
     return SplitStep(
         rows,
         embedding_us,
-        best=settlements.cheapest(best_tokens(rows), "attn_tp", 1),
+        best=prices.cheapest(best_tokens(rows), "attn_tp", 1),
         best_bytes=rows * BEST_BYTES * (ranks - 1),
         kernels_us=SMALL_KERNELS * local_us(rows * BEST_BYTES * ranks),
         head_us=local_us(share * head.token_bytes),
         whole_head_us=local_us(head.tokens * head.token_bytes),
-        logits=settlements.cheapest(logit_rows(head.tokens, ranks), "attn_tp", rows),
+        logits=prices.cheapest(logit_rows(head.tokens, ranks), "attn_tp", rows),
         logits_bytes=rows * share * LOGIT_BYTES * (ranks - 1),
     )
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from weft.comm.transport import LiveSizes
 from weft.planner.recipes import QUERIES, TOKENS, Gather, Prompt
+from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.interleave import Interleave
-from weft.stream.settler import Settling
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ContextGroup:
 
     interleave: Interleave
     place: int
-    settle: Settling
+    exchanges: BlockExchanges
 
     def lengths(self, lengths: Tensor) -> Tensor:
         """Number of tokens of sequences of these lengths on this rank."""
@@ -33,22 +33,22 @@ class ContextGroup:
 
     def prefill(self, what: Prompt, rows: int) -> str:
         """The recipe for attention of a step's prompts, of so many rows; the same on all ranks."""
-        return self.settle.recipe(what, "dcp", rows)
+        return self.exchanges.recipe(what, "dcp", rows)
 
     def heads(self, q: Tensor) -> Tensor:
         """All ranks' heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
         ranks, (rows, heads, dim) = self.interleave.ranks, q.shape
         what = Gather(QUERIES, heads * dim * q.element_size(), relaid=True)
-        gathered = self.settle.gather(what, "dcp", q.reshape(rows, heads * dim), (rows,) * ranks)
+        gathered = self.exchanges.gather(what, "dcp", q.reshape(rows, heads * dim), (rows,) * ranks)
         return gathered.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)
 
     def tokens(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Cached tokens of all ranks `[sum(sizes), width]`, in rank order; rows: this rank's."""
-        return self.settle.gather(Gather(TOKENS, rows.shape[1] * rows.element_size()), "dcp", rows, sizes)
+        return self.exchanges.gather(Gather(TOKENS, rows.shape[1] * rows.element_size()), "dcp", rows, sizes)
 
     def rows_of_call(self, what: Gather, rows: int) -> int:
         """How many of so many rows of each rank a call takes; 0 where no transport has what they need."""
-        return self.settle.rows_of_call(what, "dcp", rows)
+        return self.exchanges.rows_of_call(what, "dcp", rows)
 
     def gather_live(self, what: Gather, rows: Tensor, live: Tensor) -> Tensor:
         """All ranks' rows, rank after rank, of which only the device knows how many there are.
@@ -56,15 +56,16 @@ class ContextGroup:
         rows: this rank's `[N, width]`, at most as many as `rows_of_call` says. live: int32 `[ranks]`, those of each
         rank. Returns `[ranks · N, width]`.
         """
-        return self.settle.gather(what, "dcp", rows, LiveSizes((len(rows),) * self.interleave.ranks, live))
+        return self.exchanges.gather(what, "dcp", rows, LiveSizes((len(rows),) * self.interleave.ranks, live))
 
     def merge(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's tokens. Returns own heads over all tokens."""
-        return self.settle.merge("dcp", out, lse, live)
+        return self.exchanges.merge("dcp", out, lse, live)
 
 
-def context_group(interleave: Interleave, settle: Settling) -> ContextGroup | None:
+def context_group(interleave: Interleave, exchanges: BlockExchanges) -> ContextGroup | None:
     """This rank's group; None where tokens are not sharded."""
-    if settle.mesh.dcp == 1:
+    if exchanges.mesh.dcp == 1:
         return None
-    return ContextGroup(interleave, settle.mesh.peers("dcp", settle.rank).index(settle.rank), settle)
+    place = exchanges.mesh.peers("dcp", exchanges.rank).index(exchanges.rank)
+    return ContextGroup(interleave, place, exchanges)

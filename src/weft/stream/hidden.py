@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.planner.row_formats import Float8, Format
 from weft.planner.spec import Mesh, Placement, PlacementError
-from weft.stream.settler import Settling
+from weft.stream.block_exchanges import BlockExchanges
 
 InFormat = Callable[[Format], Any]
 """Gives rows in a format (`weft.stream.formats`)."""
@@ -27,7 +27,7 @@ class Hidden:
 
     live: int32 `[1]` on the device, the number of rows that are tokens; rows after them are padding. None: all are. Set
         by a stream on its reads, for blocks that work on live rows alone, such as routers.
-    settler: set by a stream: settles the reading block's values between ranks.
+    exchanges: set by a stream: those of the reading block.
     in_format: set by a stream: gives the rows in a format, for products that take them so.
     beside: int32 `[rows, n]`, for rows that travelled in a format: what was computed from them before (`Stream.read`).
     on_plain: set by a trace: called where a reader takes the value itself.
@@ -41,7 +41,7 @@ class Hidden:
     mesh: Mesh
     origin: str
     live: Tensor | None = None
-    settler: Settling | None = None
+    exchanges: BlockExchanges | None = None
     in_format: InFormat | None = None
     beside: Tensor | None = None
     on_plain: Callable[[], None] | None = None

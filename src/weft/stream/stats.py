@@ -14,9 +14,8 @@ from torch.profiler import record_function
 
 from weft.comm.transport import COLLECTIVE
 from weft.planner.chain import Counts
+from weft.planner.op import Op
 from weft.planner.plan import Plan, Planner
-from weft.planner.plan_step import Step
-from weft.planner.settlements import Settled
 from weft.planner.show import fold
 
 MAX_EVENTS = 4096
@@ -49,9 +48,9 @@ StepKey = tuple[str, str]
 """A read's folded name and a step's text."""
 
 
-def step_key(site: str, step: Step | Settled) -> StepKey:
+def step_key(site: str, op: Op) -> StepKey:
     """The key by which an op's calls are added up. site: of its read."""
-    return fold(site), str(step)
+    return fold(site), str(op)
 
 
 class StepTimes:
@@ -65,25 +64,23 @@ class StepTimes:
         self._events: deque[tuple[Counts, StepKey, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
-    def timed(self, counts: Counts, site: str, step: Step | Settled) -> Iterator[None]:
+    def timed(self, counts: Counts, site: str, op: Op) -> Iterator[None]:
         """Times the calls inside the context, and marks them as a range in torch's profiler. counts: those of the
         plan."""
-        with record_function(f"{COLLECTIVE}{' + '.join(step.kinds)}"):
-            yield from self._timed(counts, step_key(site, step))
-
-    def _timed(self, counts: Counts, key: StepKey) -> Iterator[None]:
-        if self._gpu:
+        key = step_key(site, op)
+        with record_function(f"{COLLECTIVE}{' + '.join(op.kinds)}"):
+            if not self._gpu:
+                began = time.perf_counter()
+                yield
+                self._add(counts, key, time.perf_counter() - began)
+                return
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._events.append((counts, key, begin, end))
-            while len(self._events) > MAX_EVENTS and self._events[0][-1].query():
-                self._read_event()
-        else:
-            began = time.perf_counter()
-            yield
-            self._add(counts, key, time.perf_counter() - began)
+        self._events.append((counts, key, begin, end))
+        while len(self._events) > MAX_EVENTS and self._events[0][-1].query():
+            self._read_event()
 
     def mean(self, counts: Counts, key: StepKey) -> float:
         """Seconds of a call; of steps with other counts where none of these was timed; 0 where none was timed at all.
@@ -116,13 +113,13 @@ class Stats:
     def record(
         self, planner: Planner, plan: Plan, counts: Counts, walks: int, alone: Mapping[StepKey, float] | None = None
     ) -> None:
-        """Counts walks along a plan, each with `counts` tokens in each DP group. Of settlements it counts those with
-        bytes that follow from these counts; eager steps count the others as they run.
+        """Counts walks along a plan, each with `counts` tokens in each DP group. Of eager steps it counts the ops with
+        bytes that follow from these counts; the others are counted as they run.
 
         alone: for walks by a graph, the seconds that a call of each op takes alone.
         """
         for site, op in plan.ops(asked=False):
-            if isinstance(op, Settled) and not op.by_counts and alone is None:
+            if not op.by_counts and alone is None:
                 continue
             key, us = step_key(site, op), op.us if op.us < math.inf else 0.0
             seconds = walks * alone.get(key, 0.0) if alone else 0.0
@@ -130,7 +127,7 @@ class Stats:
             if alone is None:
                 self._eager[key, plan.counts] += walks
 
-    def add(self, site: str, op: Step | Settled, calls: int, moved: int, seconds: float, predicted: float) -> None:
+    def add(self, site: str, op: Op, calls: int, moved: int, seconds: float, predicted: float) -> None:
         """Counts calls of an op: the bytes, seconds and predicted seconds are of all these calls."""
         key = step_key(site, op)
         stat = self._by_step.get(key, StepStat(*key, op.group))

@@ -24,13 +24,13 @@ from weft.comm.transport import Epilogue, Transport
 from weft.kernels import float8
 from weft.kernels.stream_ops import add_rms_norm, rms_norm
 from weft.planner.chain import Chain, Read
+from weft.planner.op import NORMED, RESIDUAL, StreamOp
 from weft.planner.plan import Plan
-from weft.planner.plan_step import NORMED, RESIDUAL, Step
 from weft.planner.row_formats import Format, Wire
 from weft.planner.spec import Mesh, Placement, PlacementError, Rows
 from weft.stream import formats
+from weft.stream.block_exchanges import BlockExchanges, TraceExchanges
 from weft.stream.hidden import Hidden
-from weft.stream.settler import Settler, TraceSettler
 from weft.stream.stats import StepTimes
 from weft.stream.step_rows import StepRows
 
@@ -87,7 +87,7 @@ class _Deltas:
 
 
 class TraceStream:
-    """Records what a model reads, settles and adds. It has zero rows, which all blocks must take anyway.
+    """Records reads, exchanges inside blocks, and adds of a model. It has zero rows, which all blocks must take anyway.
 
     width: of the residual. dtype, device: of the activations. form: where a block takes rows in several forms, the
     number of the form to record, or the last one. forms: how many of them the model has.
@@ -98,7 +98,7 @@ class TraceStream:
         self._empty = torch.empty(0, width, dtype=dtype, device=device)
         self._deltas = _Deltas()
         self._reads: list[Read] = []
-        self.settler = TraceSettler(mesh)
+        self.exchanges = TraceExchanges(mesh)
 
     def add(self, delta: Hidden) -> None:
         """Records a delta and its debt."""
@@ -131,13 +131,13 @@ class TraceStream:
         def on_plain() -> None:
             self._reads[index] = replace(self._reads[index], plain=True)
 
-        hidden = Hidden(self._empty, target, self.mesh, norm.path, settler=self.settler)
+        hidden = Hidden(self._empty, target, self.mesh, norm.path, exchanges=self.exchanges)
         return replace(hidden, in_format=in_format, beside=made, on_plain=on_plain)
 
     def _end_read(self) -> None:
-        if self.settler.found:
-            self._reads[-1] = replace(self._reads[-1], settles=tuple(self.settler.found))
-            self.settler.found.clear()
+        if self.exchanges.found:
+            self._reads[-1] = replace(self._reads[-1], inside=tuple(self.exchanges.found))
+            self.exchanges.found.clear()
 
     def chain(self) -> Chain:
         """The trace. Raises PlacementError where a delta was added after the last read: it would be lost."""
@@ -152,9 +152,9 @@ class Stream:
     """One forward pass of one rank along a plan.
 
     transports: by name, those that the planner was offered. rows: of this step; all ranks pass the same counts.
-    times: not None where this pass is timed. settler: carries out the blocks' settlements. observer: called with the
-    site and the rows of each read. Raises PlacementError, before it communicates, where the model reads or adds
-    otherwise than in its trace; the text names the block and both placements.
+    times: not None where this pass is timed. exchanges: those inside blocks. observer: called with the site and the
+    rows of each read. Raises PlacementError, before it communicates, where the model reads or adds otherwise than in
+    its trace; the text names the block and both placements.
     """
 
     def __init__(
@@ -163,13 +163,13 @@ class Stream:
         transports: Mapping[str, Transport],
         rows: StepRows,
         times: StepTimes | None = None,
-        settler: Settler | None = None,
+        exchanges: BlockExchanges | None = None,
         observer: Observer | None = None,
     ):
         self.mesh, self._plan, self._transports, self._rows, self._times = plan.mesh, plan, transports, rows, times
-        self._settler, self._observer = settler, observer
-        if settler is not None:
-            settler.begin(plan.counts, rows, times)
+        self._exchanges, self._observer = exchanges, observer
+        if exchanges is not None:
+            exchanges.begin(plan.counts, rows, times)
         self._local = next(iter(transports.values()))
         self._index = 0
         self._deltas = _Deltas()
@@ -219,8 +219,8 @@ class Stream:
             raise PlacementError(f"before {norm.path} the trace added {wanted}; now {self._deltas.named()} was added")
         assert read_plan is not None
         self._index += 1
-        if self._settler is not None:
-            self._settler.serve(read_plan)
+        if self._exchanges is not None:
+            self._exchanges.serve(read_plan)
         found = self._walk(read_plan.steps, traced, norm, beside)
         if self._observer is not None:
             self._observer(norm.path, found)
@@ -234,7 +234,7 @@ class Stream:
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
 
-    def _walk(self, steps: tuple[Step, ...], read: Read, norm: Norm, beside: Beside | None) -> Hidden:
+    def _walk(self, steps: tuple[StreamOp, ...], read: Read, norm: Norm, beside: Beside | None) -> Hidden:
         """The normalised rows; also, or only, in a format, where products take it."""
         site, deltas, origins = read.site, self._deltas.values, self._deltas.origins
         residual, normed, self._deltas = self._residual, None, _Deltas()
@@ -307,7 +307,7 @@ class Stream:
 
         return replace(self._hidden(normed, read.target, norm.path), in_format=in_format)
 
-    def _unpacked(self, wire: Tensor, step: Step, like: Tensor, origin: str) -> Hidden:
+    def _unpacked(self, wire: Tensor, step: StreamOp, like: Tensor, origin: str) -> Hidden:
         """Rows that travelled in a format, and stay in it. like: of the activations."""
         assert step.wire is not None
         wire_format = step.wire.format
@@ -323,7 +323,7 @@ class Stream:
         return replace(self._hidden(no_elements, placement, origin), in_format=in_format, beside=beside)
 
     def _hidden(self, value: Tensor, placement: Placement, origin: str) -> Hidden:
-        return Hidden(value, placement, self.mesh, origin, self._live(placement.rows, value), self._settler)
+        return Hidden(value, placement, self.mesh, origin, self._live(placement.rows, value), self._exchanges)
 
     def _live(self, rows: Rows, value: Tensor) -> Tensor | None:
         """See `Hidden.live`; on a GPU never None, as kernels ask for it in all layers."""
@@ -334,7 +334,7 @@ class Stream:
                 live = self._all_live[rows] = torch.full((1,), len(value), dtype=torch.int32, device=value.device)
         return live
 
-    def _move(self, step: Step, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
+    def _move(self, step: StreamOp, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
         edge = step.edge
         assert edge is not None
         if not edge.moves:

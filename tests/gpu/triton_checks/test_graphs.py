@@ -46,8 +46,8 @@ from weft.engine.worker.memory import CacheNeed, measure
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Worker
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import Prompt
-from weft.planner.settlements import Settlements
 from weft.planner.spec import Mesh
 from weft.stream.group import ContextGroup
 from weft.stream.step_rows import CapturedRows, EqualRows, PaddedRows
@@ -219,9 +219,9 @@ def test_sharded_tokens(
     with Engine(config(tmp_path, cuda_graphs=False)) as engine:
         expected = [r.token_ids for r in engine.generate(FEW[:3], few)]
     assert not captured
-    gathered, expanded, find, attend = list[bool](), list[bool](), Settlements._find, CapturedPrompts.attend
+    gathered, expanded, find, attend = list[bool](), list[bool](), BlockPrices._find, CapturedPrompts.attend
 
-    def few_are_gathered(self: Settlements, value: Any, *step: Any) -> Any:
+    def few_are_gathered(self: BlockPrices, value: Any, *step: Any) -> Any:
         if not isinstance(value, Prompt):
             return find(self, value, *step)
         name = "merge" if value.seen > 9 else "gather"
@@ -236,7 +236,7 @@ def test_sharded_tokens(
     def transports(world: ReferenceWorld, make: Any = ReferenceWorld.transports) -> list[ReferenceTransport]:
         return [LiveReference(t) if live else t for t in make(world)]
 
-    monkeypatch.setattr(Settlements, "_find", few_are_gathered)
+    monkeypatch.setattr(BlockPrices, "_find", few_are_gathered)
     monkeypatch.setattr(CapturedPrompts, "attend", watched)
     monkeypatch.setattr(ReferenceWorld, "transports", transports)
     monkeypatch.setattr(worker, "attention_backend", lambda *_, **__: replace(TRITON, device="any"))

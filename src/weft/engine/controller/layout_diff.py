@@ -257,8 +257,8 @@ def _exchanges(plan: Plan) -> dict[str, list[str]]:
     """The exchanges of a plan between each site and the one before it."""
     found, after = dict[str, list[str]](), list[str]()
     for read in plan.reads:
-        found[read.read.site] = after + [str(step) for _, step, _ in read.moves()]
-        after = [str(op) for settlement, settled in read.settlements() if not settlement.asked for op in settled.ops()]
+        found[read.read.site] = after + [str(op) for step in read.steps for op in step.steps() if op.kinds]
+        after = [str(op) for each in read.inside for op in each.steps() if op.kinds and not op.asked]
     return found | {LOGITS: after}
 
 

@@ -26,8 +26,8 @@ from weft.engine.worker.open_transports import cost_model
 from weft.engine.worker.planning import plan_model, split_steps
 from weft.planner.cost import Offer
 from weft.planner.experts import Dispatch
+from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
-from weft.planner.settlements import Recipes
 from weft.planner.spec import LayoutError, PlacementError
 
 
@@ -130,8 +130,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     rows, dispatches = 1, False
     while True:
         counts = (min(rows, config.batch_tokens),) * mesh.attn_dp
-        settled = (settled for read in planner.plan(counts).reads for settled in read.settled)
-        dispatches |= any(isinstance(each.value, Dispatch) for each in settled)
+        inside = (op for read in planner.plan(counts).reads for op in read.inside)
+        dispatches |= any(isinstance(op.value, Dispatch) for op in inside)
         planner.naive(counts)
         if rows >= config.batch_tokens:
             return config if dispatches or config.moe_exchange != "auto" else replace(config, moe_exchange="gather")

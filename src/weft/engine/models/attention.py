@@ -83,8 +83,8 @@ class WholeNorms(Layer):
         """Normalises queries and keys `[T, features]` in place. x: what they were projected from."""
         squares = sums_of_squares(qkv, self.sizes)
         if self.ranks > 1:
-            assert x.settler is not None
-            squares = x.settler.gather(SQUARES, "attn_tp", squares, (len(qkv),) * self.ranks)
+            assert x.exchanges is not None
+            squares = x.exchanges.gather(SQUARES, "attn_tp", squares, (len(qkv),) * self.ranks)
         of_ranks = squares.view(self.ranks, len(qkv), 2)
         return norm_by_squares(qkv, of_ranks, self.weight, self.sizes, self.features, self.eps)
 

@@ -87,10 +87,10 @@ class Experts(Layer):
         Rows after x's live ones are undefined. shared: makes a term of the sum, which is overwritten.
         """
         if self._dispatches(x):
-            assert x.settler is not None
+            assert x.exchanges is not None
             added, wait = beside(shared, x.value) if shared else (None, nothing)
             chosen = router.choose(x)
-            out = x.settler.dispatch(x.require_complete(self.path), *chosen, self.experts, self._sum_of_chosen)
+            out = x.exchanges.dispatch(x.require_complete(self.path), *chosen, self.experts, self._sum_of_chosen)
             owned = Hidden(out, x.placement, x.mesh, self.path)
             wait()
             if added is not None:
@@ -138,7 +138,7 @@ class Experts(Layer):
 
     def _dispatches(self, x: Hidden) -> bool:
         """Whether the rows are this rank's own, to be dispatched to their experts."""
-        return x.settler is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
+        return x.exchanges is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
 
     def _world_rows(self, x: Hidden) -> Tensor | Fp8Rows:
         """The rows, if they are complete and all ranks hold the same; else PlacementError."""

@@ -65,11 +65,9 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     deltas = max(ledger.peak, *(len(read.deltas) for read in reads))
     # Plans are made for counts rounded up to a power of two.
     tokens, decode_rows = bucket((config.batch_tokens,))[0], bucket((config.batch_sequences,))[0]
-    merged = max(
-        (v.bytes(decode_rows, mesh.dcp) for s in chain.settlements if isinstance(v := s.value, Merge)), default=0
-    )
-    settled = (settlement.value for read in reads for settlement in read.settles)
-    sent = max((v.bytes(tokens, mesh.world) for v in settled if isinstance(v, Dispatch)), default=0)
+    merged = max((v.bytes(decode_rows, mesh.dcp) for s in chain.inside if isinstance(v := s.value, Merge)), default=0)
+    inside = (each.value for read in reads for each in read.inside)
+    sent = max((v.bytes(tokens, mesh.world) for v in inside if isinstance(v, Dispatch)), default=0)
     logits = 4 * mesh.attn_tp * -(-model.vocab_size // mesh.attn_tp) if model.split_vocabulary else 0
     value = max(tokens * mesh.attn_dp * chain.width * chain.element_bytes, merged, logits, sent)
     return ArenaNeed(blocks=4 + deltas + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)

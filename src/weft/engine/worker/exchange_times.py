@@ -7,16 +7,16 @@ of a replay. Every rank does the same, so that all enter an exchange together: t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.comm.transport import Epilogue, LiveSizes, Transport
 from weft.planner.exchange import all_to_allv
-from weft.planner.experts import Permute
+from weft.planner.op import BlockOp, Op, StreamOp
 from weft.planner.plan import Plan
-from weft.planner.plan_step import Step
-from weft.planner.settlements import Settled
 from weft.planner.spec import Rows
 from weft.stream.stats import StepKey, step_key
 from weft.stream.step_rows import CapturedRows
@@ -46,8 +46,7 @@ def graph_seconds(call: Callable[[], Tensor]) -> float:
 def exchange_times(
     plan: Plan, transports: Mapping[str, Transport], rows: CapturedRows, like: Tensor, timer: Timer = graph_seconds
 ) -> dict[StepKey, float]:
-    """Seconds of a call of each communicating step of a plan, and of what is settled by counts, that one of the
-    transports carries.
+    """Seconds of a call of each op of a plan with bytes that follow from counts, on one of the transports.
 
     rows: full, with capacity for the plan's counts; like: of the activations' width, dtype and device.
     """
@@ -55,21 +54,18 @@ def exchange_times(
     times: dict[StepKey, float] = {}
     for site, op in plan.ops(asked=False):
         transport = transports.get(op.transport)
-        if transport is None or (isinstance(op, Settled) and not op.by_counts):
+        if transport is None or not op.by_counts:
             continue
-        key = op if isinstance(op, Settled) else (op.edge, op.op == "finish", op.transport)
+        same, call = CALL_OF[type(op)]
+        key = same(op), op.transport
         if key not in found:
-            found[key] = timer(_call(op, transport, rows, like))
+            found[key] = timer(call(op, transport, rows, like))
         times[step_key(site, op)] = found[key]
     return times
 
 
-def _call(op: Step | Settled, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
-    if isinstance(op, Settled):
-        assert isinstance(op.value, Permute)
-        return _permute(op.value, transport, rows, like)
+def _edge(op: Any, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
     edge, width = op.edge, like.shape[1]
-    assert edge is not None
     wire, have = edge.src.wire, rows.capacity_of(edge.src.rows)
     x = like.new_zeros(have, wire.row_bytes(width), dtype=torch.uint8) if wire else like.new_zeros(have, width)
     residual, weight = like.new_zeros(rows.capacity_of(edge.dst.rows), width), like.new_ones(width)
@@ -77,9 +73,9 @@ def _call(op: Step | Settled, transport: Transport, rows: CapturedRows, like: Te
     return lambda: rows.carry(edge, x, transport, epilogue)
 
 
-def _permute(what: Permute, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
-    """With as many rows for each rank as are to be expected of full tensors."""
-    world, exchange = tuple(range(rows.mesh.world)), all_to_allv(rows.mesh.world)
+def _permute(op: Any, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
+    """Permutes the rows for each rank that are to be expected of full tensors."""
+    what, world, exchange = op.value, tuple(range(rows.mesh.world)), all_to_allv(rows.mesh.world)
     own = tuple(rows.mesh.row_count(Rows.OWN, rank, rows.capacity) for rank in world)
     if not what.sent_row_bytes:  # counts
         return lambda: transport.exchange(like.new_zeros(len(world), 1), exchange, world, (1,) * len(world) ** 2)
@@ -88,3 +84,10 @@ def _permute(what: Permute, transport: Transport, rows: CapturedRows, like: Tens
     sizes = LiveSizes(tuple(n for n in own for _ in world), torch.tensor(live, dtype=torch.int32, device=like.device))
     x = like.new_zeros(len(world) * own[rows.rank], what.sent_row_bytes // like.element_size())
     return lambda: transport.exchange(x, exchange, world, sizes)
+
+
+CALL_OF: dict[type[Op], tuple[Callable[[Any], object], Callable[..., Callable[[], Tensor]]]] = {
+    StreamOp: (attrgetter("edge", "op"), _edge),
+    BlockOp: (id, _permute),
+}
+"""For each type of op, equal values for ops that make the same call, and a function that makes it on full tensors."""

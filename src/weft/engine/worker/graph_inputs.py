@@ -22,8 +22,8 @@ from weft.engine.kv.cache_spec import Rule
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.worker.device_rows import DeviceRows
+from weft.planner.prices import Recipes
 from weft.planner.recipes import Prompt
-from weft.planner.settlements import Recipes
 
 if TYPE_CHECKING:
     from weft.engine.kernels.triton.decode_step import TablePieces

@@ -28,12 +28,12 @@ from weft.planner.cost import Costs
 from weft.planner.cost import costs as load_costs
 from weft.planner.dcp import ShardedContext
 from weft.planner.plan import Choice, Planner
+from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
-from weft.planner.settlements import Recipes, Settlements
 from weft.planner.spec import Mesh
+from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.group import context_group
 from weft.stream.interleave import Interleave
-from weft.stream.settler import Settler
 from weft.stream.stats import StepKey
 from weft.stream.step_rows import StepRows, captured_rows
 from weft.stream.stream import Observer, Stream
@@ -85,19 +85,19 @@ class ModelRunner:
         offers = [offer_of(t.entry, mesh, costs.of(t.entry.name, mesh.world)) for t in transports]
         recipes: Recipes = {Merge: dcp_exchange, Prompt: dcp_prefill}
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes)
-        self.settler = Settler(mesh, rank, self.transports, self.planner.settlements)
+        self.exchanges = BlockExchanges(mesh, rank, self.transports, self.planner.blocks)
         self.vocabulary = None
         if config.split_vocabulary and mesh.attn_tp > 1:
-            self.vocabulary = SplitVocabulary(config.vocab_size, mesh, rank, self.settler)
+            self.vocabulary = SplitVocabulary(config.vocab_size, mesh, rank, self.exchanges)
         sharding = Interleave(mesh.dcp, interleave or page_size, page_size)
-        group = context_group(sharding, self.settler)
+        group = context_group(sharding, self.exchanges)
         self.rules, self._page_size = [group.rule for group in groups], sharding.span
         layers, device = cached_layers(model), weight.device
         self.attention, self._kv_dtype = attention or default_backend(device.type), kv_dtype or weight.dtype
         self.caches = Caches(layers, groups, sharding.span, self._kv_dtype, device, self.attention.make, group)
         self._graphs: StepGraphs | None = None
         self.observer: Observer | None = None
-        self.stats = RunStats(self.planner, self.settler, weight.device)
+        self.stats = RunStats(self.planner, self.exchanges, weight.device)
         self._checksums: dict[tuple[Counts, bool], int] = {}
 
     @torch.inference_mode()
@@ -117,7 +117,7 @@ class ModelRunner:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
         rows = StepRows(self.mesh, self.rank, counts)
         plan, times = self.planner.plan(counts), self.stats.times()
-        stream = Stream(plan, self.transports, rows, times, self.settler, self.observer)
+        stream = Stream(plan, self.transports, rows, times, self.exchanges, self.observer)
         logits: Tensor = self.model(stream, batch, self.caches.plan(batch))
         stream.finish()
         logits = self.full_logits(logits) if full else logits.float()
@@ -148,9 +148,8 @@ class ModelRunner:
         able = counting if any(t.entry.spans(self.mesh.hosts) for t in counting.values()) else self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         on_device = all(t.entry.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
-        settlements = Settlements(self.mesh, offers, self.planner.settlements.recipes, on_device)
-        chain, choice = self.planner.chain, self.planner.choice
-        planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, settlements=settlements)
+        chain, choice, recipes = self.planner.chain, self.planner.choice, self.planner.blocks.recipes
+        planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, recipes=recipes)
         inputs: list[Inputs] = [DecodeInputs(rows, self.rules, self._page_size)]
         if self.captures_prompts:
             inputs.append(PromptInputs(rows, self.rules, self._page_size, max_rows))
@@ -163,12 +162,12 @@ class ModelRunner:
             self.caches,
             rows,
             inputs,
-            self.settler,
+            self.exchanges,
             self.vocabulary,
         )
-        with self.settler.planned_by(settlements):
+        with self.exchanges.planned_by(planner.blocks):
             self._graphs.capture(progress)
-        self.settler.ran.clear()
+        self.exchanges.ran.clear()
         weight, seconds = self.model.embed.weight, dict[int, dict[StepKey, float]]()
         for graph_rows in sorted({shape.rows for shape in self._graphs.shapes}):
             full = captured_rows(able.values(), self.mesh, self.rank, graph_rows, weight.device)
@@ -180,7 +179,7 @@ class ModelRunner:
     @property
     def captures_prompts(self) -> bool:
         """Whether steps with prompts have graphs."""
-        return captures_prompts(self.caches, self.planner.settlements.recipes)
+        return captures_prompts(self.caches, self.planner.blocks.recipes)
 
     def check(self) -> None:
         """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""
@@ -217,7 +216,7 @@ class ModelRunner:
 
     def merges_from(self, rows: int) -> int | None:
         """The number of cached tokens from which a prompt's next `rows` are merged over dcp; None: never."""
-        return None if self._context is None else self._context.merges_from(rows, self.planner.settlements)
+        return None if self._context is None else self._context.merges_from(rows, self.planner.blocks)
 
     @cached_property
     def _context(self) -> ShardedContext | None:

@@ -19,9 +19,10 @@ from weft.engine.models.model_config import ModelConfig
 from weft.planner.chain import Chain
 from weft.planner.cost import Offer
 from weft.planner.dcp import ShardedContext
+from weft.planner.op import BlockValue
 from weft.planner.plan import Choice, Planner
+from weft.planner.prices import Recipes
 from weft.planner.recipes import RECIPES
-from weft.planner.settlements import Recipes, Settlement, Settlements
 from weft.planner.spec import LayoutError, Mesh
 from weft.planner.vocabulary import Head, SplitStep, best_tokens, logit_rows, split_step
 from weft.stream.group import context_group
@@ -35,7 +36,7 @@ def trace(
     dtype: torch.dtype,
     workspace: Workspace = torch_empty,
 ) -> Chain:
-    """The model's chain of reads, adds and settlements, from a run on zero rows with weights that take no memory.
+    """The model's chain, from a run on zero rows with weights that take no memory.
 
     It runs on the CPU, as the `meta` device does many operations in Python, and imports seconds of torch for them.
     workspace: sees every tensor that the layers take from it on the way. Raises LayoutError where the layout is not one
@@ -49,11 +50,11 @@ def trace(
 
     def form(number: int) -> TraceStream:
         stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
-        group = context_group(Interleave(mesh.dcp, 1, 1), stream.settler)
+        group = context_group(Interleave(mesh.dcp, 1, 1), stream.exchanges)
         caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
         model(stream, batch, caches.plan(batch))
-        stream.settler.found += _head(config, mesh)
+        stream.exchanges.found += _head(config, mesh)
         return stream
 
     first = form(0)
@@ -61,12 +62,12 @@ def trace(
     return replace(first.chain(), others=others)
 
 
-def _head(config: ModelConfig, mesh: Mesh) -> list[Settlement]:
-    """What ranks that hold runs of the vocabulary settle once the model has run."""
+def _head(config: ModelConfig, mesh: Mesh) -> list[BlockValue]:
+    """The values that ranks with shares of the vocabulary exchange once the model has run."""
     if not config.split_vocabulary or mesh.attn_tp == 1:
         return []
     best, logits = best_tokens(1), logit_rows(config.vocab_size, mesh.attn_tp)
-    return [Settlement(best, "attn_tp", packed=True, spares=True), Settlement(logits, "attn_tp", asked=True)]
+    return [BlockValue(best, "attn_tp", packed=True, spares=True), BlockValue(logits, "attn_tp", asked=True)]
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
@@ -96,14 +97,13 @@ def plan_model(
     slices_copy: bool = False,
     recipes: Recipes | None = None,
 ) -> Planner:
-    """The planner of a model on a mesh, as `Planner`. recipes: as `Settlements`; those that `auto` leaves open are the
-    first of the table where the naive plan is to be followed. Raises LayoutError, PlacementError.
+    """The planner of a model on a mesh, as `Planner`. recipes: those that `auto` leaves open are the first of the table
+    where the naive plan is to be followed. Raises LayoutError, PlacementError.
     """
     if choice == "naive":
         auto = [kind for kind, asked in (recipes or {}).items() if asked == "auto"]
         recipes = {**(recipes or {}), **{kind: RECIPES[kind][0].name for kind in auto}}
-    settlements = Settlements(mesh, offers, recipes, slices_copy)
-    return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, settlements)
+    return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, recipes)
 
 
 def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: Chain) -> ShardedContext | None:
@@ -117,8 +117,8 @@ def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: 
     kept = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
     latent = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, Latent))
     tokens = Counter(gathered_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV | Latent))
-    settled = [settlement.value for settlement in chain.settlements if settlement.group == "dcp"]
-    return ShardedContext(mesh.dcp, settled, tokens, kept, latent)
+    values = [inside.value for inside in chain.inside if inside.group == "dcp"]
+    return ShardedContext(mesh.dcp, values, tokens, kept, latent)
 
 
 def split_steps(
@@ -136,7 +136,7 @@ def split_steps(
         counts = (n,) * mesh.attn_dp
         try:
             ours, theirs = ([s.us for r in p.plan(counts).reads for s in r.steps] for p in (split, whole))
-            found.append(split_step(head, n, sum(ours) - sum(theirs), split.settlements))
+            found.append(split_step(head, n, sum(ours) - sum(theirs), split.blocks))
         except LayoutError:  # no transport holds it: an explicit --split-vocabulary on fails with its plan
             return []
     return found

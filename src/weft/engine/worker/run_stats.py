@@ -10,11 +10,11 @@ import torch
 
 from weft.engine.worker.graph_inputs import Shape
 from weft.planner.chain import Counts
+from weft.planner.op import BlockOp
 from weft.planner.plan import Plan, Planner
 from weft.planner.recipes import Merge
-from weft.planner.settlements import Settled
 from weft.planner.show import fold
-from weft.stream.settler import Settler
+from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.stats import Stats, StepKey, StepStat, StepTimes
 
 MAX_COUNTS = 4096
@@ -24,7 +24,7 @@ MAX_COUNTS = 4096
 class RunStats:
     """The counts of one rank.
 
-    planner: of eager steps. settler: counts what they settle. device: the rank's.
+    planner: of eager steps. exchanges: those inside blocks, which count themselves. device: the rank's.
 
     Attributes:
         timing_interval: of so many eager steps, the collectives of one are timed.
@@ -34,8 +34,8 @@ class RunStats:
 
     timing_interval = 16
 
-    def __init__(self, planner: Planner, settler: Settler, device: torch.device):
-        self._planner, self._settler, self._device = planner, settler, device
+    def __init__(self, planner: Planner, exchanges: BlockExchanges, device: torch.device):
+        self._planner, self._exchanges, self._device = planner, exchanges, device
         self.graph_planner = planner
         self.graph_seconds: Mapping[int, dict[StepKey, float]] = {}
         self.forget()
@@ -44,7 +44,7 @@ class RunStats:
         """Clears all counts."""
         self._stats, self._naive, self._times = Stats(), Stats(), StepTimes(self._device)
         self.steps: Counter[tuple[Counts, int | None]] = Counter()  # since the totals were last worked out
-        self._settler.ran.clear()
+        self._exchanges.ran.clear()
         self._eager = 0
 
     def times(self) -> StepTimes | None:
@@ -70,7 +70,7 @@ class RunStats:
 
     def graph_plan(self, rows: int) -> Plan:
         """Of a graph of so many rows in each DP group."""
-        return self.graph_planner.plan((rows,) * self._settler.mesh.attn_dp)
+        return self.graph_planner.plan((rows,) * self._exchanges.mesh.attn_dp)
 
     def moves(self, counts: Counts, shape: Shape | None) -> list[tuple[str, str, str, int]]:
         """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes
@@ -78,23 +78,18 @@ class RunStats:
         a graph, of a step without prompts. shape: of the graph that is replayed, if any.
         """
         plan = self._planner.plan(counts) if shape is None else self.graph_plan(shape.rows)
-        received, rows = self._planner.received, counts[self._settler.mesh.group_of(self._settler.rank)]
+        rows = counts[self._exchanges.mesh.group_of(self._exchanges.rank)]
         capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.sampled)
         found: list[tuple[str, str, str, int]] = []
-        for read in plan.reads:
-            site = read.read.site
-            found += [(site, str(s), s.group, received(s, counts)) for _, s, _ in read.moves()]
-            for settlement, settled in read.settlements():
-                if settlement.asked:
-                    continue
-                for op in settled.ops():
-                    if settlement.packed:
-                        calls = op.calls(min(sampled, 1), 1)
-                        calls = [(kind, moved * sampled // max(plan.counts)) for kind, moved in calls]
-                    else:
-                        calls = [(op.kinds[0], received(op, counts))] if op.by_counts else op.calls(capacity, rows)
-                    names = [(f"{op.call_name(kind)} · {op.transport}", moved) for kind, moved in calls]
-                    found += [(site, name, op.group, moved) for name, moved in names]
+        for site, op in plan.ops(asked=False):
+            if op.by_counts:
+                calls = [(str(op), self._planner.received(op, counts))]
+            elif op.packed:
+                calls = op.named_calls(min(sampled, 1), 1)
+                calls = [(name, moved * sampled // max(plan.counts)) for name, moved in calls]
+            else:
+                calls = op.named_calls(capacity, rows)
+            found += [(site, name, op.group, moved) for name, moved in calls]
         return found
 
     def _in_order(self, found: list[StepStat]) -> list[StepStat]:
@@ -111,16 +106,16 @@ class RunStats:
             self._stats.record(planner, planner.plan(capacity), counts, steps, *alone)
             self._naive.record(planner, planner.naive(capacity), counts, steps, *alone)
         self.steps.clear()
-        for (site, settled), (calls, moved, seconds, predicted) in self._settler.ran.items():
-            self._stats.add(site, settled, calls, moved, seconds, predicted)
-            self._add_naively(site, settled, calls, moved)
-        self._settler.ran.clear()
+        for (site, op), (calls, moved, seconds, predicted) in self._exchanges.ran.items():
+            self._stats.add(site, op, calls, moved, seconds, predicted)
+            self._add_naively(site, op, calls, moved)
+        self._exchanges.ran.clear()
 
-    def _add_naively(self, site: str, settled: Settled, calls: int, moved: int) -> None:
-        """What eager steps settled, as the naive plan merges attention; vocabularies as they are."""
-        naive = settled
-        if isinstance(settled.value, Merge) and self._planner.choice != "naive":
-            naive = self._planner.settlements.naive(settled.value, settled.group, settled.rows)
-            moved = round(moved * naive.bytes / settled.bytes) if settled.bytes else calls * naive.bytes
+    def _add_naively(self, site: str, op: BlockOp, calls: int, moved: int) -> None:
+        """Counts calls of eager steps as the naive plan merges attention; vocabularies as they are."""
+        naive = op
+        if isinstance(op.value, Merge) and self._planner.choice != "naive":
+            naive = self._planner.blocks.naive(op.value, op.group, op.rows)
+            moved = round(moved * naive.bytes / op.bytes) if op.bytes else calls * naive.bytes
         us = naive.us if naive.us < math.inf else 0.0
         self._naive.add(site, naive, calls, moved, 0.0, calls * us / 1e6)

@@ -10,7 +10,7 @@ from weft.engine.models.layers import vocabulary_share
 from weft.planner.chain import bucket
 from weft.planner.spec import LayoutError, Mesh
 from weft.planner.vocabulary import MAX_TOKENS, best_tokens, logit_rows
-from weft.stream.settler import Settler
+from weft.stream.block_exchanges import BlockExchanges
 
 
 class SplitVocabulary:
@@ -21,20 +21,20 @@ class SplitVocabulary:
     ranks, or more than float32 can number.
     """
 
-    def __init__(self, vocabulary: int, mesh: Mesh, rank: int, settler: Settler):
+    def __init__(self, vocabulary: int, mesh: Mesh, rank: int, exchanges: BlockExchanges):
         ranks = mesh.peers("attn_tp", rank)
         if not len(ranks) <= vocabulary <= MAX_TOKENS:
             raise LayoutError(f"a vocabulary of {vocabulary} tokens is not split over attn_tp={len(ranks)} ranks")
         self.size, self.share = vocabulary, vocabulary_share(mesh, rank, vocabulary)
         shares = [vocabulary_share(mesh, peer, vocabulary) for peer in ranks]
         self._sizes = [share.stop - share.start for share in shares]
-        self._settler = settler
+        self._exchanges = exchanges
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """`[S, vocabulary]` of this rank's `[S, own]`."""
         ranks, widest, rows = len(self._sizes), max(self._sizes), len(logits)
         padded, what = F.pad(logits, (0, widest - logits.shape[1])), logit_rows(self.size, ranks)
-        gathered = self._settler.gather(what, "attn_tp", padded, (rows,) * ranks).view(ranks, rows, widest)
+        gathered = self._exchanges.gather(what, "attn_tp", padded, (rows,) * ranks).view(ranks, rows, widest)
         return torch.cat([part[:, :size] for part, size in zip(gathered, self._sizes, strict=True)], dim=-1)
 
     def best(self, score: Tensor, token: Tensor) -> Tensor:
@@ -54,4 +54,4 @@ class SplitVocabulary:
         score."""
         ranks, rows = len(self._sizes), len(best)
         what = best_tokens(max(bucket((rows,))))  # as the plan has it
-        return self._settler.gather(what, "attn_tp", best.view(1, 2 * rows), (1,) * ranks).view(ranks, rows, 2)
+        return self._exchanges.gather(what, "attn_tp", best.view(1, 2 * rows), (1,) * ranks).view(ranks, rows, 2)

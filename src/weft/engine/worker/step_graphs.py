@@ -26,7 +26,7 @@ from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.planner.chain import Counts
 from weft.planner.plan import Plan
 from weft.planner.spec import Mesh, Rows
-from weft.stream.settler import Settler
+from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.step_rows import CapturedRows, captured_rows
 from weft.stream.stream import Stream
 
@@ -41,7 +41,7 @@ class StepGraphs:
         caches: of the model's layers.
         rows: the table on the device.
         inputs: one for each kind of steps, with the shapes of its graphs.
-        settler: carries out what blocks settle.
+        exchanges: those inside blocks.
         vocabulary: given where it is split; its exchanges are captured too.
     """
 
@@ -55,12 +55,12 @@ class StepGraphs:
         caches: Caches,
         rows: DeviceRows,
         inputs: Sequence[Inputs],
-        settler: Settler,
+        exchanges: BlockExchanges,
         vocabulary: SplitVocabulary | None = None,
     ):
         self._model, self._mesh, self._rank, self._plan = model, mesh, rank, plan
         self._transports, self._caches, self._rows, self._vocabulary = transports, caches, rows, vocabulary
-        self._settler = settler
+        self._exchanges = exchanges
         self._inputs = {kind.shapes[0].prompts: kind for kind in inputs}
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
         weight, max_rows = model.embed.weight, len(rows.length)
@@ -146,7 +146,7 @@ class StepGraphs:
         rows, split = self._rows, self._vocabulary
         batch, sampled = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))
         plan = self._plan((shape.rows,) * self._mesh.attn_dp)
-        stream = Stream(plan, self._transports, counts, settler=self._settler)
+        stream = Stream(plan, self._transports, counts, exchanges=self._exchanges)
         logits: Tensor = self._model(stream, batch, self._caches.plan(batch))
         stream.finish()
         if shape.prompts:

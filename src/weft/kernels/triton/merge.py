@@ -1,4 +1,4 @@
-"""The kernels of a softmax merge over shards of the keys, before and after its collectives; see `weft.stream.settler`.
+"""Kernels of a softmax merge over shards of the keys, before and after its collectives (`weft.stream.block_exchanges`).
 
 The functions are those of `weft.kernels.torch_reference`. A program has one head of one token.
 """

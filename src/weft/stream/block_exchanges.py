@@ -1,6 +1,6 @@
-"""Settlements: values that blocks exchange between ranks, by the plan's recipe and transport.
+"""Exchanges inside blocks: values that blocks exchange between ranks, by the plan's recipe and transport.
 
-The plan gives the recipe, the transport and the rows of a call (`weft.planner.settlements`). This module cuts values
+The plan gives the recipe, the transport and the rows of a call (`weft.planner.op.BlockOp`). This module cuts values
 into calls, exchanges, times and counts them. A recipe is a row of the planner's table and a function of `MERGES`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -21,67 +20,52 @@ from weft.planner import exchange
 from weft.planner.chain import Counts
 from weft.planner.exchange import Exchange
 from weft.planner.experts import Dispatch
+from weft.planner.op import BlockOp, BlockValue
 from weft.planner.plan import ReadPlan
+from weft.planner.prices import BlockPrices
 from weft.planner.recipes import RECIPES, Gather, Merge, Prompt, Value
-from weft.planner.settlements import Settled, Settlement, Settlements
 from weft.planner.spec import Mesh, PlacementError, Rows
 from weft.stream.dispatch import Exchanging, Work, all_to_allv
 from weft.stream.stats import StepTimes
 from weft.stream.step_rows import StepRows
 
 Calls = tuple[int, int, float, float]
-"""Of a settlement: calls, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
-MergeFunction = Callable[[Transport, Tensor, Tensor, Ranks, Tensor | None], tuple[Tensor, Tensor]]
+"""Totals of an op: calls, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
+Merged = tuple[Tensor, Tensor]
+"""This rank's heads of attention, complete, `[T, H/n, D]`, and their log-sum-exp `[T, H/n]`."""
 
 
-class Settling(Protocol):
-    """What blocks settle values with: a rank's `Settler`, or a `TraceSettler`."""
+class BlockExchanges:
+    """A rank's exchanges inside blocks.
 
-    mesh: Mesh
-    rank: int
-
-    def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor: ...
-
-    def rows_of_call(self, what: Gather, group: str, rows: int) -> int: ...
-
-    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
-
-    def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor: ...
-
-    def recipe(self, what: Prompt, group: str, rows: int) -> str: ...
-
-
-class Settler:
-    """A rank's executor of settlements.
-
-    transports: by name. settlements: the plans to follow; `planned_by` replaces them for a while.
-    site: the read of the stream that precedes the settlement. `ran` counts calls by it and the plan, except for calls
-        of which the bytes follow from a step's counts: the step's plan counts these.
+    transports: by name. prices: give the ops to run; `planned_by` replaces them for a while.
+    site: the read of the stream that precedes an exchange. `ran` counts calls by it and the op, except for calls of
+        which the bytes follow from a step's counts: the step's plan counts these.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], settlements: Settlements):
-        self.mesh, self.rank, self.settlements = mesh, rank, settlements
+    def __init__(self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], prices: BlockPrices):
+        self.mesh, self.rank, self.prices = mesh, rank, prices
         self._transports = transports
         self.site = ""
-        self._planned: tuple[Settled, ...] = ()  # settlements of the read's block
-        self.ran: dict[tuple[str, Settled], Calls] = {}
+        self._planned: tuple[BlockOp, ...] = ()  # the ops of the read's block
+        self.ran: dict[tuple[str, BlockOp], Calls] = {}
 
     @contextmanager
-    def planned_by(self, settlements: Settlements) -> Iterator[None]:
-        """Follows these plans inside the context: those of steps that are captured."""
-        before, self.settlements = self.settlements, settlements
+    def planned_by(self, prices: BlockPrices) -> Iterator[None]:
+        """Runs these ops inside the context: those of steps that are captured."""
+        before, self.prices = self.prices, prices
         try:
             yield
         finally:
-            self.settlements = before
+            self.prices = before
 
     def begin(self, counts: Counts, rows: StepRows, times: StepTimes | None) -> None:
         """Begins a pass of the model. counts: those of its plan. times: not None where the pass is timed."""
         self._counts, self._rows, self._times = counts, rows, times
 
     def serve(self, read: ReadPlan) -> None:
-        """Serves a read of the pass; settlements from now on follow it."""
-        self.site, self._planned = read.read.site, read.settled
+        """Serves a read of the pass; exchanges from now on follow it."""
+        self.site, self._planned = read.read.site, read.inside
 
     def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
         """Sends this rank's own rows x `[T, width]` to the ranks of their experts; returns the results `[T, width]`.
@@ -93,10 +77,10 @@ class Settler:
         if self._rows.idle:  # no rank has a row, and all ranks know it: no rank sends rows or calls its experts
             return x.new_empty(x.shape)
         what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
-        found = [settled for settled in self._planned if settled.value == what]
+        found = [op for op in self._planned if op.value == what]
         if not found:
             raise PlacementError(f"what {self.site} gives is dispatched by {what}, which the plan has not here")
-        ops, world = {op.value.what: op for op in found[0].ops()}, tuple(range(self.mesh.world))
+        ops, world = {op.value.what: op for op in found[0].steps()}, tuple(range(self.mesh.world))
 
         def carry(name: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
             op = ops[name]
@@ -111,11 +95,11 @@ class Settler:
         return DISPATCHES[found[0].recipe.name](by, x, weight, expert, experts, work)
 
     def recipe(self, what: Prompt, group: str, rows: int) -> str:
-        """The name of the cheapest recipe for exactly so many rows; the caller settles its parts one by one.
+        """Returns the name of the cheapest recipe for exactly `rows` rows; the caller exchanges its parts one by one.
 
-        Ranks with the same arguments get the same recipe. Raises LayoutError where there is none.
+        It is the same on all ranks. Raises LayoutError where there is none.
         """
-        return self.settlements.cheapest(what, group, rows).recipe.name
+        return self.prices.cheapest(what, group, rows).recipe.name
 
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
         """All ranks' rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
@@ -142,12 +126,11 @@ class Settler:
 
     def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
         """How many of so many rows of each rank a call of the plan for them takes; 0 where no transport takes them."""
-        found = self.settlements.find(what, group, rows)
+        found = self.prices.find(what, group, rows)
         return 0 if found is None else min(found.each, rows)
 
-    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Attention over the ranks' shards of the keys, merged: this rank's heads, complete, `[T, H/n, D]` and
-        `[T, H/n]`.
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> Merged:
+        """Merges attention over the ranks' shards of the keys.
 
         out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's keys. live: see `Transport.merge_scatterv`.
         """
@@ -167,17 +150,17 @@ class Settler:
                 own[at], total[at] = merge(transport, out[at], lse[at], ranks, here)
         return own, total
 
-    def _plan(self, what: Gather | Merge, group: str, rows: int) -> Settled:
+    def _plan(self, what: Gather | Merge, group: str, rows: int) -> BlockOp:
         """The step's plan for a value; it is made for the largest DP group. For a value that the step's plan does not
         have, as in prompts, the cheapest for so many rows.
         """
-        for settled in self._planned:
-            if settled.group == group and settled.rows >= rows and _covers(settled.value, what):
-                return settled
-        return self.settlements.plan(what, group, rows)
+        for op in self._planned:
+            if op.group == group and op.rows >= rows and _covers(op.value, what):
+                return op
+        return self.prices.plan(what, group, rows)
 
     @contextmanager
-    def _counted(self, plan: Settled, moved: int, x: Tensor) -> Iterator[None]:
+    def _counted(self, plan: BlockOp, moved: int, x: Tensor) -> Iterator[None]:
         began = time.perf_counter()
         yield
         seconds = 0.0 if x.is_cuda else time.perf_counter() - began
@@ -195,34 +178,32 @@ def _covers(planned: Value, what: Value) -> bool:
     return planned == what
 
 
-class TraceSettler:
-    """Records the settlements of a traced model's blocks, in order. Exchanges nothing. found: since the last read."""
+class TraceExchanges(BlockExchanges):
+    """Records the values that a traced model's blocks exchange since the last read, in order. Exchanges nothing."""
 
     def __init__(self, mesh: Mesh):
-        self.mesh, self.rank = mesh, 0
-        self.found: list[Settlement] = []
+        super().__init__(mesh, 0, {}, BlockPrices(mesh, ()))
+        self.found: list[BlockValue] = []
 
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
-        self._note(what, group)
+        self.found.append(BlockValue(what, group))
         return x
 
     def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
         return rows
 
-    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self._note(Merge(out.shape[1], out.shape[2], out.element_size()), group)
+    def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> Merged:
+        self.found.append(BlockValue(Merge(out.shape[1], out.shape[2], out.element_size()), group))
         ranks = range(self.mesh.size(group))
         return own_heads(out, ranks), own_heads(lse, ranks)
 
     def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-        self._note(Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size()), "world")
+        what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
+        self.found.append(BlockValue(what, "world"))
         return work(x, weight, expert)
 
     def recipe(self, what: Prompt, group: str, rows: int) -> str:
         return RECIPES[type(what)][0].name  # a trace is of a decode step, which has no prompts
-
-    def _note(self, what: Value, group: str) -> None:
-        self.found.append(Settlement(what, group))
 
 
 def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
@@ -239,9 +220,7 @@ def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks
         return transport.exchange(x, exchange, group, sizes)
 
 
-def ag_rs(
-    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
     """Gathers every rank's lse, scales the output by this rank's weight, and reduce-scatters it by heads.
 
     The terms are rounded to the output's dtype before the sum.
@@ -255,12 +234,8 @@ def ag_rs(
     return summed.view(own.shape), total
 
 
-def a2a(
-    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Sends each rank its heads, lse and output in one exchange, and merges the received parts in rank order and
-    float32.
-    """
+def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
+    """Sends each rank its heads, lse and output in one exchange; merges what came in rank order and float32."""
     n, (tokens, heads, dim) = len(group), out.shape
     own_heads(out, group)
     packed = transport.empty(n, packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
@@ -269,15 +244,13 @@ def a2a(
     return ops.merge_packed(came, tokens, heads, dim)
 
 
-def fused(
-    transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def fused(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
     """A transport's own merge, in one call."""
     with record_function(f"{COLLECTIVE}merge_scatterv"):
         return transport.merge_scatterv(out, lse, group, live)
 
 
-MERGES: dict[str, MergeFunction] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
+MERGES: dict[str, Callable[..., Merged]] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
 """The function of each recipe of a merge."""
-DISPATCHES: dict[str, Callable[[Exchanging, Tensor, Tensor, Tensor, int, Work], Tensor]] = {"all_to_allv": all_to_allv}
+DISPATCHES: dict[str, Callable[..., Tensor]] = {"all_to_allv": all_to_allv}
 """The function of each recipe of a dispatch."""

@@ -243,8 +243,8 @@ ONCE_MISSED = [
     Fault(
         "rows that two formats are asked for travel in one alone",
         "stream/stream.py",
-        "plain=read.plain or another)",
-        "plain=read.plain)",
+        "given.plain or len(given.made) != 1}",
+        "given.plain or not given.made}",
         ("tests/models/test_formats.py::test_rows_that_a_block_takes_in_two_formats_are_gathered_as_they_are",),
     ),
     Fault(
@@ -403,8 +403,8 @@ OWN = [
     Fault(
         "a merged delta takes the place of the other",
         "stream/stream.py",
-        "deltas[step.into] = deltas[step.into] + delta",
-        "deltas[step.into] = delta",
+        "self.deltas[op.into] = self.deltas[op.into] + delta",
+        "self.deltas[op.into] = delta",
         ("tests/planner/test_planner.py::test_plans_compute_what_the_naive_plan_computes",),
     ),
     Fault(
@@ -432,8 +432,8 @@ OWN = [
     Fault(
         "live counts of ranks are those of groups",
         "stream/step_rows.py",
-        "own = rows == Rows.OWN\n",
-        "own = False\n",
+        "own = edge.segments(self.mesh, self.rank), edge.segment_rows == Rows.OWN\n",
+        "own = edge.segments(self.mesh, self.rank), False\n",
         (
             "tests/gpu/test_padded.py::test_other_counts_with_the_same_sum_are_filled",
             "tests/gpu/test_padded.py::test_emulated",

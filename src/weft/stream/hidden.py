@@ -7,7 +7,7 @@ complete value. An operation that breaks a rule raises PlacementError with both 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,36 +15,54 @@ from torch import Tensor
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.planner.row_formats import Float8, Format
 from weft.planner.spec import Mesh, Placement, PlacementError
+from weft.stream import formats
 from weft.stream.block_exchanges import BlockExchanges
 
-InFormat = Callable[[Format], Any]
-"""Gives rows in a format (`weft.stream.formats`)."""
+
+@dataclass(slots=True)
+class ReadInfo:
+    """Facts of a read, which a stream gives a block with the rows.
+
+    Attributes:
+        exchanges: those inside the block.
+        live: int32 `[1]` on the device, the number of rows that are tokens; rows after them are padding. None: all are.
+        beside: int32 `[rows, n]`, for rows that travelled in a format: computed from them before (`Stream.read`).
+        made: the rows in each format (`weft.stream.formats`) in which a reader took them.
+        plain: a reader took them in the activations' dtype.
+    """
+
+    exchanges: BlockExchanges | None
+    live: Tensor | None = None
+    beside: Tensor | None = None
+    made: dict[Format, Any] = field(default_factory=dict)
+    plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
     """value: `[rows, width]`. origin: the qualified name of the block or parameter that made it, for messages.
 
-    live: int32 `[1]` on the device, the number of rows that are tokens; rows after them are padding. None: all are. Set
-        by a stream on its reads, for blocks that work on live rows alone, such as routers.
-    exchanges: set by a stream: those of the reading block.
-    in_format: set by a stream: gives the rows in a format, for products that take them so.
-    beside: int32 `[rows, n]`, for rows that travelled in a format: what was computed from them before (`Stream.read`).
-    on_plain: set by a trace: called where a reader takes the value itself.
-
-    Rows that travelled in a format, as the placement then says, have a value of the right shape and dtype without
-    elements.
+    given: set by a stream on its reads. Rows that travelled in a format, as the placement then says, have a value of
+    the right shape and dtype without elements.
     """
 
     value: Tensor
     placement: Placement
     mesh: Mesh
     origin: str
-    live: Tensor | None = None
-    exchanges: BlockExchanges | None = None
-    in_format: InFormat | None = None
-    beside: Tensor | None = None
-    on_plain: Callable[[], None] | None = None
+    given: ReadInfo | None = None
+
+    @property
+    def live(self) -> Tensor | None:
+        return None if self.given is None else self.given.live
+
+    @property
+    def beside(self) -> Tensor | None:
+        return None if self.given is None else self.given.beside
+
+    @property
+    def exchanges(self) -> BlockExchanges | None:
+        return None if self.given is None else self.given.exchanges
 
     def __add__(self, other: Hidden) -> Hidden:
         """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""
@@ -110,18 +128,28 @@ class Hidden:
         so. Raises PlacementError as `require_complete`.
         """
         self._require_features(reader)
-        if self.in_format is None or not isinstance(weight, Fp8Weight):
+        if self.given is None or not isinstance(weight, Fp8Weight):
             return self.require_complete(reader)
         rows: Fp8Rows = self.in_format(Float8(weight.unit[1]))
         return rows
+
+    def in_format(self, format: Format) -> Any:
+        """The rows of a read in a format, made once. Raises PlacementError for rows that travelled in another one."""
+        assert self.given is not None
+        made = self.given.made
+        if format not in made:
+            if self.placement.wire:
+                raise PlacementError(f"{self.origin} is {self.placement}, but a block takes it in {format}")
+            made[format] = formats.make(self.value, format)
+        return made[format]
 
     def _elements(self, reader: str) -> Tensor:
         if self.placement.wire:
             raise PlacementError(
                 f"{reader} needs {replace(self.placement, wire=None)}, but {self.origin} is {self.placement}"
             )
-        if self.on_plain is not None:
-            self.on_plain()
+        if self.given is not None:
+            self.given.plain = True
         return self.value
 
     def _require_features(self, reader: str) -> None:

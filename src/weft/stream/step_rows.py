@@ -169,11 +169,7 @@ class PaddedRows(StepRows):
         return found
 
     def _find_sizes(self, edge: Edge) -> LiveSizes:
-        exchange = edge.exchange
-        assert exchange is not None
-        rows = edge.dst.rows if exchange.direction == "scatter" else edge.src.rows
-        ranks = self.mesh.peers(edge.group, self.rank)[:: exchange.span]
-        own = rows == Rows.OWN
+        ranks, own = edge.segments(self.mesh, self.rank), edge.segment_rows == Rows.OWN
         places = ranks if own else [self.mesh.group_of(r) for r in ranks]
         first, last = places[0], places[-1] + 1
         assert list(places) == list(range(first, last)), "segments of live rows are neighbours"

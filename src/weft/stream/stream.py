@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -24,18 +23,15 @@ from weft.comm.transport import Epilogue, Transport
 from weft.kernels import float8
 from weft.kernels.stream_ops import add_rms_norm, rms_norm
 from weft.planner.chain import Chain, Read
-from weft.planner.op import NORMED, RESIDUAL, StreamOp
+from weft.planner.op import RESIDUAL, StreamOp
 from weft.planner.plan import Plan
-from weft.planner.row_formats import Format, Wire
+from weft.planner.row_formats import Wire
 from weft.planner.spec import Mesh, Placement, PlacementError, Rows
 from weft.stream import formats
 from weft.stream.block_exchanges import BlockExchanges, TraceExchanges
-from weft.stream.hidden import Hidden
+from weft.stream.hidden import Hidden, ReadInfo
 from weft.stream.stats import StepTimes
 from weft.stream.step_rows import StepRows
-
-NORMS = "norm", "finish"
-"""Steps that normalise."""
 
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 Takes = Rows | tuple[Rows, ...]
@@ -98,6 +94,7 @@ class TraceStream:
         self._empty = torch.empty(0, width, dtype=dtype, device=device)
         self._deltas = _Deltas()
         self._reads: list[Read] = []
+        self._given: list[ReadInfo] = []
         self.exchanges = TraceExchanges(mesh)
 
     def add(self, delta: Hidden) -> None:
@@ -115,24 +112,12 @@ class TraceStream:
         self._end_read()
         targets = _targets(self.mesh, rows)
         self.forms = max(self.forms, len(targets))
-        target, index = targets[min(self._form, len(targets) - 1)], len(self._reads)
-        self._reads.append(Read(norm.path, target, tuple(self._deltas.placements), plain=False))
+        target = targets[min(self._form, len(targets) - 1)]
+        self._reads.append(Read(norm.path, target, tuple(self._deltas.placements)))
         self._deltas = _Deltas()
-
         made = beside(Hidden(self._empty, target, self.mesh, norm.path)) if beside else None
-        bytes_beside = made.shape[1] * made.element_size() if made is not None else 0
-
-        def in_format(format: Format) -> Any:
-            read, wire = self._reads[index], Wire(format, bytes_beside)
-            another = read.wire not in (None, wire)  # rows travel in one format at most
-            self._reads[index] = replace(read, wire=read.wire or wire, plain=read.plain or another)
-            return formats.make(self._empty, format)
-
-        def on_plain() -> None:
-            self._reads[index] = replace(self._reads[index], plain=True)
-
-        hidden = Hidden(self._empty, target, self.mesh, norm.path, exchanges=self.exchanges)
-        return replace(hidden, in_format=in_format, beside=made, on_plain=on_plain)
+        self._given.append(ReadInfo(self.exchanges, beside=made))
+        return Hidden(self._empty, target, self.mesh, norm.path, self._given[-1])
 
     def _end_read(self) -> None:
         if self.exchanges.found:
@@ -144,8 +129,106 @@ class TraceStream:
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
         self._end_read()
-        reads = (replace(read, plain=read.plain or read.wire is None) for read in self._reads)
+        reads = (replace(read, **_taken(given)) for read, given in zip(self._reads, self._given, strict=True))
         return Chain(tuple(reads), self._empty.shape[1], self._empty.element_size())
+
+
+def _taken(given: ReadInfo) -> dict[str, Any]:
+    """Fields of a traced read: the format in which its readers take the rows, and whether they also take them plain."""
+    beside = 0 if given.beside is None else given.beside.shape[1] * given.beside.element_size()
+    wire = next((Wire(format, beside) for format in given.made), None)
+    return {"wire": wire, "plain": given.plain or len(given.made) != 1}  # rows travel in one format at most
+
+
+class Walk:
+    """The values of a read, and a method for each op (`weft.planner.op.StreamOp`) that carries it out on them.
+
+    Attributes:
+        residual: `[rows, width]`; None before the first delta.
+        absorbed: a delta that is still to be added to the residual, so that one kernel may add and normalise.
+        normed: the normalised rows `[rows, width]`, or these rows as they travel.
+        made: the normalised rows in a format; received: int32 `[rows, n]`, what came with rows in a format.
+    """
+
+    normed: Tensor
+    absorbed: Tensor | None = None
+    received: Tensor | None = None
+    made: Any = None
+
+    def __init__(self, stream: Stream, site: str, norm: Norm, beside: Beside | None):
+        self._stream, self._site, self._norm, self._beside = stream, site, norm, beside
+        self.residual, self.deltas, self.origins = stream.residual, stream.deltas.values, stream.deltas.origins
+
+    def sum(self) -> Tensor:
+        """The residual with all that it absorbed."""
+        assert self.residual is not None
+        if self.absorbed is not None:
+            self.residual, self.absorbed = self.residual + self.absorbed, None
+        return self.residual
+
+    def move(self, op: StreamOp) -> None:
+        at = op.operand
+        if isinstance(at, int):
+            self.deltas[at] = self._stream.carry(op, self.deltas[at], self._site, self.origins[at])
+        elif at == RESIDUAL:
+            self.residual = self._stream.carry(op, self.sum(), self._site, RESIDUAL)
+        else:
+            self.normed = self._stream.carry(op, self.normed, self._site, self._norm.path)
+
+    def merge(self, op: StreamOp) -> None:
+        delta, origin = self._delta(op)
+        self.deltas[op.into] = self.deltas[op.into] + delta
+        self.origins[op.into] += f" + {origin}"
+
+    def absorb(self, op: StreamOp) -> None:
+        delta, _ = self._delta(op)
+        if self.residual is None:
+            self.residual = delta
+        else:
+            self.sum()
+            self.absorbed = delta
+
+    def norm(self, op: StreamOp) -> None:
+        assert self.residual is not None
+        weight, eps, made = self._norm_with(op)
+        if self.absorbed is None:
+            self.normed = rms_norm(self.residual, weight, eps, quantised=made)
+        else:
+            self.residual, self.normed = add_rms_norm(self.residual, self.absorbed, weight, eps, quantised=made)
+            self.absorbed = None
+
+    def finish(self, op: StreamOp) -> None:
+        epilogue = Epilogue(self.sum(), *self._norm_with(op))
+        both = self._stream.carry(op, self.deltas.pop(), self._site, self.origins.pop(), epilogue)
+        self.residual, self.normed = both.unbind(0)
+
+    def quantise(self, op: StreamOp) -> None:
+        if self.made is None:
+            assert op.wire is not None
+            self.made = formats.make(self.normed, op.wire.format)
+
+    def pack(self, op: StreamOp) -> None:
+        self.quantise(op)
+        assert op.wire is not None
+        here = self._stream.hidden(self.normed, self._stream.mesh.placement(op.rows), self._norm.path)
+        listed = self._beside(here) if self._beside and op.wire.beside else None
+        self.normed = formats.pack(self.made, listed, op.wire, self.normed.shape[1])
+
+    def unpack(self, op: StreamOp) -> None:
+        assert op.wire is not None and self.residual is not None
+        width = self.residual.shape[1]
+        self.made, self.received = formats.unpack(self.normed, op.wire, width)
+        self.normed = self.residual.new_empty(1, 1).expand(len(self.normed), width)
+
+    def _delta(self, op: StreamOp) -> tuple[Tensor, str]:
+        assert isinstance(op.operand, int)
+        return self.deltas.pop(op.operand), self.origins.pop(op.operand)
+
+    def _norm_with(self, op: StreamOp) -> tuple[Tensor, float, float8.Fp8Rows | None]:
+        """Weight and eps, and unfilled rows in the op's format, if the norm's kernel can fill them."""
+        assert self.residual is not None
+        self.made = formats.unfilled(self.residual, op.wire.format) if op.wire else None
+        return self._norm.weight, self._norm.eps, self.made
 
 
 class Stream:
@@ -172,8 +255,8 @@ class Stream:
             exchanges.begin(plan.counts, rows, times)
         self._local = next(iter(transports.values()))
         self._index = 0
-        self._deltas = _Deltas()
-        self._residual: Tensor | None = None
+        self.deltas = _Deltas()
+        self.residual: Tensor | None = None
         self._asked: dict[Takes, tuple[Placement, ...]] = {}
         self._all_live: dict[Rows, Tensor] = {}
 
@@ -184,7 +267,7 @@ class Stream:
             raise PlacementError(
                 f"{delta.origin} adds {delta.value.shape[0]} rows as {delta.placement}, which means {have} rows here"
             )
-        self._deltas.add(delta)
+        self.deltas.add(delta)
 
     def keep(self, rows: Tensor | slice) -> bool:
         """Goes on with these rows alone where they are fewer than all and no exchange counts rows: on one rank. Returns
@@ -192,9 +275,9 @@ class Stream:
         """
         if self.mesh.world > 1 or isinstance(rows, slice) or len(rows) >= self._rows.capacity_of(GROUP):
             return False
-        assert self._residual is not None, "kept after a read"
-        self._residual = self._residual.index_select(0, rows)
-        self._deltas.values = [value.index_select(0, rows) for value in self._deltas.values]
+        assert self.residual is not None, "kept after a read"
+        self.residual = self.residual.index_select(0, rows)
+        self.deltas.values = [value.index_select(0, rows) for value in self.deltas.values]
         self._rows, self._all_live = StepRows(self.mesh, self._rows.rank, (len(rows),)), {}
         return True
 
@@ -214,14 +297,21 @@ class Stream:
             expected = f"{traced.site} to read {traced.target}" if traced else "the end"
             asked = " or ".join(map(str, targets))
             raise PlacementError(f"{norm.path} reads {asked}, but the trace has {expected} here")
-        if traced.deltas != tuple(self._deltas.placements):
+        if traced.deltas != tuple(self.deltas.placements):
             wanted = ", ".join(map(str, traced.deltas)) or "nothing"
-            raise PlacementError(f"before {norm.path} the trace added {wanted}; now {self._deltas.named()} was added")
+            raise PlacementError(f"before {norm.path} the trace added {wanted}; now {self.deltas.named()} was added")
         assert read_plan is not None
         self._index += 1
         if self._exchanges is not None:
             self._exchanges.serve(read_plan)
-        found = self._walk(read_plan.steps, traced, norm, beside)
+        walk, self.deltas = Walk(self, traced.site, norm, beside), _Deltas()
+        for op in read_plan.steps:
+            getattr(walk, op.op)(op)
+        self.residual = walk.residual
+        travelled = read_plan.steps[-1].op == "unpack"
+        placement = replace(traced.target, wire=traced.wire) if travelled else traced.target
+        made = {traced.wire.format: walk.made} if traced.wire and walk.made is not None else {}
+        found = self.hidden(walk.normed, placement, norm.path, beside=walk.received, made=made)
         if self._observer is not None:
             self._observer(norm.path, found)
         return found
@@ -231,99 +321,12 @@ class Stream:
         if self._index != len(self._plan.reads):
             missed = self._plan.reads[self._index].read.site
             raise PlacementError(f"the model stopped before {missed}, where its peers would wait for ever")
-        if self._deltas.values:
-            raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
+        if self.deltas.values:
+            raise PlacementError(f"added after the last read, so never settled: {self.deltas.named()}")
 
-    def _walk(self, steps: tuple[StreamOp, ...], read: Read, norm: Norm, beside: Beside | None) -> Hidden:
-        """The normalised rows; also, or only, in a format, where products take it."""
-        site, deltas, origins = read.site, self._deltas.values, self._deltas.origins
-        residual, normed, self._deltas = self._residual, None, _Deltas()
-        made: Any = None  # the rows in a format
-        wire: Tensor | None = None  # the rows as they travel
-        came: Hidden | None = None  # the received rows
-
-        def with_norm(x: Tensor) -> float8.Fp8Rows | None:
-            """Unfilled rows in a format for a norm of x, where the next step of the plan makes them."""
-            after = next((step.wire for norm, step in pairwise(steps) if step.wire and norm.op in NORMS), None)
-            return formats.unfilled(x, after.format) if after else None
-
-        for step, then in zip(steps, (*steps[1:], None), strict=True):
-            if step.op == "move":
-                if step.operand == RESIDUAL:
-                    assert residual is not None
-                    residual = self._move(step, residual, site, RESIDUAL)
-                elif wire is not None:
-                    wire = self._move(step, wire, site, norm.path)
-                elif step.operand == NORMED:
-                    assert normed is not None
-                    normed = self._move(step, normed, site, norm.path)
-                else:
-                    assert isinstance(step.operand, int)
-                    deltas[step.operand] = self._move(step, deltas[step.operand], site, origins[step.operand])
-            elif step.op == "norm":
-                assert residual is not None
-                if normed is None:
-                    made = with_norm(residual)
-                    normed = rms_norm(residual, norm.weight, norm.eps, quantised=made)
-            elif step.op == "finish":
-                assert residual is not None
-                made = with_norm(residual)
-                epilogue = Epilogue(residual, norm.weight, norm.eps, made)
-                residual, normed = self._move(step, deltas.pop(), site, origins.pop(), epilogue).unbind(0)
-            elif step.op == "unpack":
-                assert wire is not None and step.wire is not None and residual is not None
-                came = self._unpacked(wire, step, residual, norm.path)
-            elif step.wire is not None:
-                assert normed is not None
-                if made is None:
-                    made = formats.make(normed, step.wire.format)
-                if step.op == "pack":
-                    here = self._hidden(normed, self.mesh.placement(step.rows), norm.path)
-                    listed = beside(here) if beside and step.wire.beside else None
-                    wire = formats.pack(made, listed, step.wire, normed.shape[1])
-            else:
-                assert isinstance(step.operand, int)
-                delta, origin = deltas.pop(step.operand), origins.pop(step.operand)
-                if step.op == "merge":
-                    deltas[step.into] = deltas[step.into] + delta
-                    origins[step.into] += f" + {origin}"
-                elif residual is None:
-                    residual = delta
-                elif then is not None and then.op == "norm":
-                    made = with_norm(residual)
-                    residual, normed = add_rms_norm(residual, delta, norm.weight, norm.eps, quantised=made)
-                else:
-                    residual = residual + delta
-        assert normed is not None and residual is not None
-        self._residual = residual
-        if came is not None:
-            return came
-        known = {} if made is None else {read.wire.format if read.wire else None: made}
-
-        def in_format(format: Format) -> Any:
-            if format not in known:
-                known[format] = formats.make(normed, format)
-            return known[format]
-
-        return replace(self._hidden(normed, read.target, norm.path), in_format=in_format)
-
-    def _unpacked(self, wire: Tensor, step: StreamOp, like: Tensor, origin: str) -> Hidden:
-        """Rows that travelled in a format, and stay in it. like: of the activations."""
-        assert step.wire is not None
-        wire_format = step.wire.format
-        made, beside = formats.unpack(wire, step.wire, like.shape[1])
-        placement = replace(self.mesh.placement(step.rows), wire=step.wire)
-
-        def in_format(format: Format) -> Any:
-            if format != wire_format:
-                raise PlacementError(f"{origin} is {placement}, but a block takes it in {format}")
-            return made
-
-        no_elements = like.new_empty(1, 1).expand(len(wire), like.shape[1])
-        return replace(self._hidden(no_elements, placement, origin), in_format=in_format, beside=beside)
-
-    def _hidden(self, value: Tensor, placement: Placement, origin: str) -> Hidden:
-        return Hidden(value, placement, self.mesh, origin, self._live(placement.rows, value), self._exchanges)
+    def hidden(self, x: Tensor, placement: Placement, origin: str, **more: Any) -> Hidden:
+        """Rows of this step. more: fields of `ReadInfo`."""
+        return Hidden(x, placement, self.mesh, origin, ReadInfo(self._exchanges, self._live(placement.rows, x), **more))
 
     def _live(self, rows: Rows, value: Tensor) -> Tensor | None:
         """See `Hidden.live`; on a GPU never None, as kernels ask for it in all layers."""
@@ -334,8 +337,9 @@ class Stream:
                 live = self._all_live[rows] = torch.full((1,), len(value), dtype=torch.int32, device=value.device)
         return live
 
-    def _move(self, step: StreamOp, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
-        edge = step.edge
+    def carry(self, op: StreamOp, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
+        """Takes rows along an op's edge. site: of the read; origin: of the rows. Raises PlacementError with both."""
+        edge = op.edge
         assert edge is not None
         if not edge.moves:
             return self._rows.carry(edge, x, self._local)
@@ -343,7 +347,7 @@ class Stream:
             rows = self._rows.capacity_of(edge.dst.rows)
             return x.new_empty((2, rows, x.shape[1]) if epilogue else (rows, x.shape[1]))
         try:
-            with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, step):
-                return self._rows.carry(edge, x, self._transports[step.transport], epilogue)
+            with nullcontext() if self._times is None else self._times.timed(self._plan.counts, site, op):
+                return self._rows.carry(edge, x, self._transports[op.transport], epilogue)
         except PlacementError as error:
             raise PlacementError(f"{origin}, before {site}: {edge}: {error}") from error

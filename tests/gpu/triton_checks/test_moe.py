@@ -24,7 +24,7 @@ from weft.engine.models.moe import MoEConfig, SparseMoE
 from weft.engine.models.routing import Router, Routing
 from weft.kernels import stream_ops
 from weft.planner.spec import Mesh, Placement, PlacementError, Rows
-from weft.stream.hidden import Hidden
+from weft.stream.hidden import Hidden, ReadInfo
 
 NAN = float("nan")
 
@@ -410,13 +410,13 @@ def test_what_a_router_chose_before_rows_travelled(device: torch.device, monkeyp
     for weight in block.parameters():
         torch.nn.init.normal_(weight, std=0.3)
     live = torch.tensor([3], dtype=torch.int32, device=device)
-    x = Hidden(torch.randn(5, 32, device=device), mesh.placement(Rows.WORLD), mesh, "x", live)
+    x = Hidden(torch.randn(5, 32, device=device), mesh.placement(Rows.WORLD), mesh, "x", ReadInfo(None, live))
     monkeypatch.setattr(stream_ops, "on_gpu", lambda x: True)
     wanted = block(x)
     weight, expert = block.router.choose(x)
     weight[3:], expert[3:] = float("nan"), torch.randint_like(expert[3:], -(1 << 20), 1 << 20)
     expert[3, 0] = 1
     beside = torch.cat((weight.view(torch.int32), expert), dim=1)
-    found = block(replace(x, beside=beside))
+    found = block(replace(x, given=ReadInfo(None, live, beside)))
     assert found.placement == wanted.placement and torch.equal(found.value[:3], wanted.value[:3])
     assert not found.value[3:].any(), "padding goes to no expert"

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.engine.attention.backend import Queries
 from weft.engine.attention.backend_registry import Needs, backends
 from weft.engine.attention.forward_batch import Batch, PageTables
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.paged import PagedAttention
 from weft.engine.kernels.triton.decode_attention import DecodeTile, latent_decode_attention
 from weft.engine.kernels.triton.splits import Cut, order_splits
 from weft.engine.kv.cache import KVCache
@@ -159,7 +160,7 @@ def elapsed_us(run: Callable[[], Any], calls: int, device: torch.device, replays
     return statistics.median(times)
 
 
-def measure(backend: SDPA, shape: Shape, step: Step, batch: Batch, q: Tensor, replays: int) -> dict[str, Any]:
+def measure(backend: PagedAttention, shape: Shape, step: Step, batch: Batch, q: Tensor, replays: int) -> dict[str, Any]:
     """A case of a backend: its error, and times where that is small."""
     device, table, layers = q.device, batch.tables[0], backend.cache.keys.shape[0]
     assert isinstance(table, PageTables)
@@ -169,7 +170,7 @@ def measure(backend: SDPA, shape: Shape, step: Step, batch: Batch, q: Tensor, re
             torch.cuda.synchronize()
 
     def attend(layer: int, lse: bool) -> tuple[Tensor, Tensor | None]:
-        return backend.attend(plan, layer, q, shape.scale, lse, None, False)
+        return backend.attend(plan, layer, Queries(q, shape.scale, lse))
 
     plan = backend.plan(batch, table)
     out, lse = attend(0, True)

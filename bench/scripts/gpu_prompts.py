@@ -27,10 +27,12 @@ import torch
 from torch import Tensor
 
 from gpu_kernels import error, graph_us, write_json
-from weft.engine.attention import expansion, paged_triton
-from weft.engine.attention.backend import Absorbed, LatentSplit
+from weft.engine.attention import expansion
+from weft.engine.attention.backend import Queries
+from weft.engine.attention.backend_registry import TRITON
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.attention.projections import Absorbed, LatentSplit
 from weft.engine.kernels import delta_rule
 from weft.engine.kernels.triton import copied_prompts, copy_pages, delta_chunks, latent_prompts, prefill_attention
 from weft.engine.kernels.triton.delta_chunks import ChunkTile
@@ -196,7 +198,7 @@ def time_latent(b: Bench, sequences: int, rows: int, context: int, tiles: bool) 
     heads = 2 if b.dry else LATENT_HEADS
     batch, pages = latent_batch(b, sequences, rows, context)
     spec = Latent(LATENT + ROTARY, LATENT)
-    backend = paged_triton.PagedTriton(KVCache(spec, 1, pages, PAGE, b.dtype, b.device))
+    backend = TRITON.make(KVCache(spec, 1, pages, PAGE, b.dtype, b.device))
     cache = backend.cache
     cache.keys.normal_()
     total = len(batch.tokens)
@@ -215,8 +217,8 @@ def time_latent(b: Bench, sequences: int, rows: int, context: int, tiles: bool) 
         plan = backend.plan(batch, table)
 
         def run(plan: Any = plan) -> Tensor:
-            query, left = backend.store_latent(plan, 0, q, kv, parts, absorbed)
-            return backend.attend(plan, 0, query, 0.07, False, left, False)[0]
+            query, left = parts.store(cache, 0, plan.stored, q, kv, absorbed, plan.absorbed_rows)
+            return backend.attend(plan, 0, Queries(query, 0.07, absorbed=left))[0]
 
         q_kept = q.clone()  # where prompts are expanded, too, queries are rotated into another tensor
         found.append((b.graph_us(run), run(), plan))
@@ -230,7 +232,7 @@ def time_latent(b: Bench, sequences: int, rows: int, context: int, tiles: bool) 
     if not (tiles and expands):
         return
     print("   ", b.kernels_us(run), flush=True)
-    pages_, starts, limits, page, made = plan.prompts
+    pages_, starts, limits, page, made, *_ = plan.prompts
     kept = torch.empty(made.places, heads, NOPE + VALUE, dtype=b.dtype, device=b.device)
     whole, out = b.normal(total, heads, LATENT + ROTARY), b.normal(total, heads, VALUE)
     plain = b.normal(total, heads, NOPE + ROTARY)[..., :NOPE]

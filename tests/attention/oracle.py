@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from weft.engine.attention.backend import Backend
+from weft.engine.attention.backend import Queries
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.attention.paged import PagedAttention
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent, PagedKV, Window
 from weft.kernels.float8 import FLOAT8, take, to_vectors
@@ -138,15 +139,15 @@ def roomy(case: Case, rows: int, sequences: int) -> Case:
     )
 
 
-def check(backend: Backend, case: Case, spans: list[tuple[int, int]], tolerance: float = 1e-5) -> None:
+def check(backend: PagedAttention, case: Case, spans: list[tuple[int, int]], tolerance: float = 1e-5) -> None:
     """Runs the step on a backend of the case's cache; AssertionError where a row or the cache is not as defined."""
     before, tables = [x.clone() for x in case.cache.tensors], case.batch.tables[0]
     assert isinstance(tables, PageTables)
     v = None if isinstance(case.cache.spec, Latent) else case.v
     plan = backend.plan(case.batch, tables)
-    backend.store(plan, 1, case.k, v)
-    out, lse = backend.attend(plan, 1, case.q, case.scale, True, None, False)
-    alone, none = backend.attend(plan, 1, case.q, case.scale, False, None, False)
+    backend.cache.write(1, plan.stored, case.k, v)
+    out, lse = backend.attend(plan, 1, Queries(case.q, case.scale, lse=True))
+    alone, none = backend.attend(plan, 1, Queries(case.q, case.scale))
     row = sum(rows for rows, _ in spans)
     assert lse is not None and none is None and torch.equal(alone[:row], out[:row])
     check_rows(case, spans, out, lse, tolerance=tolerance)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attention.oracle import NAN, as_held, make_case
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.backend import Queries
+from weft.engine.attention.backend_registry import TORCH
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent, PagedKV, Window
 from weft.kernels.float8 import FLOAT8, MAX_EXPONENT, take, to_vectors
@@ -92,10 +93,10 @@ def test_attention_is_near_that_over_the_vectors_themselves(spec: PagedKV | Wind
         outs = {}
         for dtype in (torch.float32, torch.bfloat16, FLOAT8):
             wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-            backend = SDPA(KVCache(spec, 2, case.cache.num_pages, 16, dtype))
+            backend = TORCH.make(KVCache(spec, 2, case.cache.num_pages, 16, dtype))
             plan = backend.plan(case.batch, case.batch.tables[0])
-            backend.store(plan, 1, case.k.to(wide), None if isinstance(spec, Latent) else case.v.to(wide))
-            outs[dtype] = backend.attend(plan, 1, case.q.to(wide), 1 / 3, False, None, False)[0].float()
+            backend.cache.write(1, plan.stored, case.k.to(wide), None if isinstance(spec, Latent) else case.v.to(wide))
+            outs[dtype] = backend.attend(plan, 1, Queries(case.q.to(wide), 1 / 3))[0].float()
         for dtype, out in outs.items():
             off = (out - outs[torch.float32]).norm() / outs[torch.float32].norm()
             errors.setdefault(dtype, []).append(off.item())

@@ -9,9 +9,10 @@ import torch
 
 from attention.oracle import NAN, check, make_case, padded, roomy
 from weft.engine.attention import sdpa
-from weft.engine.attention.backend import Absorbed
+from weft.engine.attention.backend import Queries
+from weft.engine.attention.backend_registry import TORCH
 from weft.engine.attention.build_batch import SeqRows, build_batch
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.projections import Absorbed
 from weft.engine.kv.cache import KVCache, StateCache
 from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 from weft.kernels.float8 import FLOAT8
@@ -38,7 +39,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
 def test_rows_see_what_they_should(step: str, spec: PagedKV | Window | Latent, dtype: torch.dtype) -> None:
     for seed in range(3):
         case = make_case(STEPS[step], seed=seed, spec=spec, dtype=dtype)
-        check(SDPA(case.cache), case, STEPS[step])
+        check(TORCH.make(case.cache), case, STEPS[step])
 
 
 @DTYPES
@@ -48,7 +49,7 @@ def test_padding_rows_write_nothing_and_see_nothing(
     capacity: int, spec: PagedKV | Window | Latent, dtype: torch.dtype
 ) -> None:
     case = padded(make_case(STEPS["decode"], seed=capacity, spec=spec, dtype=dtype), capacity)
-    check(SDPA(case.cache), case, STEPS["decode"])
+    check(TORCH.make(case.cache), case, STEPS["decode"])
 
 
 @DTYPES
@@ -58,14 +59,14 @@ def test_prompts_in_tensors_of_larger_capacity(spec: PagedKV | Window | Latent, 
         rows = sum(n for n, _ in spans)
         for more in (0, 3):
             case = roomy(make_case(spans, seed=seed, spec=spec, dtype=dtype), rows + 2 * more, len(spans) + more)
-            check(SDPA(case.cache), case, spans)
+            check(TORCH.make(case.cache), case, spans)
 
 
 def test_no_rows_at_all() -> None:
-    backend, batch = SDPA(KVCache(PagedKV(2, 8), 1, 1, 4, torch.float32)), build_batch([], [], 4)
+    backend, batch = TORCH.make(KVCache(PagedKV(2, 8), 1, 1, 4, torch.float32)), build_batch([], [], 4)
     plan = backend.plan(batch, batch.tables[0])
-    backend.store(plan, 0, torch.empty(0, 2, 8), torch.empty(0, 2, 8))
-    out, lse = backend.attend(plan, 0, torch.empty(0, 4, 8), 1.0, True, None, False)
+    backend.cache.write(0, plan.stored, torch.empty(0, 2, 8), torch.empty(0, 2, 8))
+    out, lse = backend.attend(plan, 0, Queries(torch.empty(0, 4, 8), 1.0, lse=True))
     assert out.shape == (0, 4, 8) and lse is not None and lse.shape == (0, 4)
 
 
@@ -100,15 +101,15 @@ def test_expanded_prompts_are_absorbed_ones(heads_at_once: int, monkeypatch: pyt
     monkeypatch.setattr(sdpa, "MAX_ELEMENTS", heads_at_once * 11 * 11)
     outs = []
     for each, projections in ((plain, absorbed), (case, replace(absorbed, up=up))):
-        backend = SDPA(each.cache)
+        backend = TORCH.make(each.cache)
         plan = backend.plan(each.batch, each.batch.tables[0])
-        backend.store(plan, 1, each.k, None)
-        outs.append(backend.attend(plan, 1, q, 0.3, False, projections, False)[0])
+        backend.cache.write(1, plan.stored, each.k, None)
+        outs.append(backend.attend(plan, 1, Queries(q, 0.3, absorbed=projections))[0])
     assert torch.allclose(*outs, rtol=1e-5, atol=1e-5)
     unread = torch.full_like(up, NAN)
-    backend = SDPA(case.cache)
+    backend = TORCH.make(case.cache)
     plan = backend.plan(case.batch, case.batch.tables[0])
-    found, _ = backend.attend(plan, 1, q, 0.3, False, Absorbed(unread[:, :6], unread[:, 6:], up), False)
+    found, _ = backend.attend(plan, 1, Queries(q, 0.3, absorbed=Absorbed(unread[:, :6], unread[:, 6:], up)))
     rows = torch.repeat_interleave(torch.tensor([n for n, _ in spans]))
     by_sequence = [bool(found[rows == at].isfinite().all()) for at in range(len(spans))]
     assert by_sequence == [False, True, False, True, True, False]

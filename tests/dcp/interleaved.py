@@ -14,9 +14,10 @@ from attention.oracle import Case, check_rows, check_stored, forget
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import Epilogue, LiveSizes, Ranks, Sizes, finish, offer_of
 from weft.comm.transport_registry import REFERENCE
+from weft.engine.attention.backend import Queries
 from weft.engine.attention.context_parallel import ContextParallel
 from weft.engine.attention.forward_batch import PageTables
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.paged import PagedAttention
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent
 from weft.planner.cost import costs
@@ -28,7 +29,7 @@ from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.group import context_group
 from weft.stream.interleave import Interleave
 
-Make = Callable[[KVCache], SDPA]
+Make = Callable[[KVCache], PagedAttention]
 
 
 def run_interleaved(
@@ -59,11 +60,11 @@ def run_interleaved(
         before = [x.clone() for x in cache.tensors]
         plan = backend.plan(case.batch, tables)
         v = None if isinstance(case.cache.spec, Latent) else case.v
-        backend.store(plan, 1, case.k, v)
+        cache.write(1, plan.stored, case.k, v)
         q = case.q if gathered else case.q[:, own]
-        out, lse = backend.attend(plan, 1, q, case.scale, True, None, gathered)
+        out, lse = backend.attend(plan, 1, Queries(q, case.scale, lse=True, gathered=gathered))
         assert lse is not None
-        again, none = backend.attend(plan, 1, q, case.scale, False, None, gathered)
+        again, none = backend.attend(plan, 1, Queries(q, case.scale, gathered=gathered))
         rows = check_rows(case, spans, out, lse, own, tolerance)
         read = slice(rows if case.batch.starts is not None and case.batch.spans is None else None)
         assert none is None and torch.equal(again[read], out[read]), "the same step twice has the same bits"

@@ -7,7 +7,7 @@ import torch
 
 from attention.oracle import make_case, padded
 from dcp.interleaved import run_interleaved
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.backend_registry import TORCH
 from weft.engine.kv.cache_spec import Latent, PagedKV
 from weft.kernels.float8 import FLOAT8
 from weft.stream.interleave import Interleave
@@ -37,8 +37,8 @@ def test_decode_rows_of_every_length(interleave: Interleave, spec: PagedKV | Lat
     spans, heads = borders(interleave), 2 * interleave.ranks
     case = make_case(spans, seed=interleave.chunk, page=interleave.span, heads=heads, spec=spec, dtype=dtype)
     for recipe in ("ag_rs", "a2a", "fused"):
-        run_interleaved(SDPA, case, spans, interleave, recipe)
-    run_interleaved(SDPA, padded(case, len(spans) + 3), spans, interleave)
+        run_interleaved(TORCH.make, case, spans, interleave, recipe)
+    run_interleaved(TORCH.make, padded(case, len(spans) + 3), spans, interleave)
 
 
 @DTYPES
@@ -54,6 +54,6 @@ def test_prompts_and_decode_rows(
     spans = [(1, 12), (6, 2), (1, 0), (4, 0), (5, 31), (1, 30), (2, 0)]
     ranks = interleave.ranks
     case = make_case(spans, seed=ranks, page=interleave.span, heads=ranks, spec=spec, dtype=dtype)
-    run_interleaved(SDPA, case, spans, interleave, max_bytes=max_bytes)
+    run_interleaved(TORCH.make, case, spans, interleave, max_bytes=max_bytes)
     for recipe in ("ag_rs", "fused"):
-        run_interleaved(SDPA, case, spans, interleave, recipe, max_bytes, "merge")
+        run_interleaved(TORCH.make, case, spans, interleave, recipe, max_bytes, "merge")

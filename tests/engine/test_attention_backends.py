@@ -8,15 +8,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
 
+from attention.oracle import check, make_case, padded, roomy
+from dcp.interleaved import run_interleaved
 from e2e.here import weft_here
 from weft.engine.assets import preset_dir
 from weft.engine.attention import backend_registry
-from weft.engine.attention.backend_registry import BACKENDS, TORCH, TRITON, Needs, backends, default_backend
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.backend_registry import (
+    BACKENDS,
+    MIXED,
+    TORCH,
+    TRITON,
+    BackendEntry,
+    Needs,
+    backends,
+    default_backend,
+)
+from weft.engine.attention.paged import PagedAttention
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import attention_backend
 from weft.engine.controller.engine import Engine
@@ -26,6 +38,7 @@ from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 from weft.engine.messages.request import SamplingParams
 from weft.planner.spec import LayoutError
 from weft.plugins import PluginError
+from weft.stream.interleave import Interleave
 
 TOY = str(Path(__file__).with_name("toy_backend.py"))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -40,6 +53,26 @@ def test_a_plugins_backend_serves(model_dir: Path) -> None:
             found.append([r.token_ids for r in engine.generate(prompts, GREEDY)])
             assert engine.config.attention_backend == options.get("attention_backend", "torch")
     assert found[0] == found[1] and sys.modules[TOY].MADE
+
+
+@pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8)], ids=str)
+def test_a_plugins_kernels_attend(spec: PagedKV | Window) -> None:
+    """In eager steps, and in steps of which only the device knows the sequences, as in a CUDA graph."""
+    make, spans = backends([TOY])["toy"].make, [(1, 12), (1, 0), (6, 2), (9, 0)]
+    for case in (make_case(spans, spec=spec), roomy(make_case(spans, spec=spec), 25, 6)):
+        check(make(case.cache), case, spans)
+    decode = [(1, 7), (1, 0), (1, 20)]
+    case = padded(make_case(decode, spec=spec), 5)
+    check(make(case.cache), case, decode)
+
+
+@pytest.mark.parametrize("prefill", ["gather", "merge"])
+def test_a_plugins_kernels_attend_over_dcp(prefill: Literal["gather", "merge"]) -> None:
+    make, interleave, spans = backends([TOY])["toy"].make, Interleave(2, 2, 4), [(1, 12), (6, 2), (1, 0), (4, 31)]
+    case = partial(make_case, page=interleave.span, spec=PagedKV(1, 8))
+    run_interleaved(make, case(spans), spans, interleave, prefill=prefill)
+    decode = [(1, 7), (1, 0), (1, 20)]
+    run_interleaved(make, padded(case(decode), 5), decode, interleave)
 
 
 def test_commands_know_backends_by_their_rows() -> None:
@@ -172,8 +205,14 @@ def test_the_defaults_look_at_no_cache() -> None:
 
 
 @pytest.mark.parametrize("entry", BACKENDS, ids=lambda entry: entry.option)
-def test_every_row_names_a_class(entry: object) -> None:
-    if entry is TRITON:
+def test_every_row_names_two_kernels(entry: BackendEntry) -> None:
+    if entry is not TORCH:
         pytest.importorskip("triton")
-    cache = KVCache(PagedKV(2, 8), 1, 1, 4, torch.float32)
-    assert isinstance(entry.make(cache), SDPA) and entry.make(cache).cache is cache  # type: ignore[attr-defined]
+    for spec in (PagedKV(2, 8), Latent(12, 8)):
+        made = entry.make(cache := KVCache(spec, 1, 1, 4, torch.float32))
+        assert isinstance(made, PagedAttention) and made.cache is cache
+        names = [type(kernel).__name__ for kernel in (made.decode, made.prompts)]
+        assert [name.endswith(kind) for name, kind in zip(names, ("Decode", "Prompts"), strict=True)] == [True, True]
+        if entry is MIXED:
+            latent = isinstance(spec, Latent)
+            assert names == (["Fa3Decode", "TritonPrompts"] if latent else ["TritonDecode", "Fa3Prompts"])

@@ -21,9 +21,10 @@ from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
 from weft.comm.reference import ReferenceWorld
+from weft.engine.attention.backend_registry import TORCH, BackendEntry
 from weft.engine.attention.caches import Caches
 from weft.engine.attention.forward_batch import PageTables, StateSlots
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.sdpa import TorchPrompts
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_spec import CacheGroup, PagedKV, Recurrent, Rule, Spec, Window, rule
 from weft.engine.kv.tokens import token_array, token_bytes
@@ -70,19 +71,19 @@ def test_a_graph_is_never_much_larger_than_its_step() -> None:
 def test_which_prompts_are_captured() -> None:
     paged, window, state = PagedKV(1, 8), Window(8, 1, 8), Recurrent(((2, 2),))
 
-    class Captured(SDPA):
-        captures_prompts = True
+    class Captured(TorchPrompts):
+        captures_sharded = True
 
-    def caches(*specs: Spec, backend: type[SDPA] = SDPA, dcp: int = 1) -> Caches:
+    def caches(*specs: Spec, backend: BackendEntry = TORCH, dcp: int = 1) -> Caches:
         mesh = Mesh(1, dcp, 1, dcp, dcp)
         group = context_group(Interleave(dcp, 4, 4), BlockExchanges(mesh, 0, {}, BlockPrices(mesh, [])))
         groups = [CacheGroup(r, 1) for r in dict.fromkeys(map(rule, specs))]
         layers = {str(i): spec for i, spec in enumerate(specs)}
-        return Caches(layers, groups, 4 * dcp, torch.float32, "cpu", backend, group)
+        return Caches(layers, groups, 4 * dcp, torch.float32, "cpu", backend.make, group)
 
     assert captures_prompts(caches(paged, window, replace(state, by_starts=True)), {})
     assert not captures_prompts(caches(paged, state), {})
-    sharded = caches(paged, window, backend=Captured, dcp=2)
+    sharded = caches(paged, window, backend=replace(TORCH, prompts=Captured), dcp=2)
     assert captures_prompts(sharded, {Prompt: "auto"}) and captures_prompts(sharded, {Prompt: "merge"})
     assert not captures_prompts(sharded, {Prompt: "gather"}), "as many tokens as a step may see"
     assert not captures_prompts(caches(paged, dcp=2), {}), "a backend that cannot"

@@ -14,7 +14,7 @@ from support import run_world, small_config
 from engine.test_families import CONFIG, PLUGIN
 from weft.engine.attention.caches import Caches, cached_layers
 from weft.engine.attention.expansion import MAX_ELEMENTS
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.sdpa import TorchPrompts
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.engine_options import KV_TOKENS
 from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
@@ -108,7 +108,7 @@ def test_steps_are_measured_with_a_cache_that_just_holds_them(
 ) -> None:
     """On CPUs, with counters that pretend: the n-th step is said to take 1000 · n bytes beyond what was there."""
     model = made.read_model()
-    monkeypatch.setattr(SDPA, "copies", model.family == "qwen2_moe")  # as over keys and values on some GPUs
+    monkeypatch.setattr(TorchPrompts, "copies", model.family == "qwen2_moe")  # as over keys and values on some GPUs
     rows: list[list[tuple[int, ...]]] = [[], []]
 
     class Runner(ModelRunner):

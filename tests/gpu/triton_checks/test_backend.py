@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from torch import Tensor
 from attention.oracle import Case, check, make_case, padded, roomy
 from dcp.interleaved import run_interleaved, sharded
 from weft.comm.reference import ReferenceTransport
-from weft.engine.attention import captured_prompts, paged_triton
-from weft.engine.attention.backend import Absorbed, LatentSplit
+from weft.engine.attention import captured_prompts, paged_triton, projections
+from weft.engine.attention.backend import DecodeRows, Queries
+from weft.engine.attention.backend_registry import TORCH, TRITON, backends
 from weft.engine.attention.captured_prompts import CapturedPrompts
 from weft.engine.attention.expansion import ALIGNMENT, pays
-from weft.engine.attention.paged_triton import PagedTriton
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.projections import Absorbed, LatentSplit
 from weft.engine.kv.cache_spec import Latent, PagedKV, Window
 from weft.engine.models.layers import Builder, HeadNorm
 from weft.engine.models.rotary import RotaryTable
@@ -30,6 +31,7 @@ from weft.stream.group import ContextGroup
 from weft.stream.interleave import Interleave
 
 DECODE = [(1, 7), (1, 0), (1, 20), (1, 3)]
+TOY = str(Path(__file__).parents[2] / "engine" / "toy_backend.py")
 
 
 def moved(x: Any, device: torch.device) -> Any:
@@ -53,6 +55,11 @@ def on(device: torch.device, case: Case) -> Case:
     return case
 
 
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels store rows and project queries, as on a GPU."""
+    monkeypatch.setattr(projections, "on_gpu", lambda x: True)
+
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
 """Of the cache."""
 
@@ -61,7 +68,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
 def test_decode(spec: PagedKV | Window | Latent, dtype: torch.dtype, device: torch.device) -> None:
     case = on(device, make_case(DECODE, seed=1, spec=spec, dtype=dtype))
-    check(PagedTriton(case.cache), case, DECODE)
+    check(TRITON.make(case.cache), case, DECODE)
 
 
 def test_heads_that_share_a_vector_decide_how_rows_are_cut(device: torch.device) -> None:
@@ -71,7 +78,7 @@ def test_heads_that_share_a_vector_decide_how_rows_are_cut(device: torch.device)
             torch.zeros(2, 4, dtype=torch.int32, device=device),
             torch.ones(2, dtype=torch.int32, device=device),
         )
-        *_, splits = PagedTriton(case.cache).plan_decode(pages, lengths)
+        *_, splits = TRITON.decode(case.cache).plan(DecodeRows(pages, lengths))
         assert splits.cut.short == short
 
 
@@ -79,7 +86,7 @@ def test_heads_that_share_a_vector_decide_how_rows_are_cut(device: torch.device)
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
 def test_padding_rows(spec: PagedKV | Window | Latent, dtype: torch.dtype, device: torch.device) -> None:
     case = on(device, padded(make_case(DECODE, seed=2, spec=spec, dtype=dtype), 6))
-    check(PagedTriton(case.cache), case, DECODE)
+    check(TRITON.make(case.cache), case, DECODE)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)], ids=str)
@@ -87,7 +94,7 @@ def test_steps_with_prompts(spec: PagedKV | Window | Latent, device: torch.devic
     steps: list[list[tuple[int, int]]] = [[(1, 12), (6, 2), (1, 0), (9, 0)], [(1, 12), (1, 0), (6, 2)], [(5, 3)]]
     for dtype, (seed, spans) in itertools.product((torch.float32, FLOAT8), enumerate(steps)):
         case = on(device, make_case(spans, seed=seed, spec=spec, dtype=dtype))
-        check(PagedTriton(case.cache), case, spans)
+        check(TRITON.make(case.cache), case, spans)
 
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8), Latent(12, 8)], ids=str)
@@ -98,7 +105,7 @@ def test_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: t
     for seed, (spans, capacity) in enumerate(zip(ragged, ((25, 6), (7, 2), (4, 4)), strict=True)):
         for rows, sequences in (capacity, (sum(n for n, _ in spans), len(spans))):
             case = on(device, roomy(make_case(spans, seed=seed, spec=spec, dtype=dtypes[seed % 2]), rows, sequences))
-            check(PagedTriton(case.cache), case, spans)
+            check(TRITON.make(case.cache), case, spans)
 
 
 @pytest.mark.usefixtures("ranks")
@@ -108,11 +115,11 @@ def test_sharded_tokens(spec: PagedKV | Latent, dtype: torch.dtype, device: torc
     """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts beside."""
     interleave = Interleave(2, 2, 4)
     case = on(device, padded(make_case(DECODE, seed=4, page=interleave.span, spec=spec, dtype=dtype), 6))
-    run_interleaved(PagedTriton, case, DECODE, interleave)
+    run_interleaved(TRITON.make, case, DECODE, interleave)
     spans = [(1, 12), (6, 2), (1, 0)]
     for prefill in ("gather", "merge"):
         case = on(device, make_case(spans, seed=3, page=interleave.span, spec=spec, dtype=dtype))
-        run_interleaved(PagedTriton, case, spans, interleave, prefill=prefill)
+        run_interleaved(TRITON.make, case, spans, interleave, prefill=prefill)
 
 
 SHARDED: dict[str, tuple[list[tuple[int, int]], tuple[int, int], dict[str, Any], bool]] = {
@@ -159,8 +166,18 @@ def test_sharded_tokens_of_prompts_in_graphs(
         case = make_case(spans, seed=len(name), page=interleave.span, heads=ranks_, spec=spec, dtype=dtype)
         case = roomy(case, *capacity)
         found.clear()
-        run_interleaved(PagedTriton, on(device, case), spans, interleave, **dict(prefill="gather", live=True) | how)
+        run_interleaved(TRITON.make, on(device, case), spans, interleave, **dict(prefill="gather", live=True) | how)
         assert {*found} == {gathers}, name
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("prefill", ["gather", "merge"])
+def test_a_plugins_kernels_over_sharded_tokens_in_graphs(
+    prefill: Literal["gather", "merge"], device: torch.device
+) -> None:
+    spans, interleave = [(1, 12), (1, 0), (6, 2), (9, 0)], Interleave(2, 2, 4)
+    case = on(device, roomy(make_case(spans, page=interleave.span, spec=PagedKV(1, 8)), 25, 6))
+    run_interleaved(backends([TOY])["toy"].make, case, spans, interleave, prefill=prefill, live=True)
 
 
 @pytest.mark.usefixtures("ranks")
@@ -179,7 +196,7 @@ def test_prompts_in_graphs_gather_all_tokens_that_the_plan_allows(
     monkeypatch.setattr(ContextGroup, "prefill", lambda _, what, rows: "gather" if what.seen <= allowed else "merge")
     spans, interleave = [(2, 15)] * 3, Interleave(2, 2, 4)
     case = roomy(make_case(spans, seed=6, page=interleave.span, spec=PagedKV(1, 8), heads=2), 6, 3)
-    run_interleaved(PagedTriton, on(device, case), spans, interleave, live=True)
+    run_interleaved(TRITON.make, on(device, case), spans, interleave, live=True)
     assert {*found} == {gathers}
 
 
@@ -202,6 +219,7 @@ def test_sharded_latent_projections_in_graphs(
     monkeypatch.setattr(CapturedPrompts, "attend", watched)
     monkeypatch.setattr(ContextGroup, "prefill", lambda _, what, rows: "gather" if what.seen <= cheap else "merge")
     monkeypatch.setattr(captured_prompts, "BYTE_OPERATIONS", saves)
+    by_triton(monkeypatch)
     rotary, latent, heads, nope, value, spans = 4, 24, 4, 6, 5, [(1, 12), (6, 2), (2, 61), (9, 0)]
     spec = Latent(latent + rotary, latent, (nope, value))
     expands = [bool(pays(spec, n, n + context)) for n, context in spans[1:]]
@@ -212,16 +230,17 @@ def test_sharded_latent_projections_in_graphs(
     up = torch.randn(heads, nope + value, latent).to(device) / latent**0.5
     absorbed = Absorbed(*up.split([nope, value], dim=1), up)
     case = on(device, replace(roomy(case, 25, 6), q=torch.randn(25, heads, nope + rotary)))
-    whole = SDPA(copy.deepcopy(case.cache))
+    whole = TORCH.make(copy.deepcopy(case.cache))
     plan = whole.plan(case.batch, case.batch.tables[0])
-    whole.store(plan, 1, case.k.nan_to_num(), None)
-    expected = whole.attend(plan, 1, case.q.nan_to_num(), 0.3, False, absorbed, False)[0]
+    whole.cache.write(1, plan.stored, case.k.nan_to_num(), None)
+    expected = whole.attend(plan, 1, Queries(case.q.nan_to_num(), 0.3, absorbed=absorbed))[0]
 
     def rank_main(transport: ReferenceTransport) -> Tensor:
-        backend = sharded(PagedTriton, case, interleave, transport, {}, live=True)
+        backend = sharded(TRITON.make, case, interleave, transport, {}, live=True)
         plan, q = backend.plan(case.batch, case.batch.tables[0]), case.q.chunk(2, dim=1)[transport.rank]
-        backend.store(plan, 1, case.k, None)
-        return backend.attend(plan, 1, case.q if gathered else q, 0.3, False, absorbed, gathered)[0]
+        backend.cache.write(1, plan.stored, case.k, None)
+        queries = Queries(case.q if gathered else q, 0.3, absorbed=absorbed, gathered=gathered)
+        return backend.attend(plan, 1, queries)[0]
 
     found, rows = torch.cat(run_world(2, rank_main), dim=1), sum(n for n, _ in spans)
     assert torch.allclose(found[:rows], expected[:rows], rtol=1e-4, atol=1e-5)
@@ -278,12 +297,14 @@ def test_latent_projections(
         cases[1].cache.spec = spec
     q, kv = torch.randn(rows, heads * parts.dim).to(device), torch.randn(rows, latent + rotary_dim).to(device)
     outs = []
-    for case, make in zip(cases, (SDPA, PagedTriton), strict=True):
-        backend = make(case.cache)
+    for case, entry in zip(cases, (TORCH, TRITON), strict=True):
+        if entry is TRITON:
+            by_triton(monkeypatch)
+        backend = entry.make(case.cache)
         plan = backend.plan(case.batch, case.batch.tables[0])
-        query, left = backend.store_latent(plan, 1, q.clone(), kv, parts, absorbed)
-        outs.append(backend.attend(plan, 1, query, 0.3, False, left, False)[0][:live])
-    expands = isinstance(plan.prompts, paged_triton.Prompts) and plan.prompts.expansion is not None
+        query, left = parts.store(case.cache, 1, plan.stored, q.clone(), kv, absorbed, plan.absorbed_rows)
+        outs.append(backend.attend(plan, 1, Queries(query, 0.3, absorbed=left))[0][:live])
+    expands = plan.absorbed_rows is not None
     assert expands == (expanded and (more > 0 or any(n > 1 for n, _ in spans))), "prompts are expanded, also of FP8"
     # A value that lies between two of FP8 may be rounded to either.
     assert torch.allclose(*outs, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.05)

@@ -19,8 +19,9 @@ from gpu.triton_checks.test_other_backends import case_of
 from gpu.triton_checks.test_prefill_attention import SPANS, Step, attend
 from gpu.triton_checks.worker import INTERPRETED
 from weft.engine.attention import expansion, paged_triton
+from weft.engine.attention.backend import Queries
+from weft.engine.attention.backend_registry import TRITON
 from weft.engine.attention.forward_batch import PageTables
-from weft.engine.attention.paged_triton import PagedTriton
 from weft.engine.kernels.triton import copied_prompts as kernels
 from weft.engine.kernels.triton.copy_pages import copy_pages
 from weft.engine.kernels.triton.prefill_attention import PrefillTile, prefill_attention
@@ -110,7 +111,7 @@ def test_backend(capacity: int, device: torch.device, monkeypatch: pytest.Monkey
         case = make_case(spans, page=16, spec=PagedKV(2, 16)) if INTERPRETED else case_of(spans, PagedKV(2, 128), 1)
         for each in (case, roomy(case, len(case.q) + 5, len(spans) + 2)):
             case = on(device, each)
-            check(PagedTriton(case.cache), case, spans, *(() if INTERPRETED else (TOLERANCE_OF_ROWS,)))
+            check(TRITON.make(case.cache), case, spans, *(() if INTERPRETED else (TOLERANCE_OF_ROWS,)))
     chosen = [int((bases >= 0).sum()) for bases in copied[::2]]  # each step attends twice
     assert chosen == ([3, 3, 1, 1, 1, 1] if capacity > 256 else [2, 2, 1, 1, 1, 1])
 
@@ -133,7 +134,7 @@ def test_the_shape_and_the_gpu_choose(
     arch: int, spec: PagedKV | Window | Latent, dtype: torch.dtype, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "arch", lambda: arch)
-    assert PagedTriton(KVCache(spec, 1, 2, 16, dtype)).copies is copies
+    assert TRITON.prompts(KVCache(spec, 1, 2, 16, dtype)).copies is copies
 
 
 def test_sequences_of_many_rows_are_copied() -> None:
@@ -161,7 +162,7 @@ def test_a_graph_takes_other_lengths(device: torch.device) -> None:
     cache = KVCache(PagedKV(2, 128), 1, 200, 16, torch.bfloat16, device)
     cache.keys.normal_()
     cache.values.normal_()
-    backend, cases = PagedTriton(cache), []
+    backend, cases = TRITON.make(cache), []
     for spans in ([(700, 20), (600, 0)], [(1, 70), (1100, 900)], [(1, 5), (513, 0)]):
         case = on(device, roomy(case_of(spans, PagedKV(2, 128), 1), 1400, 4))
         table = case.batch.tables[0]
@@ -174,8 +175,8 @@ def test_a_graph_takes_other_lengths(device: torch.device) -> None:
         table = case.batch.tables[0]
         assert isinstance(table, PageTables)
         plan = backend.plan(case.batch, table)
-        backend.store(plan, 0, case.k, case.v)
-        return backend.attend(plan, 0, case.q, 0.1, False, None, False)[0]
+        cache.write(0, plan.stored, case.k, case.v)
+        return backend.attend(plan, 0, Queries(case.q, 0.1))[0]
 
     kept, wanted = [x.clone() for x in (cache.keys, cache.values)], []
     for case in cases:

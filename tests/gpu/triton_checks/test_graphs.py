@@ -229,7 +229,7 @@ def test_sharded_tokens(
 
     def watched(prompts: CapturedPrompts, *layer: Any) -> Any:
         gathered.append(prompts._tokens is not None and bool(prompts._tokens.own))
-        expansion = prompts._tokens and prompts._tokens.prompts.expansion
+        expansion = prompts._tokens and prompts._tokens.plan.prompts.expansion
         expanded.append(bool(expansion) and bool((expansion.bases >= 0).any()))
         return attend(prompts, *layer)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpu import definitions
-from weft.engine.attention.backend import LatentSplit
+from weft.engine.attention.projections import LatentSplit
 from weft.engine.kernels.model_reference import gate_heads as gate_heads_of_torch
 from weft.engine.kernels.model_reference import gated
 from weft.engine.kernels.split_k import SplitKPartials

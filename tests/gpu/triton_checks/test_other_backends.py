@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -25,10 +24,10 @@ from gpu.triton_checks import fakes
 from gpu.triton_checks.test_backend import on
 from gpu.triton_checks.worker import INTERPRETED
 from weft.engine.attention import fa3, paged_flashinfer
+from weft.engine.attention.backend import AttentionInputs, DecodeRows, Queries
 from weft.engine.attention.backend_registry import BACKENDS, FA3, FLASHINFER, MIXED, TORCH, BackendEntry, fa3_library
 from weft.engine.attention.forward_batch import PageTables
-from weft.engine.attention.paged_triton import PagedTriton
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.paged_triton import TritonDecode, TritonPrompts
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent, PagedKV, Window
 from weft.stream.interleave import Interleave
@@ -140,12 +139,11 @@ def test_steps_with_prompts_in_graphs(entry: BackendEntry, spec: Spec, device: t
 def test_tokens_over_dcp(entry: BackendEntry, spec: PagedKV | Latent, device: torch.device) -> None:
     """Ranks that hold nothing of a row; prompts gather their tokens, as pages of one token."""
     interleave = Interleave(2, 16, 16)
-    make: Callable[[KVCache], SDPA] = entry.make
     case = on(device, case_of(DECODE, spec, seed=4, page=interleave.span))
-    run_interleaved(make, case, DECODE, interleave, tolerance=2 * TOLERANCE)
+    run_interleaved(entry.make, case, DECODE, interleave, tolerance=2 * TOLERANCE)
     spans = [(1, 12), (40, 20), (1, 0)]
     case = on(device, case_of(spans, spec, seed=3, page=interleave.span))
-    run_interleaved(make, case, spans, interleave, tolerance=2 * TOLERANCE)
+    run_interleaved(entry.make, case, spans, interleave, tolerance=2 * TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +162,8 @@ def test_latents_over_dcp_by_the_quicker_of_each(
         if any(rows > 1 for rows, _ in spans):
             pytest.skip("takes a GPU")
         noted = calls(MIXED, monkeypatch)
-        monkeypatch.setattr(PagedTriton, "decode", None)
-        monkeypatch.setattr(PagedTriton, "prompts", lambda *given: None)
+        monkeypatch.setattr(TritonDecode, "run", None)
+        monkeypatch.setattr(TritonPrompts, "run", lambda *given: None)
     elif fa3_library() is None or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("takes a Hopper GPU, and vLLM or sglang-kernel")
     interleave = Interleave(2, 16, 16)
@@ -190,7 +188,7 @@ def test_one_graph_serves_all_lengths(entry: BackendEntry, spec: Spec, device: t
 
     def step() -> list[Tensor | None]:
         plan = backend.plan(case.batch, tables)
-        return [x for layer in (0, 1) for x in backend.attend(plan, layer, q, case.scale, True, None, False)]
+        return [x for layer in (0, 1) for x in backend.attend(plan, layer, Queries(q, case.scale, lse=True))]
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -215,15 +213,18 @@ def test_what_flash_attention_3_is_asked_for(monkeypatch: pytest.MonkeyPatch, de
     backend = FA3.make(case.cache)
     plan = backend.plan(case.batch, case.batch.tables[0])  # type: ignore[arg-type]
     for layer in (0, 1):
-        backend.attend(plan, layer, case.q, 0.1, True, None, False)
+        backend.attend(plan, layer, Queries(case.q, 0.1, lse=True))
     assert len(noted.of("get_scheduler_metadata")) == 1, "once a step, for all layers"
     decode, prompts = noted.of("fwd")[2:]
     assert decode["scheduler_metadata"] is not None and prompts["scheduler_metadata"] is None
     assert decode["seqused_k"].tolist() == [91, 1, 0, 0, 0, 0] and prompts["seqused_q"].tolist() == [0, 0, 36, 9, 0, 0]
     assert decode["num_splits"] == 66 and prompts["num_splits"] == 0 and prompts["max_seqlen_q"] == 60
-    many = FA3.make(KVCache(PagedKV(1, 128), 1, 1, 16, torch.bfloat16))
-    rows = fa3.DecodeRows(torch.zeros(256, 1, dtype=torch.int32), torch.zeros(256, dtype=torch.int32), {})
-    many.decode(rows, 0, torch.zeros(256, 64, 128, dtype=torch.bfloat16), 1.0, False)
+    cache, q = KVCache(PagedKV(1, 128), 1, 1, 16, torch.bfloat16), torch.zeros(256, 64, 128, dtype=torch.bfloat16)
+    rows, many = (
+        DecodeRows(torch.zeros(256, 1, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)),
+        FA3.decode(cache),
+    )
+    many.run(many.plan(rows), AttentionInputs(q, *cache.of_layer(0), 1.0, torch.empty_like(q), None))
     assert noted.of("fwd")[-1]["num_splits"] == 32, "all splits together stay within SPLIT_BYTES"
 
 
@@ -236,7 +237,7 @@ def test_what_flashinfer_is_asked_for(monkeypatch: pytest.MonkeyPatch, device: t
     for _ in range(2):
         plan = backend.plan(case.batch, case.batch.tables[0])  # type: ignore[arg-type]
         for layer in (0, 1):
-            backend.attend(plan, layer, case.q, 0.1, True, None, False)
+            backend.attend(plan, layer, Queries(case.q, 0.1, lse=True))
     for kind in ("Decode", "Prefill"):
         names = [name for name, _ in noted if name.startswith(f"Batch{kind}WithPagedKVCacheWrapper")]
         step = [name.replace("__init__", "plan") for name in names[1:4]]
@@ -272,16 +273,13 @@ def test_each_kind_of_rows_by_what_is_quicker(
     """Prompts of keys and values and decode rows of latents by FlashAttention 3, the others by Triton's kernels."""
     noted, spans, by_triton = calls(MIXED, monkeypatch), [(1, 5), (1, 0), (7, 3)], list[str]()
 
-    def decode(self: PagedTriton, *given: Any) -> tuple[Tensor, None]:  # the interpreter has no products in bfloat16
-        by_triton.append("decode")
-        return given[-2], None
-
-    monkeypatch.setattr(PagedTriton, "decode", decode)
-    monkeypatch.setattr(PagedTriton, "prompts", lambda *given: by_triton.append("prompts"))
+    # The interpreter has no products in bfloat16.
+    monkeypatch.setattr(TritonDecode, "run", lambda *given: by_triton.append("decode"))
+    monkeypatch.setattr(TritonPrompts, "run", lambda *given: by_triton.append("prompts"))
     case = case_of(spans, spec, seed=0)
     backend, tables = MIXED.make(case.cache), case.batch.tables[0]
     assert isinstance(tables, PageTables)
-    backend.attend(backend.plan(case.batch, tables), 1, case.q, case.scale, False, None, False)
+    backend.attend(backend.plan(case.batch, tables), 1, Queries(case.q, case.scale))
     packed = [call["cu_seqlens_q"] is not None for call in noted.of("fwd")]
     latent = isinstance(spec, Latent)
     assert by_triton == ["prompts" if latent else "decode"] and packed == [not latent]

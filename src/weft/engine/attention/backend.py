@@ -1,182 +1,164 @@
-"""The interface of attention over a paged cache, for all libraries that implement it."""
+"""The interface of attention over a paged cache: its inputs, and the kernels of a backend.
+
+A backend is a pair of kernels, one for sequences of one row and one for sequences of several, and a row of the table in
+`weft.engine.attention.backend_registry`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from weft.engine.attention.forward_batch import Batch, PageTables
-from weft.engine.kernels import ops
-from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.kv.cache import KVCache
-
-
-class RotaryTable(Protocol):
-    """A rotary embedding's table: cos, sin `[T, 1, dim]`; rotates `[T, heads, dim]`."""
-
-    @property
-    def cos(self) -> Tensor: ...
-
-    @property
-    def sin(self) -> Tensor: ...
-
-    @property
-    def interleaved(self) -> bool: ...
-
-    @property
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, dim / 2]`: one for each pair of elements that is rotated."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class NormScale(Protocol):
-    """A norm over the last dimension of `[T, heads, dim]`, with a weight `[dim]`."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    @property
-    def eps(self) -> float: ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+from weft.engine.attention.forward_batch import Batch, PromptSpan
+from weft.engine.attention.projections import Absorbed
+from weft.kernels.float8 import Stored
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSplit:
-    """How `[T, features]` becomes queries, keys and values: `sizes` features of each, in heads of `dim`. Each head of
-    queries and keys is normalised, where there are norms, and rotated. gathered: as `Backend.attend`, for the queries.
+class Queries:
+    """A layer's queries in a step.
+
+    Args:
+        q: `[T, heads, D]`.
+        scale: factor of the scores q·k.
+        lse: whether each row's log-sum-exp is returned, too.
+        absorbed: remaining projections of query and output, for a latent cache.
+        gathered: q has the heads of all ranks of a dcp group, in rank order. The output has this rank's in any case.
     """
 
-    sizes: Sequence[int]
-    dim: int
-    rotary: RotaryTable
-    norms: tuple[NormScale, NormScale] | None
+    q: Tensor
+    scale: float
+    lse: bool = False
+    absorbed: Absorbed | None = None
     gathered: bool = False
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, `[T, heads, dim]` each."""
-        q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in qkv.split(list(self.sizes), dim=-1))
-        if self.norms is not None:
-            q, k = self.norms[0](q), self.norms[1](k)
-        return self.rotary(q), self.rotary(k), v
+    def of_rank(self, place: int, ranks: int) -> Queries:
+        """The heads of the rank at `place` of `ranks` in a dcp group."""
+        q = self.q.chunk(ranks, dim=1)[place] if self.gathered else self.q
+        absorbed = self.absorbed and self.absorbed.part(place, ranks)
+        return Queries(q, self.scale, self.lse, absorbed)
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSplit:
-    """How queries `[T, heads · dim]` and the cached vectors `[T, width]` become the inputs of latent attention.
+class DecodeRows:
+    """A step's sequences of one row.
 
-    The last elements of a vector, and of each head's query, are rotated; the other elements of a vector are normalised.
-    gathered: as `Backend.attend`.
+    Args:
+        pages: int32 `[B, W]`, page tables; entries behind a sequence's tokens are undefined.
+        lengths: int32 `[B]`, tokens of each on this rank; 0: its row sees nothing.
+        longest: maximum of `lengths` over ranks; None: only the device knows it.
     """
 
-    dim: int
-    rotary: RotaryTable
-    norm: NormScale
-    gathered: bool = False
-
-    def split(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries `[T, heads, dim]` and keys `[T, 1, width]`."""
-        (left, rest), (latent, key) = (
-            x.tensor_split([x.shape[-1] - self.rotary.cos.shape[-1]], dim=-1)
-            for x in (q.unflatten(-1, (-1, self.dim)), kv[:, None])
-        )
-        return torch.cat((left, self.rotary(rest)), dim=-1), torch.cat((self.norm(latent), self.rotary(key)), dim=-1)
+    pages: Tensor
+    lengths: Tensor
+    longest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Absorbed:
-    """The projections from a latent vector to heads' keys and values, applied to the query and to the output.
+class PromptRows:
+    """A step's sequences of several rows. Rows of other sequences are neither read nor written.
 
-    keys: `[heads, n, width]`, the factor of a query's first n elements; None: queries are projected already. values:
-    `[heads, value dim, width]`, the factor of the output. Both are linear in each head, so ranks that hold parts of the
-    tokens exchange the narrower side: queries before and outputs after. There they are of all heads of a dcp group.
-    up: both side by side, `[heads, n + value dim, width]`, for prompts with expanded tokens. plain: `[T, heads,
-    n]`, the first elements of queries before the projection; given where only those of rows that attend absorbed are
-    projected.
+    Args:
+        batch: the step; `starts` says which rows a sequence has.
+        pages: int32 `[B, W]`, page tables of all its sequences.
+        page_size: tokens of a page.
+        known: the sequences of several rows; None: only the device knows them, as in a CUDA graph.
+        held: number of a sequence's first n tokens in these pages, for an int or a tensor; None: all n.
+        may_copy: the kernel may make copies of tokens.
+        may_expand: the kernel may expand latent vectors (`PromptKernel.expand`).
     """
 
-    keys: Tensor | None
-    values: Tensor
-    up: Tensor | None = None
-    plain: Tensor | None = None
-
-    def part(self, place: int, parts: int) -> Absorbed:
-        """The heads of the rank at `place` of so many."""
-        keys, up = (None if x is None else x.chunk(parts)[place] for x in (self.keys, self.up))
-        return Absorbed(keys, self.values.chunk(parts)[place], up)
-
-    def query(self, q: Tensor) -> Tensor:
-        """`[T, heads, n + rest]` → `[T, heads, width + rest]`."""
-        if self.keys is None:
-            return q
-        first, rest = q.tensor_split([self.keys.shape[1]], dim=-1)
-        return torch.cat((torch.einsum("thn,hnw->thw", first, self.keys), rest), dim=-1)
-
-    def output(self, out: Tensor) -> Tensor:
-        """`[T, heads, width]` → `[T, heads, value dim]`."""
-        seen = out.new_empty(*out.shape[:2], self.values.shape[1])
-        return ops.multiply_heads(out, self.values.transpose(1, 2), seen)
-
-
-class Backend(Protocol):
-    """Causal grouped-query attention of a step's rows over a paged cache.
-
-    A backend is made once, with its cache. `plan` once a step; then each layer stores its rows and attends. Inside a
-    CUDA graph plans are captured, or replayed with the same tensors: nothing is read back from the device where
-    `Batch.spans` is None. layer: its place in the cache.
-    """
+    batch: Batch
+    pages: Tensor
+    page_size: int
+    known: tuple[PromptSpan, ...] | None
+    held: Callable[[Any], Any] | None = None
+    may_copy: bool = True
+    may_expand: bool = True
 
     @property
-    def cache(self) -> KVCache: ...
+    def limits(self) -> Tensor:
+        """int32 `[T]`: a row sees its sequence's first `limits` tokens in these pages."""
+        seen = self.batch.positions + 1
+        return (seen if self.held is None else self.held(seen)).int()
 
-    def plan(self, batch: Batch, tables: PageTables) -> Any:
-        """The shared values of all layers of this step, immutable. tables: those of the cache's group."""
 
-    def store(self, plan: Any, layer: int, k: Tensor, v: Tensor | None) -> None:
-        """Stores k and v `[T, kv_heads, D]`; a row with slot −1 is not stored.
+@dataclass(frozen=True, slots=True)
+class AttentionInputs:
+    """Tensors of a layer's attention.
 
-        For a latent cache k is `[T, 1, width]`, and v None.
+    Args:
+        q: `[T, heads, D]`. A row sees its sequence's tokens up to itself, within the cache's window if it has one.
+        keys: `[slots, kv_heads, D]`, where slot = page · page_size + offset.
+        values: `[slots, kv_heads, value dim]`.
+        scale: factor of the scores q·k.
+        out: `[T, heads, value dim]`, filled; 0 for a row that sees nothing.
+        lse: float32 `[T, heads]`, natural logarithm of the sum of exponentials of each row's scaled scores, −∞ for a
+            row that sees nothing; None where it is not requested.
+    """
+
+    q: Tensor
+    keys: Stored
+    values: Stored
+    scale: float
+    out: Tensor
+    lse: Tensor | None
+
+    def part(self, rows: slice | Tensor) -> AttentionInputs:
+        """These inputs for some rows: views for a slice, otherwise tensors that are still to be copied back."""
+        q = self.q[rows]
+        if isinstance(rows, slice):
+            return replace(self, q=q, out=self.out[rows], lse=self.lse if self.lse is None else self.lse[rows])
+        shape = *q.shape[:2], self.out.shape[-1]
+        lse = None if self.lse is None else self.lse.new_empty(q.shape[:2])
+        return replace(self, q=q, out=q.new_empty(shape), lse=lse)
+
+
+class DecodeKernel(Protocol):
+    """Attention of sequences of one row, made with its cache.
+
+    Inside a CUDA graph `plan` and `run` are captured, or replayed with the same tensors: nothing is read back from the
+    device where `DecodeRows.longest` is None.
+    """
+
+    def plan(self, rows: DecodeRows) -> Any:
+        """The shared values of a step's layers, immutable."""
+
+    def run(self, plan: Any, inputs: AttentionInputs) -> Tensor | None:
+        """Fills `inputs.out`. Returns the log-sum-exps where they are requested: `inputs.lse` or another tensor."""
+
+
+class PromptKernel(Protocol):
+    """Attention of sequences of several rows, made with its cache. In CUDA graphs as `DecodeKernel`, where
+    `PromptRows.known` is None. Kernels derive from this class, for its defaults.
+    """
+
+    copies: bool = False
+    """Whether prompts attend to copies of their tokens, of up to `MAX_ELEMENTS` elements in a step."""
+    captures_sharded: bool = False
+    """Whether CUDA graphs may have prompts with tokens that are sharded over dcp: `PromptRows.known` is None there, and
+    `PromptRows.held` counts a rank's tokens."""
+
+    def plan(self, rows: PromptRows) -> Any:
+        """The shared values of a step's layers, immutable."""
+
+    def run(self, plan: Any, inputs: AttentionInputs) -> Any:
+        """Fills these sequences' rows of `inputs.out`, and of `inputs.lse` in place. Returns the plan for `expand`."""
+
+    def absorbed_rows(self, plan: Any) -> Tensor | None:
+        """bool `[T]`: rows that attend with absorbed projections. `expand` fills the others. None: all rows."""
+        return None
+
+    def expand(self, plan: Any, inputs: AttentionInputs, plain: Tensor, up: Tensor, out: Tensor) -> None:
+        """Fills rows of prompts that attend with keys and values of heads, expanded from latent vectors.
+
+        Args:
+            plan: as `run` returned it.
+            inputs: as `run` had them; the first elements of these rows' queries are undefined.
+            plain: `[T, heads, n]`, first elements of queries before the projection.
+            up: as in `Absorbed`.
+            out: `[T, heads, value dim]`.
         """
-
-    def store_projected(self, plan: Any, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit) -> Tensor:
-        """`store` from queries, keys and values side by side, `[T, features]` or its parts. They are still to be added
-        up, split, normalised and rotated as `heads` says: one kernel can do that together with the write to the cache.
-        Returns the queries.
-        """
-        ...
-
-    def store_latent(
-        self, plan: Any, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, absorbed: Absorbed
-    ) -> tuple[Tensor, Absorbed]:
-        """`store` for a latent cache, from queries `[T, heads · dim]` and vectors `[T, width]`, which are still to be
-        normalised and rotated as `parts` says. q may be overwritten. Returns the queries, and the projections that
-        remain to be absorbed.
-        """
-        ...
-
-    def attend(
-        self,
-        plan: Any,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        lse: bool,
-        absorbed: Absorbed | None,
-        gathered: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attends with q `[T, heads, D]`: a row sees its sequence's tokens up to itself, within the cache's window if
-        it has one.
-
-        scale: of the scores q·k. absorbed: for a latent cache, the remaining projections of query and output.
-        gathered: q has the heads of all ranks of a dcp group, in rank order; the output has this rank's in any case.
-
-        Returns the output `[T, heads, value dim]`, and where `lse` is set also the natural logarithm of the sum of
-        exponentials of each row's scaled scores, float32 `[T, heads]`; else None. A row that sees nothing (length 0)
-        has output 0 and lse −inf.
-        """
-        ...

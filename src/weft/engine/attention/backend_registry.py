@@ -12,14 +12,15 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Spec
 from weft.planner.spec import LayoutError
 from weft.plugins import PluginError, load_plugins
 
 if TYPE_CHECKING:
-    from weft.engine.attention.sdpa import SDPA
+    from weft.engine.attention.backend import DecodeKernel, PromptKernel
+    from weft.engine.attention.paged import PagedAttention
     from weft.engine.kv.cache import KVCache
 
 AUTO = "auto"
@@ -65,16 +66,28 @@ class Needs:
 class BackendEntry:
     """A backend's row in the table.
 
-    option: its name on command lines and in reports. device: of its ranks. make: makes it for a cache; it imports what
-    the backend takes. lacks: what it cannot do of these needs, and what to do instead, in words that follow its name;
-    None where it does all. float8: whether it attends over caches in FP8 (`weft.kernels.float8.Fp8Vectors`).
+    Args:
+        option: its name on command lines and in reports.
+        device: of its ranks.
+        decode: makes the kernel of sequences of one row for a cache; it imports what the kernel requires.
+        prompts: makes the kernel of sequences of several rows.
+        lacks: what it cannot do of these needs, and what to do instead, in words that follow its name; None where it
+            does all.
+        float8: whether it attends over caches in FP8 (`weft.kernels.float8.Fp8Vectors`).
     """
 
     option: str
     device: Literal["cpu", "cuda", "any"]
-    make: Callable[[KVCache], SDPA]
+    decode: Callable[[KVCache], DecodeKernel]
+    prompts: Callable[[KVCache], PromptKernel]
     lacks: Callable[[Needs], str | None] = lambda needs: None
     float8: bool = False
+
+    def make(self, cache: KVCache) -> PagedAttention:
+        """Attention over a cache by these kernels."""
+        from weft.engine.attention.paged import PagedAttention  # imports torch
+
+        return PagedAttention(cache, self.decode(cache), self.prompts(cache))
 
     def refusal(self, needs: Needs) -> str | None:
         """What the backend lacks, in words that follow its name; None where it lacks nothing."""
@@ -90,14 +103,21 @@ class BackendEntry:
             raise LayoutError(f"attention_backend {self.option} {found}")
 
 
-def _maker(module: str, name: str) -> Callable[[KVCache], SDPA]:
-    """A class of a module, which is imported when the first cache is made."""
+Make = Callable[["KVCache"], Any]
 
-    def make(cache: KVCache) -> SDPA:
-        made: SDPA = getattr(import_module(module), name)(cache)
-        return made
 
-    return make
+def _kernels(module: str, name: str) -> tuple[Make, Make]:
+    """The kernels of a module of this folder, which is imported when the first cache is made."""
+    decode, prompts = (
+        lambda cache, kind=kind: getattr(import_module(f"weft.engine.attention.{module}"), name + kind)(cache)
+        for kind in ("Decode", "Prompts")
+    )
+    return decode, prompts
+
+
+def _by_cache(latent: Make, other: Make) -> Make:
+    """One kernel for caches of latent vectors, another for caches of keys and values."""
+    return lambda cache: (latent if isinstance(cache.spec, Latent) else other)(cache)
 
 
 def _torch_lacks(needs: Needs) -> str | None:
@@ -161,20 +181,18 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
     return _merge_lacks(needs)
 
 
-TORCH = BackendEntry("torch", "any", _maker("weft.engine.attention.sdpa", "SDPA"), _torch_lacks, float8=True)
-TRITON = BackendEntry("triton", "cuda", _maker("weft.engine.attention.paged_triton", "PagedTriton"), float8=True)
-FA3 = BackendEntry("fa3", "cuda", _maker("weft.engine.attention.fa3", "FlashAttention3"), _fa3_lacks)
+TORCH = BackendEntry("torch", "any", *_kernels("sdpa", "Torch"), _torch_lacks, float8=True)
+TRITON = BackendEntry("triton", "cuda", *_kernels("paged_triton", "Triton"), float8=True)
+FA3 = BackendEntry("fa3", "cuda", *_kernels("fa3", "Fa3"), _fa3_lacks)
 MIXED = BackendEntry(
     "fa3+triton",
     "cuda",
-    _maker("weft.engine.attention.fa3", "TheQuickerOfEach"),
-    partial(_fa3_lacks, latents_merge=True),
+    decode=_by_cache(latent=FA3.decode, other=TRITON.decode),
+    prompts=_by_cache(latent=TRITON.prompts, other=FA3.prompts),
+    lacks=partial(_fa3_lacks, latents_merge=True),
 )
-"""Each kind of rows by what is quicker: prompts over keys and values, and decode rows over latents, by FlashAttention
-3; decode rows over keys and values, and prompts over latents, by Triton."""
-FLASHINFER = BackendEntry(
-    "flashinfer", "cuda", _maker("weft.engine.attention.paged_flashinfer", "FlashInfer"), _flashinfer_lacks
-)
+"""The quicker kernel for each kind of rows."""
+FLASHINFER = BackendEntry("flashinfer", "cuda", *_kernels("paged_flashinfer", "FlashInfer"), _flashinfer_lacks)
 BACKENDS = (TRITON, FA3, MIXED, FLASHINFER, TORCH)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from weft.engine.attention.backend import Absorbed, Backend, HeadSplit, LatentSplit
+from weft.engine.attention.backend import Queries
+from weft.engine.attention.backend_registry import TORCH
 from weft.engine.attention.context_parallel import ContextParallel
 from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.paged import AttentionPlan, PagedAttention
+from weft.engine.attention.projections import Absorbed, HeadSplit, LatentSplit
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kv.cache import KVCache, StateCache
 from weft.engine.kv.cache_spec import CacheGroup, Recurrent, Spec, Window, rule
@@ -54,14 +56,14 @@ class Caches:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        backend: Callable[[KVCache], SDPA] = SDPA,
+        backend: Callable[[KVCache], PagedAttention] = TORCH.make,
         group: ContextGroup | None = None,
     ):
         group_of = {group.rule: at for at, group in enumerate(groups)}
         paths: dict[Spec, list[str]] = {}
         for path, spec in layers.items():
             paths.setdefault(spec, []).append(path)
-        self.paged: list[tuple[int, Backend]] = []
+        self.paged: list[tuple[int, PagedAttention | ContextParallel]] = []
         self.states: list[tuple[int, StateCache]] = []
         self.places: dict[str, tuple[int, int]] = {}
         """For each layer the number of its cache among the paged ones, or the states, and its place there."""
@@ -108,33 +110,35 @@ class StepCaches:
 
     batch: Batch
     caches: Caches
-    plans: tuple[tuple[Backend, Any], ...]
+    plans: tuple[tuple[PagedAttention | ContextParallel, AttentionPlan], ...]
 
     def attend(
         self, layer: Cached, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a layer over its PagedKV, Window or Latent: stores k and v, then attends with q, as `Backend`
-        does both.
+        """Attention of a layer over its PagedKV, Window or Latent: stores k and v, then attends with q. Returns the
+        output and, where requested, the log-sum-exps, as `AttentionInputs`.
         """
         backend, plan, at = self._of(layer)
-        backend.store(plan, at, k, v)
-        return backend.attend(plan, at, q, scale, lse, None, False)
+        backend.cache.write(at, plan.stored, k, v)
+        return backend.attend(plan, at, Queries(q, scale, lse))
 
     def project(
         self, layer: Cached, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a layer over its PagedKV or Window, from the result of its projection."""
+        """`attend` from the result of a layer's projection; the layer has a PagedKV or Window."""
         backend, plan, at = self._of(layer)
-        q = backend.store_projected(plan, at, qkv, heads)
-        return backend.attend(plan, at, q, scale, lse, None, heads.gathered)
+        q = heads.store(backend.cache, at, plan.stored, qkv)
+        return backend.attend(plan, at, Queries(q, scale, lse, gathered=heads.gathered))
 
     def project_latent(
         self, layer: Cached, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
         """Attention of a layer over its Latent, from the results of its projections. Returns the output."""
         backend, plan, at = self._of(layer)
-        q, absorbed = backend.store_latent(plan, at, q, kv, parts, absorbed)
-        return backend.attend(plan, at, q, scale, False, absorbed, parts.gathered)[0]
+        # Queries that travel to other ranks are absorbed behind that.
+        now = absorbed if plan.sharded is None or (plan.rows is None and parts.gathered) else None
+        q, left = parts.store(backend.cache, at, plan.stored, q, kv, now, plan.absorbed_rows)
+        return backend.attend(plan, at, Queries(q, scale, absorbed=left or absorbed, gathered=parts.gathered))[0]
 
     def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
         """The states of a Recurrent layer's sequences before the step: float32 `[B, …]`, zeros where one begins."""
@@ -153,7 +157,7 @@ class StepCaches:
         cache, at, slots = self._state(layer)
         cache.store(at, slots.after[sequences], states)
 
-    def _of(self, layer: Cached) -> tuple[Backend, Any, int]:
+    def _of(self, layer: Cached) -> tuple[PagedAttention | ContextParallel, AttentionPlan, int]:
         cache, at = self.caches.places[layer.path]
         return *self.plans[cache], at
 

@@ -15,16 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.engine.attention.backend import Absorbed
-from weft.engine.attention.expansion import plan_expansion, saved_operations
+from weft.engine.attention.backend import DecodeRows, PromptRows, Queries
+from weft.engine.attention.expansion import saved_operations
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.attention.gathered_tokens import gathered_bytes, row_widths, rows_of, vectors_of
-from weft.engine.attention.paged_triton import PagedTriton, Prompts
-from weft.engine.attention.sdpa import SDPA, Plan
+from weft.engine.attention.paged import AttentionPlan, PagedAttention
 from weft.engine.kernels.triton.copy_rows import copy_rows
-from weft.engine.kernels.triton.latent_prompts import project_heads
 from weft.engine.kv.cache_spec import Latent
-from weft.kernels.float8 import Stored, plain
+from weft.kernels.float8 import Stored
 from weft.planner.recipes import QUERIES, TOKENS, Gather
 from weft.stream.group import ContextGroup
 
@@ -78,16 +76,15 @@ class GatheredTokens(NamedTuple):
     """The tokens that prompts gather, on the device; none are live where prompts are merged.
 
     slots: int32, of this rank's tokens, one sequence after the other. own: int32 `[1]`, how many of these are live.
-    places: int32 `[1]`, how many places all ranks' tokens take, in the order of each sequence. prompts: the plan over
-    these. rows: bool `[T]`, the rows that attend so, without those of prompts that are expanded.
+    places: int32 `[1]`, how many places all ranks' tokens take, in the order of each sequence. plan: over these; its
+    absorbed rows are the rows that attend so, without rows of prompts that are expanded.
     """
 
     slots: Tensor
     own: Tensor
     calls: tuple[TokenCall, ...]
     places: Tensor
-    prompts: Prompts
-    rows: Tensor
+    plan: AttentionPlan
 
 
 class CapturedPrompts:
@@ -100,7 +97,7 @@ class CapturedPrompts:
 
     def __init__(
         self,
-        local: SDPA,
+        local: PagedAttention,
         group: ContextGroup,
         batch: Batch,
         pages: Tensor,
@@ -108,7 +105,7 @@ class CapturedPrompts:
         limits: TokenLimits,
         query_rows: int,
     ):
-        assert isinstance(local, PagedTriton) and batch.starts is not None
+        assert local.prompts.captures_sharded and batch.starts is not None
         self._local, self._group, starts, lengths = local, group, batch.starts, batch.lengths
         counts, live, merged, self._tokens = starts.diff(), starts[-1:], starts, None
         at = torch.arange(len(batch.tokens), dtype=torch.int32, device=starts.device)
@@ -122,11 +119,11 @@ class CapturedPrompts:
             self._tokens = self._gathered(
                 replace(batch, starts=gathered), pages, capacity, limits.each, seen, held, rows
             )
-        # The first rows are merged: int32 `[1]`, and bool `[T]`.
-        self._live, self._merged = live.contiguous(), at < live
-        decode = local.plan_decode(pages, group.lengths(lengths).where(counts == 1, 0))
-        prompts = local.plan_prompts(replace(batch, starts=merged), pages, (), group.lengths)
-        self._plan = Plan(stored, slice(len(lengths)), decode, prompts)
+        self._live, first = live.contiguous(), at < live  # the first rows are merged
+        decode = local.decode.plan(DecodeRows(pages, group.lengths(lengths).where(counts == 1, 0)))
+        batch, page_size = replace(batch, starts=merged), local.cache.page_size
+        here = PromptRows(batch, pages, page_size, None, group.lengths, False, False)
+        self._plan = AttentionPlan(stored, slice(len(lengths)), decode, local.prompts.plan(here), first)
         self._queries = self._query_calls(at, query_rows) if query_rows else None
 
     def _gathers(self, limits: TokenLimits, counts: Tensor, seen: Tensor, tokens: Tensor) -> tuple[int, Tensor]:
@@ -179,15 +176,13 @@ class CapturedPrompts:
             comes = (token < seen[sequence]) & (number >= begin) & (number < end)
             calls.append(TokenCall(begin, end, live.int(), row.where(comes, -1).int()))
         tables = (bases[:, None] // PAGE + torch.arange(len(place) // PAGE, device=device)).int()
-        assert batch.starts is not None
-        spec, expansion = self._local.cache.spec, None
-        if self._expands:
-            assert isinstance(spec, Latent)
-            expansion = plan_expansion(spec, batch.starts, batch.lengths, len(rows), len(place))
-            rows = rows & expansion.absorbed
-        prompts = Prompts(tables, batch.starts, (batch.positions + 1).int(), PAGE, expansion)
+        kernel = self._local.prompts
+        prompts = kernel.plan(PromptRows(batch, tables, PAGE, None, may_copy=False, may_expand=self._expands))
+        if (absorbed := kernel.absorbed_rows(prompts)) is not None:
+            rows = rows & absorbed
         own = totals[self._group.place : self._group.place + 1].int()
-        return GatheredTokens(slots.int(), own, tuple(calls), until[-1:].int(), prompts, rows)
+        plan = AttentionPlan(slots, slice(sequences), None, prompts, rows)
+        return GatheredTokens(slots.int(), own, tuple(calls), until[-1:].int(), plan)
 
     def _query_calls(self, at: Tensor, each: int) -> tuple[QueryCall, ...]:
         """at: int32 `[T]`, the numbers of rows. each: rows of a call."""
@@ -199,38 +194,18 @@ class CapturedPrompts:
             calls.append(QueryCall(begin, end, count.repeat(len(ranks)), count * len(ranks), order.flatten()))
         return tuple(calls)
 
-    def attend(
-        self, layer: int, q: Tensor, scale: float, lse: bool, absorbed: Absorbed | None, gathered: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `weft.engine.attention.backend.Backend.attend`."""
-        local, group, own = self._local, self._group, q
-        if gathered:
-            own = q.chunk(group.interleave.ranks, dim=1)[group.place]
-        else:
-            q = self._all_heads(q)
-        q = q if absorbed is None else _query(q, absorbed, self._merged)
-        part, part_sums = local.attend(self._plan, layer, q, scale, True, None, False)
-        assert part_sums is not None
-        if absorbed is not None:
-            part = _output(part, absorbed, self._merged)
-        out, total = group.merge(part, part_sums, self._live)
-        sums = total if lse else None
+    def attend(self, layer: int, queries: Queries) -> tuple[Tensor, Tensor | None]:
+        """See `PagedAttention.attend`."""
+        local, group = self._local, self._group
+        q = queries.q if queries.gathered else self._all_heads(queries.q)
+        part, lse = local.attend(self._plan, layer, replace(queries, q=q, lse=True))
+        assert lse is not None
+        out, lse = group.merge(part, lse, self._live)
+        lse = lse if queries.lse else None
         if (tokens := self._tokens) is None:
-            return out, sums
-        keys, values = self._gather(tokens, layer)
-        if absorbed is None:
-            local.prompts(tokens.prompts, own, keys, values, scale, out, sums)
-            return out, sums
-        mine = absorbed.part(group.place, group.interleave.ranks)
-        query = _query(own, mine, tokens.rows)
-        latents = local.unfilled(query, False)[0]
-        local.prompts(tokens.prompts, query, keys, values, scale, latents, sums)
-        _output(latents, mine, tokens.rows, out)
-        if tokens.prompts.expansion is not None and mine.keys is not None and mine.up is not None:
-            assert not lse, "the log-sum-exps of expanded prompts are not computed"
-            first = own[..., : mine.keys.shape[1]]
-            local.expand(tokens.prompts, plain(keys), first, query, mine.up, scale, out)
-        return out, sums
+            return out, lse
+        own = queries.of_rank(group.place, group.interleave.ranks)
+        return local.attend_to(tokens.plan, *self._gather(tokens, layer), own, out, lse)
 
     def _all_heads(self, q: Tensor) -> Tensor:
         """As `ContextGroup.heads`, of live rows alone where transports take their number."""
@@ -256,20 +231,3 @@ class CapturedPrompts:
             came = self._group.gather_live(what, own[call.begin : call.end], call.live)
             copy_rows(came, call.order, tokens.places, found)
         return vectors_of(self._local.cache, found)
-
-
-def _query(q: Tensor, absorbed: Absorbed, rows: Tensor) -> Tensor:
-    """`Absorbed.query` of these rows alone."""
-    assert absorbed.keys is not None
-    n, width = absorbed.keys.shape[1:]
-    whole = q.new_empty(*q.shape[:2], width + q.shape[2] - n)
-    project_heads(q[..., :n], absorbed.keys, rows, whole[..., :width])
-    whole[..., width:] = q[..., n:]
-    return whole
-
-
-def _output(out: Tensor, absorbed: Absorbed, rows: Tensor, to: Tensor | None = None) -> Tensor:
-    """`Absorbed.output` of these rows alone."""
-    to = out.new_empty(*out.shape[:2], absorbed.values.shape[1]) if to is None else to
-    project_heads(out, absorbed.values.transpose(1, 2), rows, to)
-    return to

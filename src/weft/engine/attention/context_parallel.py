@@ -7,20 +7,18 @@ sequences either the tokens are gathered, or outputs are merged, too (`weft.plan
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.engine.attention.backend import Absorbed, HeadSplit, LatentSplit
+from weft.engine.attention.backend import PromptRows, Queries
 from weft.engine.attention.expansion import MAX_TOKENS
-from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.attention.forward_batch import Batch, PageTables, PromptSpan, slots_of, split_rows
 from weft.engine.attention.gathered_tokens import gathered_bytes, row_widths, rows_of, vectors_of
-from weft.engine.attention.sdpa import SDPA, Plan, Prompt
-from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.attention.paged import AttentionPlan, PagedAttention
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Window
 from weft.kernels.float8 import Stored
@@ -32,35 +30,36 @@ if TYPE_CHECKING:
     from weft.engine.attention.captured_prompts import CapturedPrompts
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """Prompts with gathered tokens: the slots of those on this rank, how many each rank has, the plan over all."""
+class Gathered(NamedTuple):
+    """Prompts with gathered tokens: slots of this rank's tokens, tokens of each rank, and the plan over all of them."""
 
     slots: Tensor
     sizes: tuple[int, ...]
-    plan: Any
+    plan: AttentionPlan
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedPlan:
-    """The shared values of a step's layers. here: the plan over the tokens of this rank, without prompts. captured: the
-    host does not know the prompts, as in a CUDA graph. form: how prompts attend, chosen by the first layer, since it
-    knows the width of queries: a plan over the tokens of this rank, or `Gathered`; where captured, the device chooses.
+class ShardedTokens:
+    """The step of a plan over the tokens of this rank alone, without prompts.
+
+    Args:
+        batch: the step.
+        pages: page tables of its sequences.
+        prompts: sequences of several rows; None: the host does not know them, as in a CUDA graph.
+        form: how prompts attend, chosen by the first layer, since it knows the width of queries: a plan over the tokens
+            of this rank, or `Gathered`; in a graph `CapturedPrompts`, as the device chooses.
     """
 
     batch: Batch
     pages: Tensor
-    prompts: tuple[Prompt, ...]
-    here: Plan
-    captured: bool = False
-    form: list[Plan | Gathered | CapturedPrompts] = field(default_factory=list)
+    prompts: tuple[PromptSpan, ...] | None
+    form: list[Any] = field(default_factory=list)
 
 
 class ContextParallel:
-    """A `weft.engine.attention.backend.Backend` on one rank of a group, with another one for the tokens of this
-    rank."""
+    """A `PagedAttention` on one rank of a group. local: the attention over the tokens of this rank."""
 
-    def __init__(self, local: SDPA, group: ContextGroup):
+    def __init__(self, local: PagedAttention, group: ContextGroup):
         self.local, self._group = local, group
 
     @property
@@ -68,142 +67,99 @@ class ContextParallel:
         """The cache of the tokens of this rank."""
         return self.local.cache
 
-    def plan(self, batch: Batch, tables: PageTables) -> ShardedPlan:
-        """See `Backend.plan`."""
-        group = self._group
-        if self.local.captures_prompts and batch.starts is not None and batch.spans is None:
-            stored = self.local.storable(group.slots(tables.slots))
-            return ShardedPlan(batch, tables.pages, (), Plan(stored, slice(len(batch.lengths)), None), captured=True)
-        split = self.local.split(batch)
+    def plan(self, batch: Batch, tables: PageTables) -> AttentionPlan:
+        """See `PagedAttention.plan`."""
+        group, pages = self._group, tables.pages
+        if self.local.prompts.captures_sharded and batch.starts is not None and batch.spans is None:
+            sharded, rows = ShardedTokens(batch, pages, None), slice(len(batch.lengths))
+            return AttentionPlan(group.slots(tables.slots), rows, None, sharded=sharded)
+        split = split_rows(batch)
         if split.longest is not None:
             split = replace(split, longest=group.interleave.max_length(split.longest))
-        here = PageTables(tables.pages, group.slots(tables.slots))
-        plan = self.local.plan_rows(split, here, group.lengths(batch.lengths))
-        return ShardedPlan(batch, tables.pages, split.prompts, plan)
+        stored, lengths = group.slots(tables.slots), group.lengths(batch.lengths)
+        sharded, decode = ShardedTokens(batch, pages, split.prompts), self.local.plan_decode(split, pages, lengths)
+        return AttentionPlan(stored, split.rows, decode, sharded=sharded)
 
-    def store(self, plan: ShardedPlan, layer: int, k: Tensor, v: Tensor | None) -> None:
-        """See `Backend.store`."""
-        self.local.store(plan.here, layer, k, v)
+    def attend(self, plan: AttentionPlan, layer: int, queries: Queries) -> tuple[Tensor, Tensor | None]:
+        """See `PagedAttention.attend`."""
+        if plan.rows is None:
+            return self._merge(plan, layer, queries)
+        if plan.sharded.prompts is None:
+            return self._captured(plan, queries).attend(layer, queries)
+        form = self._form_of_prompts(plan, queries)
+        if isinstance(form, AttentionPlan):
+            return self._merge(form, layer, queries)
+        own = queries.of_rank(self._group.place, self._group.interleave.ranks)
+        out, lse = self.local.attend_to(form.plan, *self._tokens(form, layer), own)
+        if plan.decode is not None:
+            one_row = replace(queries, q=queries.q[plan.rows])
+            out[plan.rows], total = self._merge(replace(plan, rows=None), layer, one_row)
+            if lse is not None and total is not None:
+                lse[plan.rows] = total
+        return out, lse
 
-    def store_projected(self, plan: ShardedPlan, layer: int, qkv: Tensor | SplitKPartials, heads: HeadSplit) -> Tensor:
-        """See `Backend.store_projected`."""
-        return self.local.store_projected(plan.here, layer, qkv, heads)
+    def _merge(self, plan: AttentionPlan, layer: int, queries: Queries) -> tuple[Tensor, Tensor | None]:
+        """Attention over the tokens of all ranks. plan: over this rank's, with the heads of all ranks."""
+        q = queries.q if queries.gathered else self._group.heads(queries.q)
+        out, lse = self.local.attend(plan, layer, replace(queries, q=q, lse=True))
+        assert lse is not None
+        out, lse = self._group.merge(out, lse)
+        return out, lse if queries.lse else None
 
-    def store_latent(
-        self, plan: ShardedPlan, layer: int, q: Tensor, kv: Tensor, parts: LatentSplit, absorbed: Absorbed
-    ) -> tuple[Tensor, Absorbed]:
-        """See `Backend.store_latent`. Queries are absorbed where this rank has all heads; others travel before that."""
-        if plan.here.rows is None and parts.gathered:
-            return self.local.store_latent(plan.here, layer, q, kv, parts, absorbed)
-        return self.local.store_latent(plan.here, layer, q, kv, parts, Absorbed(None, absorbed.values))[0], absorbed
-
-    def attend(
-        self,
-        plan: ShardedPlan,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        lse: bool,
-        absorbed: Absorbed | None,
-        gathered: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """See `Backend.attend`."""
-        local, group, here = self.local, self._group, plan.here
-        more = lse, absorbed, gathered
-        if here.rows is None:
-            return self._merge(partial(local.decode, here.decode, layer), q, scale, *more)
-        if plan.captured:
-            return self._captured(plan, q, absorbed, gathered).attend(layer, q, scale, *more)
-        form = self._form_of_prompts(plan, q, absorbed, gathered)
-        if isinstance(form, Plan):
-
-            def attend(query: Tensor, scale: float, lse: bool) -> tuple[Tensor, Tensor | None]:
-                return local.attend(form, layer, query, scale, lse, None, False)
-
-            return self._merge(attend, q, scale, *more)
-        place, ranks = group.place, group.interleave.ranks
-        query = q.chunk(ranks, dim=1)[place] if gathered else q
-        own = None if absorbed is None else absorbed.part(place, ranks)
-        query = query if own is None else own.query(query)
-        out, sums = local.unfilled(query, lse)
-        local.prompts(form.plan, query, *self._tokens(form, layer), scale, out, sums)
-        out = out if own is None else own.output(out)
-        if here.decode is not None:
-            decode = partial(local.decode, here.decode, layer)
-            out[here.rows], total = self._merge(decode, q[here.rows], scale, *more)
-            if sums is not None and total is not None:
-                sums[here.rows] = total
-        return out, sums
-
-    def _merge(
-        self,
-        attend: Callable[[Tensor, float, bool], tuple[Tensor, Tensor | None]],
-        q: Tensor,
-        scale: float,
-        lse: bool,
-        absorbed: Absorbed | None,
-        gathered: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention over the tokens of all ranks. attend: over this rank's, with the heads of all ranks."""
-        q = q if gathered else self._group.heads(q)
-        out, sums = attend(q if absorbed is None else absorbed.query(q), scale, True)
-        assert sums is not None
-        out, sums = self._group.merge(out if absorbed is None else absorbed.output(out), sums)
-        return out, sums if lse else None
-
-    def _form_of_prompts(
-        self, plan: ShardedPlan, q: Tensor, absorbed: Absorbed | None, gathered: bool
-    ) -> Plan | Gathered:
+    def _form_of_prompts(self, plan: AttentionPlan, queries: Queries) -> AttentionPlan | Gathered:
         """How the step's prompts attend, and the data for it. All ranks of the group choose the same."""
-        form = plan.form[0] if plan.form else None
-        if isinstance(form, Plan | Gathered):
-            return form
-        group, local = self._group, self.local
-        lengths = [prompt.context + prompt.rows for prompt in plan.prompts]
+        step: ShardedTokens = plan.sharded
+        if step.form:
+            return step.form[0]
+        group, kernel, pages, known = self._group, self.local.prompts, step.pages, step.prompts or ()
+        page_size, lengths = self.cache.page_size, [prompt.context + prompt.rows for prompt in known]
         seen = sum(map(group.interleave.max_length, lengths))
-        if group.prefill(self._seen(seen, q, absorbed, gathered), len(q)) == "merge":
-            prompts = local.plan_prompts(plan.batch, plan.pages, plan.prompts, group.lengths)
-            form = replace(plan.here, prompts=prompts)
+        if group.prefill(self._seen(seen, queries), len(queries.q)) == "merge":
+            rows = PromptRows(step.batch, pages, page_size, known, group.lengths, False, False)
+            step.form.append(replace(plan, prompts=kernel.plan(rows)))
         else:
-            sizes, where = group.interleave.gathered(lengths, plan.pages.device)
+            sizes, where = group.interleave.gathered(lengths, pages.device)
             slots = [
-                local.slots(plan.pages[prompt.sequence], group.interleave.length(length, group.place))
-                for prompt, length in zip(plan.prompts, lengths, strict=True)
+                slots_of(pages[prompt.sequence], page_size, group.interleave.length(length, group.place))
+                for prompt, length in zip(known, lengths, strict=True)
             ]
-            prompts = local.plan_prompts(plan.batch, plan.pages, plan.prompts, gathered=where)
-            form = Gathered(torch.cat(slots), sizes, prompts)
-        plan.form.append(form)
-        return form
+            pages = one_token_pages(pages, known, where)
+            rows = PromptRows(step.batch, pages, 1, known, may_copy=False, may_expand=False)
+            over_all = replace(plan, decode=None, prompts=kernel.plan(rows))
+            step.form.append(Gathered(torch.cat(slots), sizes, over_all))
+        return step.form[0]
 
-    def _captured(self, plan: ShardedPlan, q: Tensor, absorbed: Absorbed | None, gathered: bool) -> CapturedPrompts:
+    def _captured(self, plan: AttentionPlan, queries: Queries) -> CapturedPrompts:
         """How the prompts of a captured step attend: for any that fit its tensors, and alike on all ranks."""
         from weft.engine.attention.captured_prompts import CapturedPrompts, TokenLimits  # a CPU need not have Triton
 
-        form = plan.form[0] if plan.form else None
-        if isinstance(form, CapturedPrompts):
-            return form
-        group, rows = self._group, len(q)
-        tokens = min(plan.pages.numel() * self.cache.page_size, MAX_TOKENS // group.interleave.ranks)
-        what = self._seen(tokens, q, absorbed, gathered)
+        step: ShardedTokens = plan.sharded
+        if step.form:
+            return step.form[0]
+        group, rows = self._group, len(queries.q)
+        tokens = min(step.pages.numel() * self.cache.page_size, MAX_TOKENS // group.interleave.ranks)
+        what = self._seen(tokens, queries)
         each = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), tokens)
 
         def merges(seen: int) -> bool:
             return group.prefill(replace(what, seen=seen), rows) == "merge"
 
         limit = bisect.bisect_left(range(1, tokens + 1), True, key=merges) if each else 0
-        limits = TokenLimits(limit, tokens, each, what.merge.heads // group.interleave.ranks)
-        calls = 0 if gathered else group.rows_of_call(Gather(QUERIES, what.query_bytes, relaid=True, live=True), rows)
-        form = CapturedPrompts(self.local, group, plan.batch, plan.pages, plan.here.stored, limits, calls)
-        plan.form.append(form)
+        limits, calls = TokenLimits(limit, tokens, each, what.merge.heads // group.interleave.ranks), 0
+        if not queries.gathered:
+            calls = group.rows_of_call(Gather(QUERIES, what.query_bytes, relaid=True, live=True), rows)
+        form = CapturedPrompts(self.local, group, step.batch, step.pages, plan.stored, limits, calls)
+        step.form.append(form)
         return form
 
-    def _seen(self, seen: int, q: Tensor, absorbed: Absorbed | None, gathered: bool) -> PromptValue:
-        """What prompts see, of so many tokens on a rank, to rows with such queries."""
-        heads = q.shape[1] * (1 if gathered else self._group.interleave.ranks)
+    def _seen(self, seen: int, queries: Queries) -> PromptValue:
+        """What prompts see, of `seen` tokens on a rank, to rows with such queries."""
+        q, absorbed = queries.q, queries.absorbed
+        heads = q.shape[1] * (1 if queries.gathered else self._group.interleave.ranks)
         dim = self.cache.values.shape[-1] if absorbed is None else absorbed.values.shape[1]
         assert not isinstance(self.cache.spec, Window), "its tokens are not sharded"
         token = gathered_bytes(self.cache.spec, self.cache.keys.dtype)
-        return PromptValue(seen, token, 0 if gathered else q[0].nbytes, Merge(heads, dim, q.element_size()))
+        return PromptValue(seen, token, 0 if queries.gathered else q[0].nbytes, Merge(heads, dim, q.element_size()))
 
     def _tokens(self, form: Gathered, layer: int) -> tuple[Stored, Stored]:
         """The keys and values of prompts' tokens on all ranks."""
@@ -212,3 +168,11 @@ class ContextParallel:
         here += [here[0].new_empty(len(form.slots), width) for width in padding]
         rows = self._group.tokens(here[0] if len(here) == 1 else torch.cat(here, dim=1), form.sizes)
         return vectors_of(self.cache, rows)
+
+
+def one_token_pages(pages: Tensor, prompts: Sequence[PromptSpan], slots: Sequence[Tensor]) -> Tensor:
+    """Page tables like `pages` of prompts' tokens at these slots, as pages of one token."""
+    tables = pages.new_zeros(len(pages), max(map(len, slots)))
+    for prompt, where in zip(prompts, slots, strict=True):
+        tables[prompt.sequence, : len(where)] = where
+    return tables

@@ -6,28 +6,26 @@ library is, and its operators are called by the names that their schemas give to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from weft.engine.attention.backend import AttentionInputs, DecodeKernel, DecodeRows, PromptKernel, PromptRows
 from weft.engine.attention.backend_registry import fa3_library
-from weft.engine.attention.forward_batch import Batch
-from weft.engine.attention.paged_triton import PagedTriton
-from weft.engine.attention.sdpa import Prompt
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent
-from weft.kernels.float8 import Stored, plain
+from weft.kernels.float8 import plain
 from weft.kernels.triton.launch import cdiv, scaled
 
 MAX_SPLITS = 128
-"""Of a decode row's tokens: as many as the library's own choice has at the most."""
+"""Upper bound on the splits of a decode row's tokens, as in the library's own choice."""
 SPLIT_BYTES = 256 << 20
-"""Of the float32 outputs of all splits of all decode rows at the most, which one call allocates."""
+"""Upper bound on the float32 outputs of all splits of all decode rows, which one call allocates."""
 BLOCK_HEADS = 64
-"""Query heads of a key-value head that a block of the kernel takes at the least."""
+"""Minimum query heads of a key-value head that a block of the kernel takes."""
 NEUTRAL = {
     "softcap": 0.0,
     "is_rotary_interleaved": True,
@@ -75,7 +73,7 @@ def operators() -> Operators:
     return Operators(by_keyword(ops.fwd), None if metadata is None else by_keyword(metadata))
 
 
-class DecodeRows(NamedTuple):
+class Fa3DecodePlan(NamedTuple):
     """Sequences of one row: page tables `[B, W]`, lengths `[B]`, and the metadata of a step by the number of heads."""
 
     pages: Tensor
@@ -83,8 +81,52 @@ class DecodeRows(NamedTuple):
     metadata: dict[int, Tensor]
 
 
-class PromptRows(NamedTuple):
-    """Sequences of several rows; `used` rows of each, 0 where a sequence has one row. longest: rows of one at the most.
+class Fa3Decode(DecodeKernel):
+    """Decode rows on a Hopper GPU, in bfloat16. CUDA graphs may capture it: lengths stay on the device, and the number
+    of splits follows from shapes. The length of a row's splits depends on its neighbours, and so may its last bits.
+    """
+
+    def __init__(self, cache: KVCache):
+        self.cache = cache
+
+    def plan(self, rows: DecodeRows) -> Fa3DecodePlan:
+        return Fa3DecodePlan(self.cache.readable(rows.pages), rows.lengths.contiguous(), {})
+
+    def run(self, plan: Fa3DecodePlan, inputs: AttentionInputs) -> Tensor | None:
+        (rows, heads, dim), keys, cache = inputs.q.shape, inputs.keys, self.cache
+        if not rows:
+            return inputs.lse
+        width, kv_heads = inputs.values.shape[-1], keys.shape[1]
+        tokens = plan.pages.shape[1] * cache.page_size
+        blocks = kv_heads * cdiv(heads // kv_heads, BLOCK_HEADS)
+        splits = min(MAX_SPLITS, cdiv(scaled(132), blocks), max(1, SPLIT_BYTES // (4 * rows * heads * width)))
+        shape = dict(max_seqlen_q=1, max_seqlen_k=tokens, num_splits=splits, **_mask(cache))
+        if heads not in plan.metadata and (metadata := operators().metadata) is not None:
+            plan.metadata[heads] = metadata(
+                batch_size=rows,
+                num_heads=heads,
+                num_heads_k=kv_heads,
+                headdim=dim - width if isinstance(cache.spec, Latent) else dim,
+                headdim_v=width,
+                qkv_dtype=inputs.q.dtype,
+                seqused_k=plan.lengths,
+                page_size=cache.page_size,
+                **shape,
+            )
+        found: Tensor = operators().forward(
+            **_tensors(cache, inputs.q[:, None], inputs, cache.page_size),
+            out=inputs.out[:, None],
+            seqused_k=plan.lengths,
+            page_table=plan.pages,
+            softmax_scale=inputs.scale,
+            scheduler_metadata=plan.metadata.get(heads),
+            **shape,
+        )[1]  # `[B, heads, 1]`
+        return None if inputs.lse is None else found.squeeze(-1)
+
+
+class Fa3PromptPlan(NamedTuple):
+    """Sequences of several rows; `used` rows of each, 0 where a sequence has one row. longest: maximum rows of one.
     rows: bool `[T, 1]`, which rows are theirs.
     """
 
@@ -97,150 +139,53 @@ class PromptRows(NamedTuple):
     rows: Tensor
 
 
-class FlashAttention3(PagedTriton):
-    """A `weft.engine.attention.backend.Backend` on a Hopper GPU, in bfloat16. CUDA graphs may capture it as they may
-    PagedTriton: lengths stay on the device, and the number of splits follows from shapes. The length of a row's splits
-    depends on its neighbours, and so may its last bits.
-    """
-
-    captures_prompts = False  # graphs merge some, which the table refuses
+class Fa3Prompts(PromptKernel):
+    """Prompts on a Hopper GPU, in bfloat16. CUDA graphs may capture it as `Fa3Decode`."""
 
     def __init__(self, cache: KVCache):
-        super().__init__(cache)
-        self.copies = False
+        self.cache = cache
 
-    def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
-        return DecodeRows(self.readable(pages), lengths.contiguous(), {})
-
-    def plan_prompts(
-        self,
-        batch: Batch,
-        pages: Tensor,
-        prompts: Sequence[Prompt],
-        here: Callable[[Any], Any] = lambda tokens: tokens,
-        gathered: Sequence[Tensor] | None = None,
-    ) -> Any:
-        # The table refuses merged prompts over dcp, for which `here` counts a rank's tokens.
-        starts, rows = batch.starts, len(batch.tokens)
+    def plan(self, rows: PromptRows) -> Fa3PromptPlan:
+        # The table refuses merged prompts over dcp, for which `held` counts a rank's tokens.
+        starts, total = rows.batch.starts, len(rows.batch.tokens)
         assert starts is not None
-        page_size = self.cache.page_size if gathered is None else 1
-        pages = pages if gathered is None else self.gathered_pages(pages, prompts, gathered)
         count = starts.diff()
         used = count.where(count > 1, 0)
-        at = torch.arange(rows, dtype=starts.dtype, device=starts.device)
+        at = torch.arange(total, dtype=starts.dtype, device=starts.device)
         sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=len(count) - 1)
-        longest = max((p.rows for p in prompts), default=rows)
+        longest = max((span.rows for span in rows.known or ()), default=total)
         theirs = ((used[sequence] > 0) & (at < starts[-1]))[:, None]
-        return PromptRows(self.readable(pages), starts, used, batch.lengths, longest, page_size, theirs)
+        pages, lengths = self.cache.readable(rows.pages), rows.batch.lengths
+        return Fa3PromptPlan(pages, starts, used, lengths, longest, rows.page_size, theirs)
 
-    def decode(
-        self,
-        plan: Any,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        lse: bool,
-        out: Tensor | None = None,
-        sums: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        rows, heads, dim = q.shape
-        keys, values = self.cache.of_layer(layer)
-        width, kv_heads = values.shape[-1], keys.shape[1]
-        out = q.new_empty(rows, heads, width) if out is None else out
-        if not rows:
-            return out, q.new_empty(rows, heads, dtype=torch.float32) if lse and sums is None else sums
-        tokens = plan.pages.shape[1] * self.cache.page_size
-        blocks = kv_heads * cdiv(heads // kv_heads, BLOCK_HEADS)
-        splits = min(MAX_SPLITS, cdiv(scaled(132), blocks), max(1, SPLIT_BYTES // (4 * rows * heads * width)))
-        shape = dict(max_seqlen_q=1, max_seqlen_k=tokens, num_splits=splits, **self._mask())
-        if heads not in plan.metadata and (metadata := operators().metadata) is not None:
-            plan.metadata[heads] = metadata(
-                batch_size=rows,
-                num_heads=heads,
-                num_heads_k=kv_heads,
-                headdim=dim - width if isinstance(self.cache.spec, Latent) else dim,
-                headdim_v=width,
-                qkv_dtype=q.dtype,
-                seqused_k=plan.lengths,
-                page_size=self.cache.page_size,
-                **shape,
-            )
-        found = (
-            operators()
-            .forward(
-                **self._tensors(q[:, None], keys, values, self.cache.page_size),
-                out=out[:, None],
-                seqused_k=plan.lengths,
-                page_table=plan.pages,
-                softmax_scale=scale,
-                scheduler_metadata=plan.metadata.get(heads),
-                **shape,
-            )[1]
-            .squeeze(-1)
-        )  # `[B, heads, 1]`
-        if sums is not None:
-            sums.copy_(found)
-        return out, (found if sums is None else sums) if lse else None
-
-    def prompts(
-        self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
-    ) -> None:
-        if not len(q):
+    def run(self, plan: Fa3PromptPlan, inputs: AttentionInputs) -> None:
+        if not len(inputs.q):
             return
         found = operators().forward(
-            **self._tensors(q, keys, values, plan.page_size),
-            out=out,
+            **_tensors(self.cache, inputs.q, inputs, plan.page_size),
+            out=inputs.out,
             cu_seqlens_q=plan.starts,
             seqused_q=plan.used,
             seqused_k=plan.lengths,
             max_seqlen_q=plan.longest,
             max_seqlen_k=plan.pages.shape[1] * plan.page_size,
             page_table=plan.pages,
-            softmax_scale=scale,
+            softmax_scale=inputs.scale,
             num_splits=0,
-            **self._mask(),
+            **_mask(self.cache),
         )[1]  # `[heads, T]`; undefined in rows of other sequences
-        if sums is not None:
-            torch.where(plan.rows, found.T, sums, out=sums)
-
-    def _mask(self) -> dict[str, Any]:
-        window = self.cache.window
-        return dict(is_causal=True, window_size_left=-1 if window is None else window - 1, window_size_right=0)
-
-    def _tensors(self, q: Tensor, keys: Stored, values: Stored, page_size: int) -> dict[str, Tensor]:
-        """q, keys and values as the library takes them: latent attention has a second product of queries and values."""
-        k, v = (plain(x).unflatten(0, (-1, page_size)) for x in (keys, values))
-        if not isinstance(self.cache.spec, Latent):
-            return dict(q=q, k=k, v=v)
-        width = values.shape[-1]
-        return dict(q=q[..., width:], q_v=q[..., :width], k=k[..., width:], v=v)
+        if inputs.lse is not None:
+            torch.where(plan.rows, found.T, inputs.lse, out=inputs.lse)
 
 
-class TheQuickerOfEach(FlashAttention3):
-    """A `weft.engine.attention.backend.Backend` as FlashAttention3. Its kernels take prompts over keys and values, and
-    decode rows over latents; those of PagedTriton take the others, as they are quicker.
-    """
+def _mask(cache: KVCache) -> dict[str, Any]:
+    return dict(is_causal=True, window_size_left=-1 if cache.window is None else cache.window - 1, window_size_right=0)
 
-    def __init__(self, cache: KVCache):
-        super().__init__(cache)
-        self.captures_prompts = isinstance(cache.spec, Latent)
 
-    def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
-        return self._decodes.plan_decode(self, pages, lengths)
-
-    def plan_prompts(self, *step: Any, **more: Any) -> Any:
-        return self._prompts.plan_prompts(self, *step, **more)
-
-    def decode(self, *rows: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
-        return self._decodes.decode(self, *rows, **more)
-
-    def prompts(self, *rows: Any, **more: Any) -> None:
-        self._prompts.prompts(self, *rows, **more)
-
-    @property
-    def _decodes(self) -> type[PagedTriton]:
-        return FlashAttention3 if isinstance(self.cache.spec, Latent) else PagedTriton
-
-    @property
-    def _prompts(self) -> type[PagedTriton]:
-        return PagedTriton if isinstance(self.cache.spec, Latent) else FlashAttention3
+def _tensors(cache: KVCache, q: Tensor, inputs: AttentionInputs, page_size: int) -> dict[str, Tensor]:
+    """q, keys and values as the library takes them: latent attention has a second product of queries and values."""
+    k, v = (plain(x).unflatten(0, (-1, page_size)) for x in (inputs.keys, inputs.values))
+    if not isinstance(cache.spec, Latent):
+        return dict(q=q, k=k, v=v)
+    width = inputs.values.shape[-1]
+    return dict(q=q[..., width:], q_v=q[..., :width], k=k[..., width:], v=v)

@@ -5,8 +5,8 @@ Rows are stored by Weft's own kernels. Nothing else of the package is used, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engine.attention.forward_batch import Batch
-from weft.engine.attention.paged_triton import PagedTriton
-from weft.engine.attention.sdpa import Prompt
+from weft.engine.attention.backend import AttentionInputs, DecodeKernel, DecodeRows, PromptKernel, PromptRows
 from weft.engine.kernels.triton.decode_attention import LN2
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent
-from weft.kernels.float8 import Stored, plain
+from weft.kernels.float8 import plain
 
 WORKSPACE_BYTES = 384 << 20
 """For the parts of long rows, of all wrappers of a rank: they run one after another."""
@@ -48,123 +46,105 @@ class Sequences:
     begins: Tensor
     lengths: Tensor
     page_size: int
-    causal: bool
     empty: Tensor | None = None
     planned: dict[tuple[int, float], Any] = field(default_factory=dict)
 
 
-class FlashInfer(PagedTriton):
-    """A `weft.engine.attention.backend.Backend` on a GPU, for eager steps alone: planning reads lengths on the host.
-    Wrappers are compiled when they are first used, once for each head dimension.
-    """
+class FlashInferDecode(DecodeKernel):
+    """Decode rows on a GPU, for eager steps alone: planning reads lengths on the host."""
 
     def __init__(self, cache: KVCache):
-        super().__init__(cache)
-        self.copies = False
-        self._wrappers: dict[tuple[bool, int, float], Any] = {}
+        self._cache, self._wrappers = cache, Wrappers(cache, causal=False)
 
-    def plan_decode(self, pages: Tensor, lengths: Tensor) -> Any:
+    def plan(self, rows: DecodeRows) -> Sequences:
         # The plan below waits for what the GPU was given before: FlashInfer stages each plan in the same memory.
-        known, page_size = lengths.tolist(), self.cache.page_size
-        pages, empty = self.readable(pages), None
+        known, page_size = rows.lengths.tolist(), self._cache.page_size
+        pages, empty = self._cache.readable(rows.pages), None
         if 0 in known:  # an empty sequence sees some token, and its output is replaced
-            empty = lengths[:, None] == 0
+            empty = rows.lengths[:, None] == 0
             pages = pages.masked_fill(empty, 0)
-        return self._sequences(
-            slice(len(known)),
-            [1] * len(known),
-            [row[: -(-max(1, n) // page_size)] for row, n in zip(pages, known, strict=True)],
-            [max(1, n) for n in known],
-            page_size,
-            causal=False,
-            empty=empty,
-        )
+        tables = [row[: -(-max(1, n) // page_size)] for row, n in zip(pages, known, strict=True)]
+        return sequences(slice(len(known)), [1] * len(known), tables, [max(1, n) for n in known], page_size, empty)
 
-    def plan_prompts(
-        self,
-        batch: Batch,
-        pages: Tensor,
-        prompts: Sequence[Prompt],
-        here: Callable[[Any], Any] = lambda tokens: tokens,
-        gathered: Sequence[Tensor] | None = None,
-    ) -> Any:
-        # The table refuses merged prompts over dcp, for which `here` counts a rank's tokens.
-        if not prompts:
-            return None
-        torch.cuda.current_stream(pages.device).synchronize() if pages.is_cuda else None
-        lengths, page_size = [p.context + p.rows for p in prompts], self.cache.page_size
-        if gathered is None:
-            readable = self.readable(pages)
-            tables = [readable[p.sequence, : -(-n // page_size)] for p, n in zip(prompts, lengths, strict=True)]
-        else:
-            tables, page_size = [slots.int() for slots in gathered], 1
-        first, last = prompts[0].first, prompts[-1].first + prompts[-1].rows
-        at: slice | Tensor = slice(first, last)
-        if last - first != sum(p.rows for p in prompts):
-            rows = [row for p in prompts for row in range(p.first, p.first + p.rows)]
-            at = torch.tensor(rows, device=pages.device)
-        return self._sequences(at, [p.rows for p in prompts], tables, lengths, page_size, causal=True)
-
-    def decode(
-        self,
-        plan: Any,
-        layer: int,
-        q: Tensor,
-        scale: float,
-        lse: bool,
-        out: Tensor | None = None,
-        sums: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if out is None:
-            out, _ = self.unfilled(q, False)
-        if not len(q):
-            return out, q.new_empty(q.shape[:2], dtype=torch.float32) if lse else None
-        found = self._attend(plan, q, *self.cache.of_layer(layer), scale, out, lse)
+    def run(self, plan: Sequences, inputs: AttentionInputs) -> Tensor | None:
+        if not len(inputs.q):
+            return inputs.lse
+        found = self._wrappers.run(plan, inputs)
         if plan.empty is not None:
-            out.masked_fill_(plan.empty[..., None], 0.0)
+            inputs.out.masked_fill_(plan.empty[..., None], 0.0)
             found = None if found is None else found.masked_fill_(plan.empty, float("-inf"))
-        return out, found if sums is None or found is None else sums.copy_(found)
+        return found
 
-    def prompts(
-        self, plan: Any, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, sums: Tensor | None
-    ) -> None:
+
+class FlashInferPrompts(PromptKernel):
+    """Prompts on a GPU, for eager steps alone."""
+
+    def __init__(self, cache: KVCache):
+        self._cache, self._wrappers = cache, Wrappers(cache, causal=True)
+
+    def plan(self, rows: PromptRows) -> Sequences | None:
+        # The table refuses merged prompts over dcp, for which `held` counts a rank's tokens.
+        if not (known := rows.known):
+            return None
+        torch.cuda.current_stream(rows.pages.device).synchronize() if rows.pages.is_cuda else None
+        lengths, pages = [span.context + span.rows for span in known], self._cache.readable(rows.pages)
+        tables = [pages[span.sequence, : -(-n // rows.page_size)] for span, n in zip(known, lengths, strict=True)]
+        first, last = known[0].first, known[-1].first + known[-1].rows
+        at: slice | Tensor = slice(first, last)
+        if last - first != sum(span.rows for span in known):
+            numbers = [row for span in known for row in range(span.first, span.first + span.rows)]
+            at = torch.tensor(numbers, device=pages.device)
+        return sequences(at, [span.rows for span in known], tables, lengths, rows.page_size)
+
+    def run(self, plan: Sequences | None, inputs: AttentionInputs) -> None:
         if plan is None:
             return
-        part = out[plan.at]  # a view of out, or a copy
-        found = self._attend(plan, q[plan.at], keys, values, scale, part, sums is not None)
+        q, part = inputs.q[plan.at], inputs.out[plan.at]  # a view of out, or a copy
+        found = self._wrappers.run(plan, replace(inputs, q=q, out=part))
         if not isinstance(plan.at, slice):
-            out[plan.at] = part
-        if sums is not None and found is not None:
-            sums[plan.at] = found
+            inputs.out[plan.at] = part
+        if inputs.lse is not None and found is not None:
+            inputs.lse[plan.at] = found
 
-    def _sequences(
-        self,
-        at: slice | Tensor,
-        rows: list[int],
-        tables: Sequence[Tensor],
-        lengths: list[int],
-        page_size: int,
-        causal: bool,
-        empty: Tensor | None = None,
-    ) -> Sequences:
-        def on_host(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32)
 
-        def begins(counts: Sequence[int]) -> Tensor:
-            return on_host([0, *accumulate(counts)])
+def sequences(
+    at: slice | Tensor,
+    rows: list[int],
+    tables: Sequence[Tensor],
+    lengths: list[int],
+    page_size: int,
+    empty: Tensor | None = None,
+) -> Sequences:
+    """Some sequences of a step, from the number of rows, the page table and the tokens of each."""
 
-        pages = torch.cat([*tables]) if tables else on_host([])
-        ends = begins([len(table) for table in tables])
-        return Sequences(at, begins(rows), pages, ends, on_host(lengths), page_size, causal, empty)
+    def on_host(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
 
-    def _attend(
-        self, plan: Sequences, q: Tensor, keys: Stored, values: Stored, scale: float, out: Tensor, lse: bool
-    ) -> Tensor | None:
+    def begins(counts: Sequence[int]) -> Tensor:
+        return on_host([0, *accumulate(counts)])
+
+    pages = torch.cat([*tables]) if tables else on_host([])
+    return Sequences(
+        at, begins(rows), pages, begins([len(table) for table in tables]), on_host(lengths), page_size, empty
+    )
+
+
+class Wrappers:
+    """The wrappers of decode rows or, causal, of prompts: each has memory of its own in which a step is planned. They
+    are compiled when they are first used, once for each head dimension.
+    """
+
+    def __init__(self, cache: KVCache, causal: bool):
+        self._cache, self._causal = cache, causal
+        self._made: dict[tuple[int, float], Any] = {}
+
+    def run(self, plan: Sequences, inputs: AttentionInputs) -> Tensor | None:
         """Fills out, and gives the natural log-sum-exps where requested."""
-        k, v = (plain(x).unflatten(0, (-1, plan.page_size)) for x in (keys, values))
-        wrapper = self._planned(plan, q, keys.shape[1], scale)
-        if isinstance(self.cache.spec, Latent):
-            width = values.shape[-1]
+        k, v = (plain(x).unflatten(0, (-1, plan.page_size)) for x in (inputs.keys, inputs.values))
+        q, out, lse = inputs.q, inputs.out, inputs.lse is not None
+        wrapper = self._planned(plan, q, inputs.keys.shape[1], inputs.scale)
+        if isinstance(self._cache.spec, Latent):
+            width = inputs.values.shape[-1]
             parts = q[..., :width], q[..., width:], v[:, :, 0], k[:, :, 0, width:]
             found = wrapper.run(*parts, out=out, return_lse=lse, return_lse_base_on_e=True)
             return found[1] if lse else None
@@ -176,33 +156,32 @@ class FlashInfer(PagedTriton):
         heads, dim = q.shape[1:]
         if (key := (heads, scale)) in plan.planned:
             return plan.planned[key]
-        latent, width = isinstance(self.cache.spec, Latent), self.cache.values.shape[-1]
-        wrapper = self._wrapper(plan.causal, *key, q.device)
-        if latent:
-            more = heads, width, dim - width, plan.page_size, plan.causal, scale, q.dtype, q.dtype
+        cache, causal, width = self._cache, self._causal, self._cache.values.shape[-1]
+        wrapper = self._wrapper(key, q.device)
+        if isinstance(cache.spec, Latent):
+            more = heads, width, dim - width, plan.page_size, causal, scale, q.dtype, q.dtype
             wrapper.plan(plan.starts, plan.begins, plan.pages, plan.lengths, *more)
         else:
             last = (plan.lengths - 1) % plan.page_size + 1
-            window = -1 if self.cache.window is None else self.cache.window - 1
+            window = -1 if cache.window is None else cache.window - 1
             where = plan.begins, plan.pages, last, heads, kv_heads, dim, plan.page_size
             how = dict(window_left=window, q_data_type=q.dtype, kv_data_type=q.dtype, sm_scale=scale)
-            if plan.causal:
+            if causal:
                 wrapper.plan(plan.starts, *where, causal=True, **how)
             else:
                 wrapper.plan(*where, **how)
         plan.planned[key] = wrapper
         return wrapper
 
-    def _wrapper(self, causal: bool, heads: int, scale: float, device: torch.device) -> Any:
-        """Of decode rows, or of prompts: each has memory of its own in which a step is planned."""
+    def _wrapper(self, key: tuple[int, float], device: torch.device) -> Any:
         import flashinfer  # an extra that takes seconds
 
-        if (key := (causal, heads, scale)) not in self._wrappers:
+        if key not in self._made:
             space = workspace(device)
-            if isinstance(self.cache.spec, Latent):
-                self._wrappers[key] = flashinfer.mla.BatchMLAPagedAttentionWrapper(space)
-            elif causal:
-                self._wrappers[key] = flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper(space)
+            if isinstance(self._cache.spec, Latent):
+                self._made[key] = flashinfer.mla.BatchMLAPagedAttentionWrapper(space)
+            elif self._causal:
+                self._made[key] = flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper(space)
             else:
-                self._wrappers[key] = flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper(space, use_tensor_cores=True)
-        return self._wrappers[key]
+                self._made[key] = flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper(space, use_tensor_cores=True)
+        return self._made[key]

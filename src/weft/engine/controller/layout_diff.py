@@ -342,7 +342,7 @@ class _StepRecord:
     def note(self, site: str, hidden: Hidden) -> None:
         """Record a read, also where its rows travelled in FP8."""
         wire, value = hidden.placement.wire, hidden.value
-        if wire is not None and hidden.in_format is not None:
+        if wire is not None:
             value = dequantise(hidden.in_format(wire.format))
         self.add(site, value, hidden.placement.rows)
 

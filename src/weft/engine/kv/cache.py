@@ -65,12 +65,13 @@ class KVCache:
             return kept
         return [*(x.view(torch.uint8) for x in kept), *self.exponents]
 
-    def writable(self, slots: Tensor) -> Tensor:
-        """Slots `[T]` with −1 replaced by one that no sequence reads."""
-        return torch.where(slots < 0, self.num_pages * self.page_size, slots)
+    def readable(self, pages: Tensor) -> Tensor:
+        """Page tables that may be read whole, also before a window, for libraries that do so."""
+        return pages if self.window is None else pages.clamp(min=0)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        """Stores `[T, heads, dim]` at `writable` slots `[T]`; values: None in a latent cache."""
+        """Stores `[T, heads, dim]` at slots `[T]`, nowhere for −1; values: None in a latent cache."""
+        slots = torch.where(slots < 0, self.num_pages * self.page_size, slots)  # which no sequence reads
         rows = [keys] if values is None else [keys, values]
         if self.exponents is not None:
             vectors = [to_vectors(x) for x in rows]

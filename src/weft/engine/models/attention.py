@@ -8,8 +8,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from weft.engine.attention.backend import HeadSplit
 from weft.engine.attention.caches import StepCaches
+from weft.engine.attention.projections import HeadSplit
 from weft.engine.kernels.ops import gate_heads, norm_by_squares, sums_of_squares
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kv.cache_spec import PagedKV, Window

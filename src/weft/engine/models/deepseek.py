@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.engine.attention.backend import Absorbed, LatentSplit
 from weft.engine.attention.caches import StepCaches
+from weft.engine.attention.projections import Absorbed, LatentSplit
 from weft.engine.kv.cache_spec import Latent
 from weft.engine.models.decoder import on_group_rows
 from weft.engine.models.first_dense import FirstDenseConfig, first_dense_fields

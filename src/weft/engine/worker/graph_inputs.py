@@ -105,7 +105,7 @@ def captures_prompts(caches: Caches, recipes: Recipes) -> bool:
     by_starts = all(states.spec.by_starts for _, states in caches.states)
     sharded = [backend.local for _, backend in caches.paged if isinstance(backend, ContextParallel)]
     gathers = recipes.get(Prompt) == "gather"
-    return by_starts and all(local.captures_prompts and not gathers for local in sharded)
+    return by_starts and all(local.prompts.captures_sharded and not gathers for local in sharded)
 
 
 class DecodeInputs:

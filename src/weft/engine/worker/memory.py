@@ -19,7 +19,7 @@ from weft.comm.transport import Transport
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.expansion import MAX_ELEMENTS, MAX_TOKENS
 from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
-from weft.engine.attention.sdpa import SDPA
+from weft.engine.attention.paged import PagedAttention
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache import token_bytes
 from weft.engine.kv.cache_spec import CacheGroup, Latent, Recurrent, Spec, Window, cache_groups, rule
@@ -230,7 +230,9 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
     logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
     # Prompts are measured on top of few cached tokens, and more may be expanded or copied.
     expands = any(isinstance(spec, Latent) and spec.expanded for spec in cache.specs.values())
-    expands = expands or any(isinstance(backend, SDPA) and backend.copies for _, backend in runner.caches.paged)
+    expands = expands or any(
+        isinstance(backend, PagedAttention) and backend.prompts.copies for _, backend in runner.caches.paged
+    )
     largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * (expands and (prompts or config.dcp == 1))
     graphs = peaks[-1] + largest * prompts + sampled * logits
     del runner, batch, batches

@@ -74,9 +74,9 @@ ONCE_MISSED = [
     ),
     Fault(
         "calls in later chunks are numbered from 0",
-        "server/render.py",
-        "enumerate(parts.calls, self._called[index])",
-        "enumerate(parts.calls)",
+        "server/completions.py",
+        'calls.append({"index": part.number} | part.call.plain())',
+        'calls.append({"index": len(calls)} | part.call.plain())',
         (CHUNKS,),
     ),
     Fault(
@@ -102,14 +102,14 @@ ONCE_MISSED = [
     ),
     Fault(
         "an echoed prompt has more alternatives than asked for",
-        "server/render.py",
+        "server/completions.py",
         "for t, value in p.top[:limit]} for p in scores]",
         "for t, value in p.top} for p in scores]",
         (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
     ),
     Fault(
         "a prompt has more alternatives than asked for",
-        "server/render.py",
+        "server/completions.py",
         "[(p.token_id, p.logprob), *p.top[:limit]]",
         "[(p.token_id, p.logprob), *p.top]",
         (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
@@ -719,9 +719,9 @@ OWN = [
     ),
     Fault(
         "cached tokens count for each choice",
-        "server/engine_client.py",
-        "sum(min(group, default=0) for group in groups)",
-        "sum(max(group, default=0) for group in groups)",
+        "server/parsed_output.py",
+        "cached = [min((last",
+        "cached = [max((last",
         ("tests/server/test_limits.py",),
     ),
     Fault(

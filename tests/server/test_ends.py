@@ -22,11 +22,11 @@ from server.test_tools import (
     WEATHER,
 )
 from weft.server.chats import ChatRequest
-from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.metrics import Metrics
 from weft.server.options import Options
 from weft.server.parsers import EndingParser, parser
+from weft.server.service import Service
 from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
 from weft.server.tools import OutputDelta
 

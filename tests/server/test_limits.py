@@ -7,6 +7,7 @@ import logging
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -101,6 +102,18 @@ def test_cached_tokens_with_several_choices(served: Served) -> None:
         third = http.post(C, json=body).json()["usage"]
     assert first["prompt_tokens_details"]["cached_tokens"] == 0
     assert third["prompt_tokens_details"]["cached_tokens"] == 12 and third["prompt_tokens"] == 13
+
+
+def test_tokens_that_another_choice_has_computed_are_not_cached(quiet: QuietEngine) -> None:
+    def say() -> None:
+        for choice, cached in enumerate((0, 2)):
+            quiet.say(msgspec.structs.replace(output("a", "stop"), cached_tokens=cached), choice)
+
+    for served in serve(quiet):
+        threading.Thread(target=say).start()
+        with served.http() as http:
+            usage = http.post(C, json={"prompt": [1, 2, 3], "n": 2}).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0 and usage["completion_tokens"] == 2
 
 
 def test_a_line_for_each_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.output.detokenizer import TextStream
+from weft.server.completions import ChatReply, CompletionReply
 from weft.server.prompts import Prompts
-from weft.server.render import Chat, Completion
-from weft.server.responses import _ResponseBuilder
+from weft.server.responses import ResponseReply
 
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEXT: dict[str, Any] = {"prompt": "abc", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -23,9 +23,9 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max
 FAULTS: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     "tokeniser": (C, TEXT, Prompts, "of_completion"),
     "detokeniser": (C, TEXT, TextStream, "push"),
-    "logprobs": (C, TEXT | {"logprobs": 1}, Completion, "_table"),
-    "chat": (H, CHAT, Chat, "_rest"),
-    "responses": (R, {"input": "hello", "max_output_tokens": 6}, _ResponseBuilder, "increment"),
+    "logprobs": (C, TEXT | {"logprobs": 1}, CompletionReply, "_table"),
+    "chat": (H, CHAT, ChatReply, "_rest"),
+    "responses": (R, {"input": "hello", "max_output_tokens": 6}, ResponseReply, "_ended"),
 }
 
 

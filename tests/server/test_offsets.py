@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,10 +13,17 @@ from transformers import AutoTokenizer
 from weft.engine.messages.request import Output, TokenLogprob
 from weft.engine.output.detokenizer import Detokenizer, TextStream
 from weft.engine.output.text_processor import TextProcessor
-from weft.server.engine_client import Choice
-from weft.server.render import Completion, Wanted
+from weft.server.completions import CompletionReply
+from weft.server.protocol import CompletionRequest
 
 PIECES = [b"a", "é".encode(), "€".encode(), "😀".encode(), b"\xe2\x82", b"\xf0\x9f", b"\xc3", b"\x80", b"\xf8", b"xy"]
+
+
+def reply_to(text_processor: Any, prompt: list[int], echoed: str | None = None, **fields: Any) -> CompletionReply:
+    engine, prompts = SimpleNamespace(text_processor=text_processor), SimpleNamespace(text=lambda tokens: echoed)
+    service: Any = SimpleNamespace(model_name="m", engine=engine, prompts=prompts)
+    body = CompletionRequest(prompt=prompt, logprobs=0, echo=echoed is not None, **fields)
+    return CompletionReply(service, [prompt], body)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -34,9 +43,11 @@ def test_every_token_is_found_where_it_is_said_to_be(chat_model_dir: Path, seed:
         Output(piece, (score.token_id,), (score,), end, None, 1, 0, 1)  # type: ignore[arg-type]
         for piece, score, end in zip(texts, scores, ends, strict=True)
     ]
-    whole = Completion(text_processor, [], Wanted(0)).whole(0, Choice(text, tokens, scores, (), outputs[-1]))
-    style = Completion(text_processor, [], Wanted(0))
-    chunks = [chunk for at, output in enumerate(outputs) for chunk in style.chunks(0, output, at == 0)]
+    whole_reply, reply = reply_to(text_processor, []), reply_to(text_processor, [])
+    for output in outputs:
+        whole_reply.outputs[0].add(output)
+    whole = whole_reply.choice(0, whole_reply.outputs[0].whole)
+    chunks = [chunk for at, output in enumerate(outputs) for chunk in reply.chunks(0, output, (), at == 0)]
     offsets = whole["logprobs"]["text_offset"]
     assert [at for chunk in chunks for at in chunk["logprobs"]["text_offset"]] == offsets
     # What a decoder that knows the whole text says: each byte belongs to the character that it became a part of.
@@ -59,12 +70,12 @@ def test_offsets_count_returned_text_alone(chat_model_dir: Path, pieces: int) ->
     special, [letter] = tokenizer.convert_tokens_to_ids("<|x|>"), tokenizer.encode("a", add_special_tokens=False)
     assert special in text_processor.special_ids and letter not in text_processor.special_ids
     for hidden, echoed, wanted in [
-        (text_processor.special_ids, (), [0, 0, 1, 1, 2, 2]),
-        ((), (), [0, 5, 6, 11, 12, 12]),
-        (text_processor.special_ids, ("<|x|>a",), [0, 5, 6, 6, 7, 7, 8, 8]),
+        (True, None, [0, 0, 1, 1, 2, 2]),
+        (False, None, [0, 5, 6, 11, 12, 12]),
+        (True, "<|x|>a", [0, 5, 6, 6, 7, 7, 8, 8]),
     ]:
         text = "<|x|>a<|x|>a" if not hidden else "aa"
-        style = Completion(text_processor, [[special, letter]], Wanted(0), echoed, hidden)
+        reply = reply_to(text_processor, [special, letter], echoed, skip_special_tokens=hidden)
         scores = [TokenLogprob(token, -1.0) for token in (special, letter, special, letter, letter, special)]
         scored = (TokenLogprob(letter, -1.0),)
         offsets = []
@@ -74,7 +85,7 @@ def test_offsets_count_returned_text_alone(chat_model_dir: Path, pieces: int) ->
             piece = text if last else ""
             ids = tuple(p.token_id for p in some)
             output = Output(piece, ids, some, "stop" if last else None, None, 1, 0, 1, prompt_logprobs=scored)
-            offsets += [o for chunk in style.chunks(0, output, at == 0) for o in chunk["logprobs"]["text_offset"]]
+            offsets += [o for chunk in reply.chunks(0, output, (), at == 0) for o in chunk["logprobs"]["text_offset"]]
         assert offsets == wanted
 
 

@@ -17,7 +17,6 @@ from server.test_tools import CALL, TOOLS
 from weft.engine.grammar.grammar import Grammars, grammar
 from weft.server.anthropic_messages import MessagesRequest
 from weft.server.chats import ChatRequest
-from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
@@ -26,6 +25,7 @@ from weft.server.parsed_output import ParsedOutput
 from weft.server.parsers import parser
 from weft.server.reasoning import Start, ThoughtParser, after_thought, start_of
 from weft.server.responses import ResponsesRequest
+from weft.server.service import Service
 from weft.server.tool_formats import TOOL_FORMATS
 from weft.server.tools import OutputDelta
 

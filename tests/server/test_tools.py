@@ -16,12 +16,12 @@ from transformers import AutoTokenizer
 from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from weft.engine.grammar.grammar import Grammars
 from weft.server.chats import ChatRequest
-from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.metrics import Metrics
 from weft.server.options import Options
 from weft.server.parsers import parser
+from weft.server.service import Service
 from weft.server.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
 from weft.server.tools import OutputDelta
 

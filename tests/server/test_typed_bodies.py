@@ -17,7 +17,6 @@ from server.conftest import QuietEngine, Served, shared_templates
 from server.test_tools import TEMPLATE
 from weft.server.anthropic_messages import InputMessage, MessagesRequest
 from weft.server.chats import ChatRequest, Function, Message
-from weft.server.completions import Service
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.items import ITEMS
@@ -25,6 +24,7 @@ from weft.server.metrics import Metrics
 from weft.server.options import Options
 from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.server.responses import ResponsesRequest
+from weft.server.service import Service
 from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
 
 ROUTES: dict[str, type[BaseModel]] = {

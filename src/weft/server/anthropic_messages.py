@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from weft.engine.messages.request import Output
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest, Effort, TextPart, chat_of, only_text, text_of, thinking
-from weft.server.completions import ChatJob, Service
-from weft.server.engine_client import usage
 from weft.server.errors import AnthropicBody, ApiError, anthropic_body, client_names, described
 from weft.server.items import ChatMessages
-from weft.server.parsed_output import ParsedOutput, respond
-from weft.server.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Body, Metadata, Text, Texts, limited_to
-from weft.server.tool_formats import Call
-from weft.server.tools import Parser
+from weft.server.parsed_output import Delta, OutputPart, PartClosed, PartEvent, PartKind, PartOpened, Reply
+from weft.server.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Body, Metadata, OutputRequest, Text, Texts, limited_to
+from weft.server.service import ChatJob, Service
 from weft.server.wire import json_response
 
-Kind = Literal["text", "thinking", "tool_use"]
+BLOCKS: dict[PartKind, tuple[str, str, str]] = {
+    "text": ("text", "text_delta", "text"),
+    "thought": ("thinking", "thinking_delta", "thinking"),
+    "call": ("tool_use", "input_json_delta", "partial_json"),
+}
+"""The type of a part's content block, the type of its deltas, and their field."""
 
 FIELDS = {
     "prompt": "messages",
@@ -180,15 +183,15 @@ class CountRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat. ApiError 400."""
+    def chat(self, **body: Any) -> ChatRequest:
+        """Return the same as a chat. ApiError 400. body: fields of the chat."""
         self.refuse_unsupported()
         made = ChatMessages()
         if self.system:
             made.add({"role": "system", "content": text_of(self.system)}, "system", whole=True)
         for at, message in enumerate(self.messages):
             message.add_to(made, f"messages.{at}")
-        body: dict[str, Any] = {"messages": made.made, "tools": [tool.plain() for tool in self.tools]}
+        body |= {"messages": made.made, "tools": [tool.plain() for tool in self.tools]}
         if made.made[-1]["role"] == "assistant" and "tool_calls" not in made.made[-1]:
             body["continue_final_message"] = True
         if (choice := self.tool_choice) is not None:
@@ -202,24 +205,16 @@ class CountRequest(Body):
             if output.format is not None:
                 schema = {"name": "output", "schema": output.format.schema_}
                 body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        body |= self._sampling()
         tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
         schemas = {f"{tool}.parameters": f"{name}.input_schema" for tool, name in tools.items()}
-        return chat_of(body, FIELDS | tools | schemas | made.names)
-
-    def _sampling(self) -> dict[str, Any]:
-        return {}
+        return chat_of(self, FIELDS | tools | schemas | made.names, **body)
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, OutputRequest):
     """POST /v1/messages. metadata: its user_id distinguishes clients in the queue."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[Texts, limited_to(MAX_STOPS)] = Field(default_factory=list)
-    stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     metadata: Metadata = Field(default_factory=dict)
 
     @property
@@ -227,10 +222,8 @@ class MessagesRequest(CountRequest):
         """As a chat."""
         return True
 
-    def _sampling(self) -> dict[str, Any]:
-        names = ("max_tokens", "temperature", "top_p", "top_k")
-        sampling = {name: getattr(self, name) for name in names}
-        return sampling | {"stop": self.stop_sequences, "user": self.metadata.get("user_id")}
+    def chat(self, **body: Any) -> ChatRequest:
+        return super().chat(stop=self.stop_sequences, user=self.metadata.get("user_id"), **body)
 
 
 class Messages:
@@ -259,115 +252,81 @@ class Messages:
         with client_names(chat.names):
             return len(self._service.prompts.of_chat(chat))
 
-    def _chat(self, body: MessagesRequest) -> tuple[ChatRequest, ChatJob]:
+    def _prepared(self, body: MessagesRequest) -> ChatJob:
         self._service.check_model(body.model)
         chat = body.chat()
         with client_names(chat.names):
-            return chat, self._service.chat_job(chat)
+            return self._service.chat_job(chat)
 
     async def _respond(self, body: MessagesRequest, request: Request) -> Response:
-        service = self._service
-        chat, (prompt, params, parsers) = await work_on(request, self._chat, body)
-        stream = service.engine_client.generate(request, [prompt], [params], service.sharing(chat, request))
-        made = _MessageBuilder(body, service.model_name, prompt, parsers() if parsers else None)
-        with client_names(chat.names):
-            return await respond(request, stream, made, body.stream)
+        job = await work_on(request, self._prepared, body)
+        return await self._service.respond_chat(request, job, MessageReply(self._service, job, body))
 
 
-class _MessageBuilder(ParsedOutput):
-    """A message as far as it has come, and the events of its parts."""
+class MessageReply(Reply):
+    """A message of content blocks."""
 
-    def __init__(self, body: MessagesRequest, model: str, prompt: list[int], parser: Parser | None):
-        super().__init__(parser)
-        self._stops, self._model, self._prompt = body.stop_sequences, model, prompt
+    def __init__(self, service: Service, job: ChatJob, body: MessagesRequest):
+        super().__init__(service.model_name, [job.prompt], job.outputs())
+        self._stops = body.stop_sequences
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._blocks: list[dict[str, Any]] = []
-        self._open: Kind | None = None
-        self._text = ""  # of the open block
 
-    def body(self) -> dict[str, Any]:
-        """The whole message."""
-        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
-        return head | {"content": self._blocks, **self._stop(), "usage": self._usage()}
+    def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
+        if begins:  # earlier its usage is not known
+            unended: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            yield _event("message_start", message=self._body() | unended)
+        for event in events:
+            _, kind, field = BLOCKS[event.part.kind]
+            match event:
+                case PartOpened(part):
+                    yield _event("content_block_start", index=part.at, content_block=_block(part, ""))
+                case Delta(part, text):
+                    yield _event("content_block_delta", index=part.at, delta={"type": kind, field: text})
+                case PartClosed(part):
+                    yield _event("content_block_stop", index=part.at)
+
+    def end(self) -> list[bytes]:
+        return [_event("message_delta", delta=self._stop(), usage=self._usage()), _event("message_stop")]
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: %b\n\n" % json.dumps(anthropic_body(error)).encode()
+
+    def whole(self) -> Response:
+        return JSONResponse(self._body())
+
+    def _body(self) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self.model}
+        blocks = [_block(part, part.text) for part in self.outputs[0].parts]
+        return head | {"content": blocks, **self._stop(), "usage": self._usage()}
 
     def _usage(self) -> dict[str, Any]:
-        counts = usage([self._prompt], [self.choice])
+        counts = self.usage()
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": counts["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": self.reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": self.outputs[0].reasoning_tokens},
         }
 
     def _stop(self) -> dict[str, str | None]:
-        last, reason, text = self.choice.last, None, None
-        if last is not None and last.finish_reason == "length":
+        last, reason, text = self.outputs[0].whole, None, None
+        if last.finish_reason == "length":
             reason = "max_tokens"
-        elif last is not None and last.stop_reason in self._stops:
+        elif last.stop_reason in self._stops:
             reason, text = "stop_sequence", str(last.stop_reason)
-        elif self.whole:
-            reason = "tool_use" if any(block["type"] == "tool_use" for block in self._blocks) else "end_turn"
+        elif last.finish_reason:
+            reason = "tool_use" if self.outputs[0].calls else "end_turn"
         return {"stop_reason": reason, "stop_sequence": text}
 
-    def begin(self) -> list[bytes]:
-        """Nothing: the message's usage is known with its first increment."""
-        return []
 
-    def increment(self, output: Output) -> list[bytes]:
-        """The events of an increment."""
-        begins = self.choice.last is None
-        parts = self.add(output)
-        unended = {"stop_reason": None, "stop_sequence": None}
-        events = [_event("message_start", message=self.body() | unended)] if begins else []
-        events += self._more("tool_use", parts.arguments)
-        events += self._more("thinking", parts.thought)
-        events += self._more("text", parts.text)
-        for call in parts.calls:
-            events += [*self._close(), *self._begin("tool_use", call), *self._more("tool_use", call.arguments)]
-        return events
-
-    def end(self) -> list[bytes]:
-        """After everything has come."""
-        events = [*self._close(), _event("message_delta", delta=self._stop(), usage=self._usage())]
-        return [*events, _event("message_stop")]
-
-    def failed(self, error: ApiError) -> bytes:
-        """The event of an error."""
-        return b"event: error\ndata: %b\n\n" % json.dumps(anthropic_body(error)).encode()
-
-    def _begin(self, kind: Kind, call: Call | None = None) -> list[bytes]:
-        block: dict[str, Any] = {"type": kind, kind: ""}
-        if kind == "thinking":
-            block["signature"] = ""
-        elif call is not None:
-            block = {"type": kind, "id": call.id, "name": call.name, "input": {}}
-        self._blocks.append(block)
-        self._open, self._text = kind, ""
-        return [self._of_block("content_block_start", content_block=block)]
-
-    def _more(self, kind: Kind, text: str) -> list[bytes]:
-        """Of more of the open block, or of a new one where that is of another kind."""
-        if not text:
-            return []
-        events = [] if self._open == kind else [*self._close(), *self._begin(kind)]
-        self._text += text
-        delta: dict[str, str] = {"type": f"{kind}_delta", kind: text}
-        if kind == "tool_use":
-            delta = {"type": "input_json_delta", "partial_json": text}
-        return [*events, self._of_block("content_block_delta", delta=delta)]
-
-    def _close(self) -> list[bytes]:
-        """Ends the open block."""
-        if (kind := self._open) is None:
-            return []
-        self._open = None
-        self._blocks[-1] |= {"input": _input(self._text)} if kind == "tool_use" else {kind: self._text}
-        return [self._of_block("content_block_stop")]
-
-    def _of_block(self, kind: str, **fields: Any) -> bytes:
-        return _event(kind, index=len(self._blocks) - 1, **fields)
+def _block(part: OutputPart, text: str) -> dict[str, Any]:
+    """Return a content block with this text."""
+    if part.call is not None:
+        return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": _input(text)}
+    kind = BLOCKS[part.kind][0]
+    return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
 
 
 def _input(arguments: str) -> Any:

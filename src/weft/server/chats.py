@@ -364,13 +364,21 @@ def _not_a_tool(name: str) -> ApiError:
     return ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
 
 
-def chat_of(body: dict[str, Any], names: Names) -> ChatRequest:
-    """Return the chat that a body of another endpoint stands for. ApiError 400. names: of that endpoint's fields."""
+def chat_of(body: Body, names: Names, **own: Any) -> ChatRequest:
+    """Return the chat that a request of another endpoint stands for. ApiError 400.
+
+    Args:
+        body: the request; fields that a chat has under the same name are taken from it.
+        names: that endpoint's names of fields.
+        own: the chat's other fields.
+    """
+    names_of_both = type(body).model_fields.keys() & ChatRequest.model_fields.keys()
+    shared = {name: getattr(body, name) for name in names_of_both & body.model_fields_set}
     with client_names(names):
         try:
-            chat = ChatRequest.model_validate(body)
+            chat = ChatRequest.model_validate(shared | own)
         except ValidationError as error:
-            raise field_errors(error.errors(include_url=False), body) from error
+            raise field_errors(error.errors(include_url=False), shared | own) from error
         chat.refuse_unsupported()
     chat._names = names
     return chat

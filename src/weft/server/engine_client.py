@@ -7,16 +7,14 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from weft.engine.config.config import EngineError, QueueFull
 from weft.engine.controller.engine import Engine
-from weft.engine.messages.request import EQUALS, Output, SamplingParams, Sharing, TokenLogprob
+from weft.engine.messages.request import EQUALS, Output, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.server.errors import ApiError, of_value
 from weft.server.metrics import Metrics
@@ -57,45 +55,6 @@ class Increments(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
         while not self.empty():
             self.get_nowait()
         self.put_nowait(ApiError(408, f"{self._limit} increments were not read in time; read them as they come"))
-
-
-@dataclass
-class Choice:
-    """One choice: the output so far. pieces: its text, of each increment."""
-
-    pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    last: Output | None = None
-
-    @property
-    def text(self) -> str:
-        """Its whole text."""
-        return "".join(self.pieces)
-
-    def add(self, output: Output) -> None:
-        """Takes an increment."""
-        self.pieces.append(output.text)
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
-        self.last = output
-
-
-def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-    """Token counts. A prompt counts once for all its choices, and so do the tokens of it that were cached: what the
-    first of them found, as the others find what the first has computed."""
-    each = len(choices) // max(len(prompts), 1)
-    prompt = sum(len(p) for p in prompts)
-    completion = sum(c.last.completion_tokens for c in choices if c.last)
-    groups = [[c.last.cached_tokens for c in choices[i * each : (i + 1) * each] if c.last] for i in range(len(prompts))]
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(min(group, default=0) for group in groups)},
-    }
 
 
 class EngineClient:

@@ -11,8 +11,8 @@ from fastapi.concurrency import run_in_threadpool
 from weft import __version__
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest
-from weft.server.completions import Service
 from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.server.service import Service
 from weft.server.wire import json_response
 
 
@@ -41,7 +41,9 @@ def router(service: Service) -> APIRouter:
 
     def rendered(body: CompletionRequest | ChatRequest) -> Response:
         named: dict[str, Any] = {"model": service.model_name, "cache_salt": body.cache_salt or None}
-        found = [{"request_id": uuid.uuid4().hex, "token_ids": each} | named for each in service.prompts_of(body)]
+        service.check(body)
+        tokens = [prompts.of_chat(body)] if isinstance(body, ChatRequest) else prompts.of_completion(body)
+        found = [{"request_id": uuid.uuid4().hex, "token_ids": each} | named for each in tokens]
         return json_response(found[0] if isinstance(body, ChatRequest) else found)
 
     # Routers that know which tokens each server has cached ask these for the tokens of a request.

@@ -141,17 +141,24 @@ class SharedRequest(Body):
     cache_salt: Text = Field("", min_length=1, max_length=MAX_NAME)
 
 
-class SamplingFields(Body):
-    """How tokens are sampled, and where the output ends: OpenAI's parameters, then vLLM's and SGLang's."""
+class OutputRequest(Body):
+    """Fields that every API has for an output. A chat's translation takes them over by their names."""
 
+    model: str | None = None
+    stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+
+
+class SamplingFields(OutputRequest):
+    """How tokens are sampled, and where the output ends: OpenAI's parameters, then vLLM's and SGLang's."""
+
     seed: int | None = None
     stop: Text | Texts | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], limited_to(MAX_NAMED)] = {}
-    top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
@@ -242,9 +249,7 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
         """Most tokens of a choice; None: what fits into the context."""
         return None
 
-    model: str | None = None
     n: int = Field(1, ge=1, le=128)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False

@@ -5,42 +5,39 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from weft.engine.messages.request import Output
 from weft.server.bodies import JsonRoute, work_on
 from weft.server.chats import ChatRequest, chat_of
-from weft.server.completions import ChatJob, Service
-from weft.server.engine_client import usage
-from weft.server.errors import ApiError, Names, client_names
+from weft.server.errors import ApiError, client_names
 from weft.server.items import ChatMessages, Include, ReasoningConfig, TextConfig
-from weft.server.parsed_output import ParsedOutput, respond
+from weft.server.parsed_output import Delta, OutputPart, PartClosed, PartEvent, PartKind, PartOpened, Reply
 from weft.server.protocol import (
     HARMLESS,
     MAX_ITEMS,
     MAX_NAMED,
     Metadata,
+    OutputRequest,
     SharedRequest,
     Text,
     limited_to,
 )
+from weft.server.service import ChatJob, Service
 from weft.server.stored import Store, Stored
-from weft.server.tool_formats import Call
-from weft.server.tools import Parser
 
-Kind = Literal["message", "reasoning"]
-PARTS: dict[Kind, dict[str, Any]] = {
-    "message": {"type": "output_text", "annotations": []},
-    "reasoning": {"type": "reasoning_text"},
+ITEMS: dict[PartKind, tuple[str, str, str]] = {
+    "text": ("message", "msg", "output_text"),
+    "thought": ("reasoning", "rs", "reasoning_text"),
+    "call": ("function_call", "fc", "function_call_arguments"),
 }
-"""What items of text are made of."""
-PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs"}
+"""The type of a part's item, the prefix of its id, and the name of its text in events."""
 
 FIELDS = {
     "messages": "input",
@@ -54,7 +51,7 @@ FIELDS = {
 """The names that a chat's fields have here."""
 
 
-class ResponsesRequest(SharedRequest):
+class ResponsesRequest(SharedRequest, OutputRequest):
     """The served fields. store: whether others may go on from the response by its id. previous_response_id: the
     items of that response go before `input`; its `instructions` do not."""
 
@@ -66,16 +63,11 @@ class ResponsesRequest(SharedRequest):
         "data_parallel_rank": (0,),
     }
 
-    model: str | None = None
     input: Annotated[Text | list[dict[str, Any]], limited_to(MAX_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stream: bool = False
     tools: Annotated[list[dict[str, Any]], limited_to(MAX_NAMED)] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -113,16 +105,8 @@ class ResponsesRequest(SharedRequest):
         body: dict[str, Any] = {
             "messages": messages.made,
             "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "user": self.user,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort,
             "truncate_prompt_tokens": -1 if self.truncation == "auto" else None,
-            "chat_template_kwargs": self.chat_template_kwargs,
         }
         if self.tools:
             body["tools"] = [_nested(tool, "function") for tool in self.tools]
@@ -134,7 +118,7 @@ class ResponsesRequest(SharedRequest):
             kind = form.pop("type")
             body["response_format"] = {"type": kind} | ({"json_schema": form} if kind == "json_schema" else form)
         tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
-        return chat_of(body, FIELDS | tools | messages.names)
+        return chat_of(self, FIELDS | tools | messages.names, **body)
 
     def _tool_choice(self) -> Any:
         """As chats have it: what stands beside the type is an object of its own there."""
@@ -191,46 +175,98 @@ class Responses:
             raise _unknown(400, previous, "previous_response_id", "previous_response_not_found")
         return found.items
 
-    def _chat(self, before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...], Names]:
-        """Return the same as a chat, the conversation's items with its own, and names of its fields."""
+    def _prepared(self, before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
+        """Return the same as a chat, and the conversation's items with its own."""
         chat = body.chat(before)
         self._service.check_model(body.model)
         with client_names(chat.names):
-            return self._service.chat_job(chat), (*before, _json(body.items)), chat.names
+            return self._service.chat_job(chat), (*before, _json(body.items))
 
     async def _respond(self, body: ResponsesRequest, request: Request) -> Response:
-        service = self._service
-        (prompt, params, parsers), items, names = await work_on(request, partial(self._chat, self._before(body)), body)
-        stream = service.engine_client.generate(request, [prompt], [params], service.sharing(body, request))
-        made = _ResponseBuilder(body, service.model_name, prompt, parsers() if parsers else None)
-        if self._store is not None and body.store is not False:
-            made.stored = partial(self._put, self._store, items)
-        with client_names(names):
-            return await respond(request, stream, made, body.stream)
-
-    def _put(self, store: Store, before: tuple[bytes, ...], made: _ResponseBuilder) -> None:
-        store.put(made.id, Stored(_json(made.body()), (*before, _json(made.items))))
+        job, items = await work_on(request, partial(self._prepared, self._before(body)), body)
+        store = None if body.store is False else self._store
+        return await self._service.respond_chat(request, job, ResponseReply(self._service, job, body, items, store))
 
 
-class _ResponseBuilder(ParsedOutput):
-    """A response as far as it has come, and the events of its parts. stored: called with it once it is whole."""
+class ResponseReply(Reply):
+    """A response of items.
 
-    def __init__(self, body: ResponsesRequest, model: str, prompt: list[int], parser: Parser | None):
-        super().__init__(parser)
-        self._asked, self._model, self._prompt = body, model, prompt
-        self.stored: Callable[[_ResponseBuilder], None] | None = None
-        self.id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
-        self.items: list[dict[str, Any]] = []
-        self._open: Kind | Literal["function_call"] | None = None
-        self._text = ""
+    Args:
+        body: the request.
+        before: items of the conversation up to the output, in JSON arrays.
+        store: what remembers the whole response; None: nothing does.
+    """
 
-    def body(self, status: str | None = None) -> dict[str, Any]:
-        """The whole response."""
-        last, asked = self.choice.last, self._asked
+    def __init__(
+        self, service: Service, job: ChatJob, body: ResponsesRequest, before: tuple[bytes, ...], store: Store | None
+    ):
+        super().__init__(service.model_name, [job.prompt], job.outputs())
+        self._asked, self._before, self._store = body, before, store
+        self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
+
+    def begin(self) -> Iterator[bytes]:
+        body = self._body("in_progress")
+        yield self._event("response.created", response=body)
+        yield self._event("response.in_progress", response=body)
+
+    def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
+        for event in events:
+            part = event.part
+            _, prefix, name = ITEMS[part.kind]
+            place = {"item_id": f"{prefix}_{part.id}", "output_index": part.at}
+            place |= {} if part.call else {"content_index": 0}
+            logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
+            match event:
+                case PartOpened():
+                    item = _item(part, closed=False)
+                    yield self._event("response.output_item.added", output_index=part.at, item=item)
+                    if not part.call:
+                        yield self._event("response.content_part.added", **place, part=_content(part, ""))
+                case Delta(_, text):
+                    yield self._event(f"response.{name}.delta", **place, delta=text, **logprobs)
+                case PartClosed():
+                    if part.call:
+                        yield self._event(f"response.{name}.done", **place, arguments=part.text, name=part.call.name)
+                    else:
+                        yield self._event(f"response.{name}.done", **place, text=part.text, **logprobs)
+                        yield self._event("response.content_part.done", **place, part=_content(part, part.text))
+                    yield self._event("response.output_item.done", output_index=part.at, item=_item(part))
+
+    def end(self) -> Iterator[bytes]:
+        yield from self.increment(0, self.outputs[0].whole, self._message(), False)
+        body = self._ended()
+        yield self._event(f"response.{body['status']}", response=body)
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._event("error", message=error.message, code=error.code, param=error.param)
+
+    def whole(self) -> Response:
+        self._message()
+        return JSONResponse(self._ended())
+
+    def _message(self) -> list[PartEvent]:
+        """Make a message of an output without parts."""
+        output = self.outputs[0]
+        return [] if output.parts else [*output.opened("text"), *output.closed()]
+
+    def _ended(self) -> dict[str, Any]:
+        """Return the whole response. It is stored before its client hears of the end."""
+        body = self._body()
+        if self._store is not None and self.outputs[0].finished:
+            self._store.put(self._id, Stored(_json(body), (*self._before, _json(body["output"]))))
+        return body
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        made = {"type": kind, "sequence_number": self._number} | fields
+        self._number += 1
+        return f"event: {kind}\ndata: {json.dumps(made, ensure_ascii=False)}\n\n".encode()
+
+    def _body(self, status: str | None = None) -> dict[str, Any]:
+        last, asked = self.outputs[0].last, self._asked
         cut = last is not None and last.finish_reason == "length"
-        counts = usage([self._prompt], [self.choice])
+        counts = self.usage()
         return {
-            "id": self.id,
+            "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status or ("incomplete" if cut else "completed"),
@@ -238,11 +274,11 @@ class _ResponseBuilder(ParsedOutput):
             "incomplete_details": {"reason": "max_output_tokens"} if cut and not status else None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
-            "model": self._model,
-            "output": self.items,
+            "model": self.model,
+            "output": [_item(part) for part in self.outputs[0].parts],
             "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": asked.previous_response_id,
-            "store": self.stored is not None,
+            "store": self._store is not None,
             "temperature": asked.temperature,
             "text": {"format": {"type": "text"}} | asked.text.model_dump(exclude_unset=True),
             "tool_choice": asked.tool_choice,
@@ -257,104 +293,29 @@ class _ResponseBuilder(ParsedOutput):
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
                 "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+                "output_tokens_details": {"reasoning_tokens": self.outputs[0].reasoning_tokens},
                 "total_tokens": counts["total_tokens"],
             },
         }
 
-    def event(self, kind: str, **fields: Any) -> bytes:
-        """One event, numbered."""
-        made = {"type": kind, "sequence_number": self._number} | fields
-        self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(made, ensure_ascii=False)}\n\n".encode()
 
-    def begin(self) -> list[bytes]:
-        """Before anything has come."""
-        body = self.body("in_progress")
-        return [self.event("response.created", response=body), self.event("response.in_progress", response=body)]
+def _item(part: OutputPart, closed: bool = True) -> dict[str, Any]:
+    """Return the item of a part: as it opens, or as it is in the end."""
+    kind, prefix, _ = ITEMS[part.kind]
+    item: dict[str, Any] = {"id": f"{prefix}_{part.id}", "type": kind}
+    status = {"status": "completed" if closed else "in_progress"}
+    if part.call:
+        arguments = part.text if closed else ""
+        return item | {"call_id": part.call.id, "name": part.call.name, "arguments": arguments} | status
+    item["content"] = [_content(part, part.text)] if closed else []
+    more: dict[str, Any] = {"summary": []} if part.kind == "thought" else {"role": "assistant", **status}
+    return item | more
 
-    def increment(self, output: Output) -> list[bytes]:
-        """The events of an increment."""
-        parts = self.add(output)
-        events = self._argument_events(parts.arguments)
-        events += self._text_events(parts.thought, "reasoning") if parts.thought else []
-        events += self._text_events(parts.text) if parts.text else []
-        for call in parts.calls:
-            events += self._close() + self._call_events(call)
-        return events
 
-    def end(self) -> list[bytes]:
-        """After everything has come."""
-        events = [] if self.items else self._text_events("")  # an empty output is a message too
-        events += self._close()
-        body = self.body()
-        if self.stored is not None and self.whole:  # before its client hears of the end
-            self.stored(self)
-        return [*events, self.event(f"response.{body['status']}", response=body)]
-
-    def failed(self, error: ApiError) -> bytes:
-        """The event of an error."""
-        return self.event("error", message=error.message, code=error.code, param=error.param)
-
-    def _text_events(self, text: str, kind: Kind = "message") -> list[bytes]:
-        """Of more text of the open item, or of a new one where that is of another kind."""
-        events = [] if self._open == kind else self._close()
-        if self._open is None:
-            item: dict[str, Any] = {"id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "type": kind, "content": []}
-            if kind == "message":
-                item |= {"role": "assistant", "status": "in_progress"}
-            else:
-                item["summary"] = []
-            self.items.append(item)
-            self._open, self._text = kind, ""
-            events.append(self.event("response.output_item.added", output_index=self._at, item=item))
-            events.append(self._part("response.content_part.added", part=_part(kind, "")))
-        if text:
-            self._text += text
-            events.append(self._part(f"response.{PARTS[kind]['type']}.delta", delta=text, **_logprobs(kind)))
-        return events
-
-    def _close(self) -> list[bytes]:
-        """Ends the open item."""
-        if (kind := self._open) is None:
-            return []
-        item, self._open = self.items[-1], None
-        if kind == "function_call":
-            item |= {"arguments": self._text, "status": "completed"}
-            kept = {"arguments": self._text, "name": item["name"]}
-            events = [self._of_item("response.function_call_arguments.done", **kept)]
-        else:
-            part = _part(kind, self._text)
-            item |= {"content": [part]} | ({"status": "completed"} if kind == "message" else {})
-            events = [
-                self._part(f"response.{part['type']}.done", text=self._text, **_logprobs(kind)),
-                self._part("response.content_part.done", part=part),
-            ]
-        return [*events, self.event("response.output_item.done", output_index=self._at, item=item)]
-
-    @property
-    def _at(self) -> int:
-        return len(self.items) - 1
-
-    def _of_item(self, kind: str, **fields: Any) -> bytes:
-        return self.event(kind, item_id=self.items[-1]["id"], output_index=self._at, **fields)
-
-    def _part(self, kind: str, **fields: Any) -> bytes:
-        return self._of_item(kind, content_index=0, **fields)
-
-    def _call_events(self, call: Call) -> list[bytes]:
-        """Of a call that begins."""
-        item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call.id, "name": call.name}
-        item |= {"arguments": "", "status": "in_progress"}
-        self.items.append(item)
-        self._open, self._text = "function_call", ""
-        added = self.event("response.output_item.added", output_index=self._at, item=item)
-        return [added, *self._argument_events(call.arguments)]
-
-    def _argument_events(self, arguments: str) -> list[bytes]:
-        """Of more arguments of the open call."""
-        self._text += arguments
-        return [self._of_item("response.function_call_arguments.delta", delta=arguments)] if arguments else []
+def _content(part: OutputPart, text: str) -> dict[str, Any]:
+    if part.kind == "thought":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "annotations": [], "text": text, "logprobs": []}
 
 
 def _json(value: Any) -> bytes:
@@ -363,11 +324,3 @@ def _json(value: Any) -> bytes:
 
 def _unknown(status: int, name: str, param: str, code: str | None = None) -> ApiError:
     return ApiError(status, f"no response with id {name!r} is stored here", param=param, code=code)
-
-
-def _part(kind: Kind, text: str) -> dict[str, Any]:
-    return PARTS[kind] | {"text": text} | _logprobs(kind)
-
-
-def _logprobs(kind: Kind) -> dict[str, Any]:
-    return {"logprobs": []} if kind == "message" else {}

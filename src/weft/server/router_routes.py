@@ -8,8 +8,9 @@ from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from weft import __version__
-from weft.server.completions import Service
+from weft.server.completions import complete
 from weft.server.protocol import CompletionRequest
+from weft.server.service import Service
 
 
 def router(service: Service) -> APIRouter:
@@ -47,7 +48,7 @@ def router(service: Service) -> APIRouter:
         """200 once a token has been generated; else the status that a completion would have."""
         request.state.small = True
         asked = CompletionRequest.model_validate({"prompt": [0], "max_tokens": 1, "temperature": 0})
-        response = await service.complete(asked, request)
+        response = await complete(service, asked, request)
         return Response() if response.status_code == 200 else response
 
     @made.post("/flush_cache")

@@ -62,25 +62,11 @@ class TextParser:
         return OutputDelta(self._hidden.sub("", text))
 
 
-class CallParser:
-    """Finds calls by their structure: where a call begins, its arguments say where they end.
+class StateParser:
+    """A parser with states. Each reads some of the text that is held; False: it needs more, or there is no more."""
 
-    A call that is cut comes as far as it is written. Tags that are missing or cut are not shown. Line breaks after a
-    call are no text.
-    """
-
-    def __init__(self, form: ToolFormat, functions: Functions, hidden: Collection[str] = (), one_call: bool = False):
-        self._form, self._one_call = form, one_call
-        self._parameters = {f["name"]: f.get("parameters") for f in functions}
-        self._hidden = any_of(hidden)
-        self._state: Callable[[bool], bool] = self._at_start if form.objects or form.only_known else self._in_text
-        self._parts = OutputDelta()
-        self._held, self._before = "", "\n"  # what is undecided, and the character before it
-        self._begun, self._tag = 0, 0  # length of what is text if no call follows, and of the tag in it
-        self._arguments: Arguments = JsonArguments()  # of the call, or of an object that may be one
-        self._object: list[tuple[str, str]] = []  # that object: as it is written, and as JSON
-        self._ids: set[str] = set()
-        self._after_call = self.ended = False
+    def __init__(self, state: Callable[[bool], bool]):
+        self._state, self._held, self._parts, self.ended = state, "", OutputDelta(), False
 
     def push(self, text: str, last: bool) -> OutputDelta:
         self._held += text
@@ -89,7 +75,29 @@ class CallParser:
             pass
         return self._parts
 
-    # Each state reads some of what is held; False: it needs more, or there is no more.
+    def _go(self, state: Callable[[bool], bool]) -> bool:
+        self._state = state
+        return True
+
+
+class CallParser(StateParser):
+    """Finds calls by their structure: where a call begins, its arguments say where they end.
+
+    A call that is cut comes as far as it is written. Tags that are missing or cut are not shown. Line breaks after a
+    call are no text.
+    """
+
+    def __init__(self, form: ToolFormat, functions: Functions, hidden: Collection[str] = (), one_call: bool = False):
+        super().__init__(self._at_start if form.objects or form.only_known else self._in_text)
+        self._form, self._one_call = form, one_call
+        self._parameters = {f["name"]: f.get("parameters") for f in functions}
+        self._hidden = any_of(hidden)
+        self._before = "\n"  # the character before the text that is held
+        self._begun, self._tag = 0, 0  # length of what is text if no call follows, and of the tag in it
+        self._arguments: Arguments = JsonArguments()  # of the call, or of an object that may be one
+        self._object: list[tuple[str, str]] = []  # that object: as it is written, and as JSON
+        self._ids: set[str] = set()
+        self._after_call = False
 
     def _at_start(self, last: bool) -> bool:
         """A call may begin without a tag."""
@@ -188,10 +196,6 @@ class CallParser:
 
     # What the states do
 
-    def _go(self, state: Callable[[bool], bool]) -> bool:
-        self._state = state
-        return True
-
     def _text(self, length: int) -> None:
         """What is held is text, up to this length."""
         text, self._held = self._held[:length], self._held[length:]
@@ -259,7 +263,7 @@ class CallParser:
         return Call(name, write_json(arguments)) if is_call else None
 
 
-class ChannelParser:
+class ChannelParser(StateParser):
     """GPT-OSS writes messages to several readers: `HEADER<|message|>BODY<|end|>`, where the header says to whom.
 
     Channel analysis is its thought; what is addressed to a function is a call; the rest is text.
@@ -272,22 +276,13 @@ class ChannelParser:
     CALLED = re.compile(r"to=functions\.([\w.-]+)(?=[\s<])")
 
     def __init__(self, functions: Functions, one_call: bool = False):
+        super().__init__(self._in_header)
         self._functions, self._one_call = {f["name"] for f in functions}, one_call
-        self._state: Callable[[bool], bool] = self._in_header
-        self._parts = OutputDelta()
-        self._held, self._searched = "", 0
+        self._searched = 0
         self._begun = False  # a message has
         self._thinks = False
         self._name = ""  # of the function that the message calls
         self._arguments = JsonArguments()  # of that call
-        self.ended = False
-
-    def push(self, text: str, last: bool) -> OutputDelta:
-        self._held += text
-        self._parts = OutputDelta()
-        while not self.ended and self._state(last):
-            pass
-        return self._parts
 
     def _in_header(self, last: bool) -> bool:
         end = self._held.find(self.HEADER_END, self._searched)
@@ -347,7 +342,3 @@ class ChannelParser:
         if found:
             self._go(self._in_header)
         return text, found is not None
-
-    def _go(self, state: Callable[[bool], bool]) -> bool:
-        self._state = state
-        return True

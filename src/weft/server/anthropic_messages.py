@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,8 +20,9 @@ from weft.server.items import ChatMessages
 from weft.server.parsed_output import Delta, OutputPart, PartClosed, PartEvent, PartKind, PartOpened, Reply
 from weft.server.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Body, Metadata, OutputRequest, Text, Texts, limited_to
 from weft.server.service import ChatJob, Service
-from weft.server.wire import json_response
+from weft.server.wire import json_response, typed_event
 
+T = TypeVar("T")
 BLOCKS: dict[PartKind, tuple[str, str, str]] = {
     "text": ("text", "text_delta", "text"),
     "thought": ("thinking", "thinking_delta", "thinking"),
@@ -226,41 +227,29 @@ class MessagesRequest(CountRequest, OutputRequest):
         return super().chat(stop=self.stop_sequences, user=self.metadata.get("user_id"), **body)
 
 
-class Messages:
-    """Serves both endpoints by a chat service."""
+def router(service: Service) -> APIRouter:
+    """Return both routes."""
+    made = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
 
-    def __init__(self, service: Service):
-        self._service = service
+    def of_chat(function: Callable[[ChatRequest], T]) -> Callable[[CountRequest], T]:
+        def of_request(body: CountRequest) -> T:
+            service.check_model(body.model)
+            chat = body.chat()
+            with client_names(chat.names):
+                return function(chat)
 
-    def router(self) -> APIRouter:
-        """The routes."""
-        made = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
+        return of_request
 
-        @made.post("/v1/messages", response_model=None)
-        async def messages(body: MessagesRequest, request: Request) -> Response:
-            return await self._respond(body, request)
+    @made.post("/v1/messages", response_model=None)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        job = await work_on(request, of_chat(service.chat_job), body)
+        return await service.respond_chat(request, job, MessageReply(service, job, body))
 
-        @made.post("/v1/messages/count_tokens", response_model=None)
-        async def count(body: CountRequest, request: Request) -> Response:
-            return json_response({"input_tokens": await work_on(request, self._count, body)})
+    @made.post("/v1/messages/count_tokens", response_model=None)
+    async def count(body: CountRequest, request: Request) -> Response:
+        return json_response({"input_tokens": len(await work_on(request, of_chat(service.prompts.of_chat), body))})
 
-        return made
-
-    def _count(self, body: CountRequest) -> int:
-        self._service.check_model(body.model)
-        chat = body.chat()
-        with client_names(chat.names):
-            return len(self._service.prompts.of_chat(chat))
-
-    def _prepared(self, body: MessagesRequest) -> ChatJob:
-        self._service.check_model(body.model)
-        chat = body.chat()
-        with client_names(chat.names):
-            return self._service.chat_job(chat)
-
-    async def _respond(self, body: MessagesRequest, request: Request) -> Response:
-        job = await work_on(request, self._prepared, body)
-        return await self._service.respond_chat(request, job, MessageReply(self._service, job, body))
+    return made
 
 
 class MessageReply(Reply):
@@ -274,19 +263,19 @@ class MessageReply(Reply):
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
         if begins:  # earlier its usage is not known
             unended: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-            yield _event("message_start", message=self._body() | unended)
+            yield typed_event("message_start", message=self._body() | unended)
         for event in events:
             _, kind, field = BLOCKS[event.part.kind]
             match event:
                 case PartOpened(part):
-                    yield _event("content_block_start", index=part.at, content_block=_block(part, ""))
+                    yield typed_event("content_block_start", index=part.at, content_block=_block(part, ""))
                 case Delta(part, text):
-                    yield _event("content_block_delta", index=part.at, delta={"type": kind, field: text})
+                    yield typed_event("content_block_delta", index=part.at, delta={"type": kind, field: text})
                 case PartClosed(part):
-                    yield _event("content_block_stop", index=part.at)
+                    yield typed_event("content_block_stop", index=part.at)
 
     def end(self) -> list[bytes]:
-        return [_event("message_delta", delta=self._stop(), usage=self._usage()), _event("message_stop")]
+        return [typed_event("message_delta", delta=self._stop(), usage=self._usage()), typed_event("message_stop")]
 
     def failed(self, error: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % json.dumps(anthropic_body(error)).encode()
@@ -335,7 +324,3 @@ def _input(arguments: str) -> Any:
         return from_json(arguments, allow_partial=True)
     except ValueError:
         return {}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind} | fields, ensure_ascii=False)}\n\n".encode()

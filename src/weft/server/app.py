@@ -18,14 +18,12 @@ from weft import __version__
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.profiling import MIN_STEPS, NotWatched, record
 from weft.engine.models.model_config import ModelError
-from weft.server import completions, errors, extras, router_routes
-from weft.server.anthropic_messages import Messages
+from weft.server import anthropic_messages, completions, errors, extras, responses, router_routes
 from weft.server.bodies import LARGE_AT_ONCE, SLOW_AT_ONCE
 from weft.server.engine_client import EngineClient
 from weft.server.errors import ApiError
 from weft.server.guard import Guard
 from weft.server.options import Options
-from weft.server.responses import Responses
 from weft.server.service import Service
 from weft.server.templates import Templates
 
@@ -70,11 +68,8 @@ def create_app(
     templates = templates or Templates(engine.tokenizer.special_tokens_map)
     _probe(engine.tokenizer, templates)
     service = Service(engine_client, options.served_model_name or (model_name,), templates, options)
-    app.include_router(completions.router(service))
-    app.include_router(Responses(service, options.max_stored_bytes).router())
-    app.include_router(Messages(service).router())
-    app.include_router(extras.router(service))
-    app.include_router(router_routes.router(service))
+    for api in (completions, responses, anthropic_messages, extras, router_routes):
+        app.include_router(api.router(service))
     app.include_router(_status_routes(service))
     app.include_router(_step_routes(engine, options))
     if options.otlp_traces_endpoint is not None:

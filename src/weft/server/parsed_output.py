@@ -165,10 +165,6 @@ class Reply(ABC):
         self.model, self.prompts, self.outputs = model, prompts, outputs
         self.choices_of_prompt = len(outputs) // len(prompts)
 
-    def begin(self) -> Iterable[bytes]:
-        """Return the events before any increment."""
-        return ()
-
     @abstractmethod
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterable[bytes]:
         """Return the events of an increment.
@@ -227,8 +223,6 @@ async def respond(
     async def events() -> AsyncIterator[bytes]:
         increment: tuple[int, Output] | None = first
         try:
-            for event in reply.begin():
-                yield event
             async with aclosing(stream):
                 while increment is not None:
                     index, output = increment

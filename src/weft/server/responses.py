@@ -31,6 +31,7 @@ from weft.server.protocol import (
 )
 from weft.server.service import ChatJob, Service
 from weft.server.stored import Store, Stored
+from weft.server.wire import typed_event
 
 ITEMS: dict[PartKind, tuple[str, str, str]] = {
     "text": ("message", "msg", "output_text"),
@@ -38,6 +39,11 @@ ITEMS: dict[PartKind, tuple[str, str, str]] = {
     "call": ("function_call", "fc", "function_call_arguments"),
 }
 """The type of a part's item, the prefix of its id, and the name of its text in events."""
+
+BODY: tuple[str, ...] = ("id", "object", "created_at", "status", "error", "incomplete_details", "instructions")
+BODY += ("max_output_tokens", "model", "output", "parallel_tool_calls", "previous_response_id", "store", "temperature")
+BODY += ("text", "tool_choice", "tools", "top_p", "truncation", "reasoning", "metadata", "usage")
+"""Members of a response in their order. What is not computed is as it was asked for."""
 
 FIELDS = {
     "messages": "input",
@@ -135,57 +141,48 @@ def _nested(item: dict[str, Any], name: str) -> dict[str, Any]:
     return {"type": item.get("type"), name: {**item, "type": None}}
 
 
-class Responses:
-    """Serves the endpoint by a chat service. max_stored_bytes: of responses that are stored; 0: none are."""
+def router(service: Service) -> APIRouter:
+    """Return the routes."""
+    made, max_bytes = APIRouter(route_class=JsonRoute), service.options.max_stored_bytes
+    store = Store(max_bytes) if max_bytes else None
 
-    def __init__(self, service: Service, max_stored_bytes: int):
-        self._service = service
-        self._store = Store(max_stored_bytes) if max_stored_bytes else None
-
-    def router(self) -> APIRouter:
-        """The routes."""
-        made = APIRouter(route_class=JsonRoute)
-
-        @made.post("/v1/responses", response_model=None)
-        async def responses(body: ResponsesRequest, request: Request) -> Response:
-            return await self._respond(body, request)
-
-        @made.get("/v1/responses/{response_id}", response_model=None)
-        async def stored(response_id: str) -> Response:
-            if self._store is None or (found := self._store.get(response_id)) is None:
-                raise _unknown(404, response_id, "response_id")
-            return Response(found.body, media_type="application/json")
-
-        @made.delete("/v1/responses/{response_id}")
-        async def delete(response_id: str) -> dict[str, Any]:
-            if self._store is None or not self._store.delete(response_id):
-                raise _unknown(404, response_id, "response_id")
-            return {"id": response_id, "object": "response", "deleted": True}
-
-        return made
-
-    def _before(self, body: ResponsesRequest) -> tuple[bytes, ...]:
-        """The items that it goes on from."""
-        if self._store is None and (body.store or body.previous_response_id is not None):
+    def earlier(body: ResponsesRequest) -> tuple[bytes, ...]:
+        """Return the items that a request goes on from."""
+        if store is None and (body.store or body.previous_response_id is not None):
             name = "store" if body.store else "previous_response_id"
             raise ApiError(400, f"{name} is not supported here; start weft serve with --max-stored-mb", param=name)
-        if self._store is None or (previous := body.previous_response_id) is None:
+        if store is None or (previous := body.previous_response_id) is None:
             return ()
-        if (found := self._store.get(previous)) is None:
+        if (found := store.get(previous)) is None:
             raise _unknown(400, previous, "previous_response_id", "previous_response_not_found")
         return found.items
 
-    def _prepared(self, before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
+    def prepared(before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
         """Return the same as a chat, and the conversation's items with its own."""
         chat = body.chat(before)
-        self._service.check_model(body.model)
+        service.check_model(body.model)
         with client_names(chat.names):
-            return self._service.chat_job(chat), (*before, _json(body.items))
+            return service.chat_job(chat), (*before, _json(body.items))
 
-    async def _respond(self, body: ResponsesRequest, request: Request) -> Response:
-        job, items = await work_on(request, partial(self._prepared, self._before(body)), body)
-        store = None if body.store is False else self._store
-        return await self._service.respond_chat(request, job, ResponseReply(self._service, job, body, items, store))
+    @made.post("/v1/responses", response_model=None)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        job, items = await work_on(request, partial(prepared, earlier(body)), body)
+        reply = ResponseReply(service, job, body, items, None if body.store is False else store)
+        return await service.respond_chat(request, job, reply)
+
+    @made.get("/v1/responses/{response_id}", response_model=None)
+    async def stored(response_id: str) -> Response:
+        if store is None or (found := store.get(response_id)) is None:
+            raise _unknown(404, response_id, "response_id")
+        return Response(found.body, media_type="application/json")
+
+    @made.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str) -> dict[str, Any]:
+        if store is None or not store.delete(response_id):
+            raise _unknown(404, response_id, "response_id")
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    return made
 
 
 class ResponseReply(Reply):
@@ -204,12 +201,12 @@ class ResponseReply(Reply):
         self._asked, self._before, self._store = body, before, store
         self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
 
-    def begin(self) -> Iterator[bytes]:
-        body = self._body("in_progress")
-        yield self._event("response.created", response=body)
-        yield self._event("response.in_progress", response=body)
-
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
+        if begins:
+            empty: dict[str, Any] = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+            body = self._body() | empty
+            yield self._event("response.created", response=body)
+            yield self._event("response.in_progress", response=body)
         for event in events:
             part = event.part
             _, prefix, name = ITEMS[part.kind]
@@ -257,43 +254,28 @@ class ResponseReply(Reply):
         return body
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        made = {"type": kind, "sequence_number": self._number} | fields
         self._number += 1
-        return f"event: {kind}\ndata: {json.dumps(made, ensure_ascii=False)}\n\n".encode()
+        return typed_event(kind, sequence_number=self._number - 1, **fields)
 
-    def _body(self, status: str | None = None) -> dict[str, Any]:
-        last, asked = self.outputs[0].last, self._asked
-        cut = last is not None and last.finish_reason == "length"
-        counts = self.usage()
-        return {
+    def _body(self) -> dict[str, Any]:
+        output, asked, counts = self.outputs[0], self._asked, self.usage()
+        cut = output.whole.finish_reason == "length"
+        return {name: getattr(asked, name, None) for name in BODY} | {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": status or ("incomplete" if cut else "completed"),
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut and not status else None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self.model,
-            "output": [_item(part) for part in self.outputs[0].parts],
-            "parallel_tool_calls": asked.parallel_tool_calls,
-            "previous_response_id": asked.previous_response_id,
+            "output": [_item(part) for part in output.parts],
             "store": self._store is not None,
-            "temperature": asked.temperature,
             "text": {"format": {"type": "text"}} | asked.text.model_dump(exclude_unset=True),
-            "tool_choice": asked.tool_choice,
-            "tools": asked.tools,
-            "top_p": asked.top_p,
-            "truncation": asked.truncation,
             "reasoning": {"effort": asked.reasoning.effort, "summary": None},
-            "metadata": asked.metadata,
-            "usage": None
-            if status
-            else {
+            "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
                 "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self.outputs[0].reasoning_tokens},
+                "output_tokens_details": {"reasoning_tokens": output.reasoning_tokens},
                 "total_tokens": counts["total_tokens"],
             },
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +21,11 @@ def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
 def event(data: dict[str, Any]) -> bytes:
     """A server-sent event."""
     return b"data: %b\n\n" % encode(data)
+
+
+def typed_event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event with a name, which its data has as `type`."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind} | fields, ensure_ascii=False)}\n\n".encode()
 
 
 class EventStream(Response):

@@ -13,12 +13,12 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from weft.engine.messages.request import Output
-from weft.server.bodies import JsonRoute, work_on
+from weft.server.bodies import Body, JsonRoute, work_on
 from weft.server.chats import ChatRequest, Effort, TextPart, chat_of, only_text, text_of, thinking
 from weft.server.errors import AnthropicBody, ApiError, anthropic_body, client_names, described
 from weft.server.items import ChatMessages
 from weft.server.parsed_output import Delta, OutputPart, PartClosed, PartEvent, PartKind, PartOpened, Reply
-from weft.server.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Body, Metadata, OutputRequest, Text, Texts, limited_to
+from weft.server.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Metadata, OutputRequest, Text, Texts, limited_to
 from weft.server.service import ChatJob, Service
 from weft.server.wire import json_response, typed_event
 

@@ -6,20 +6,18 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import anyio
 import msgspec
 from fastapi.routing import APIRoute
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from weft.server.errors import ApiError, field_errors
-from weft.server.protocol import Body
 
 T = TypeVar("T")
-B = TypeVar("B", bound=Body)
 QUICK = 2**16
 """Bytes of a body that is read on the event loop, which takes a millisecond at most, or four where all of it is short
 messages. A thread takes longer to hear of it, and many of them keep each other and the engine's thread waiting."""
@@ -36,6 +34,58 @@ EXPLAINED = 2**16
 """Bytes of a body that Python's parser may read too: it is slower, and lets no other thread run either."""
 IS_JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+
+
+class Body(BaseModel):
+    """A JSON object in which null counts as left out, and only known fields may stand, however deep."""
+
+    model_config = ConfigDict(extra="allow")
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are not served, with the values that ask for nothing."""
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are accepted and change no output."""
+    open: ClassVar[bool] = False
+    """Whether any further field is served."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether much work comes before the first token, though the body may be short."""
+        return False
+
+    @property
+    def tokenised(self) -> bool:
+        """Whether its prompts are token ids, of which nothing else has to be made."""
+        return False
+
+    @property
+    def heavy(self) -> bool:
+        """Whether it is more work than its length says."""
+        return False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_left_out(cls, body: Any) -> Any:
+        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
+
+    def refuse_unsupported(self, place: str = "") -> None:
+        """ApiError 400 for a field that asks for something Weft cannot do, here or in an object inside.
+
+        place: of this object in the request, with a dot at its end.
+        """
+        further = self.model_extra or {}
+        for name, value in further.items():
+            if not self.open and name not in self.harmless and value not in self.neutral.get(name, ()):
+                raise ApiError(400, f"{place}{name} is not supported; leave it out", param=f"{place}{name}")
+        for name in self.model_fields_set - further.keys():
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                value.refuse_unsupported(f"{place}{name}.")
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                for at, item in enumerate(value):
+                    item.refuse_unsupported(f"{place}{name}.{at}.")
+
+
+B = TypeVar("B", bound=Body)
 
 
 async def work_on(request: Request, function: Callable[[B], T], body: B) -> T:

@@ -10,9 +10,10 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError
 
 from weft.engine.grammar.grammar import Grammars
+from weft.server.bodies import Body
 from weft.server.errors import ApiError, Names, client_names, field_errors
 from weft.server.message_shape import COMMON_ROLES, MessageShape
-from weft.server.protocol import MAX_ITEMS, MAX_NAMED, Body, CommonRequest, Text, limited_to
+from weft.server.protocol import MAX_ITEMS, MAX_NAMED, CommonRequest, Text, limited_to
 from weft.server.templates import Templates
 from weft.server.tool_formats import ToolFormat, tool_format_of
 

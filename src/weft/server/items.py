@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
+from weft.server.bodies import Body
 from weft.server.chats import Effort, TextPart, only_text, text_of
 from weft.server.errors import ApiError, field_errors
-from weft.server.protocol import Body, JsonSchema, Text
+from weft.server.protocol import JsonSchema, Text
 
 
 class TextFormat(JsonSchema):

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from weft.engine.messages.request import SamplingParams
-from weft.engine.output.text_processor import DEFAULTS, TextProcessor
+from weft.engine.output.text_processor import TextProcessor
+from weft.server.bodies import Body
 from weft.server.errors import ApiError, of_value
 
 MAX_ITEMS = 2**16
@@ -48,55 +49,6 @@ Metadata = Annotated[dict[str, Text], limited_to(MAX_PAIRS)]
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 HARMLESS |= {"prompt_cache_retention", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"}
 """Fields of a request that are accepted and change no output."""
-
-
-class Body(BaseModel):
-    """A JSON object in which null counts as left out, and only known fields may stand, however deep."""
-
-    model_config = ConfigDict(extra="allow")
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields that are not served, with the values that ask for nothing."""
-    harmless: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are accepted and change no output."""
-    open: ClassVar[bool] = False
-    """Whether any further field is served."""
-
-    @property
-    def slow(self) -> bool:
-        """Whether much work comes before the first token, though the body may be short."""
-        return False
-
-    @property
-    def tokenised(self) -> bool:
-        """Whether its prompts are token ids, of which nothing else has to be made."""
-        return False
-
-    @property
-    def heavy(self) -> bool:
-        """Whether it is more work than its length says."""
-        return False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_left_out(cls, body: Any) -> Any:
-        return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
-
-    def refuse_unsupported(self, place: str = "") -> None:
-        """ApiError 400 for a field that asks for something Weft cannot do, here or in an object inside.
-
-        place: of this object in the request, with a dot at its end.
-        """
-        further = self.model_extra or {}
-        for name, value in further.items():
-            if not self.open and name not in self.harmless and value not in self.neutral.get(name, ()):
-                raise ApiError(400, f"{place}{name} is not supported; leave it out", param=f"{place}{name}")
-        for name in self.model_fields_set - further.keys():
-            value = getattr(self, name)
-            if isinstance(value, Body):
-                value.refuse_unsupported(f"{place}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], Body):
-                for at, item in enumerate(value):
-                    item.refuse_unsupported(f"{place}{name}.{at}.")
 
 
 class StreamOptions(Body):
@@ -158,13 +110,13 @@ class SamplingFields(OutputRequest):
     stop: Text | Texts | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[int, float], limited_to(MAX_NAMED)] = {}
+    logit_bias: Annotated[dict[int, float], limited_to(MAX_NAMED)] = Field({})
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: Annotated[Tokens, limited_to(MAX_NAMED)] = []
-    bad_words: Annotated[Texts, limited_to(MAX_NAMED)] = []
+    stop_token_ids: Annotated[Tokens, limited_to(MAX_NAMED)] = Field([])
+    bad_words: Annotated[Texts, limited_to(MAX_NAMED)] = Field([])
     allowed_token_ids: Annotated[Tokens, limited_to(MAX_ITEMS)] | None = None
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False
@@ -176,7 +128,10 @@ class SamplingFields(OutputRequest):
         return bool(self.bad_words)
 
     def sampling(self, text_processor: TextProcessor, **more: Any) -> SamplingParams:
-        """The engine's parameters; `more` of them as they are. ApiError 400 for a value out of range."""
+        """Return the engine's parameters: fields that it has by the same name, and `more` as they are.
+
+        ApiError 400 for a value out of range.
+        """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOPS:
             raise ApiError(400, f"stop: {len(stop)} strings are given; at most {MAX_STOPS}", param="stop")
@@ -184,27 +139,16 @@ class SamplingFields(OutputRequest):
             raise ApiError(400, f"stop: a string of {longest} characters; at most {MAX_STOP_TEXT}", param="stop")
         if (characters := sum(map(len, self.bad_words))) > MAX_WORDS_TEXT:
             raise ApiError(400, f"bad_words: {characters} characters; at most {MAX_WORDS_TEXT}", param="bad_words")
-        given = {name: getattr(self, name) for name in DEFAULTS}
-        sampling = text_processor.defaults | {name: value for name, value in given.items() if value is not None}
-        if "top_k" in sampling:
-            sampling["top_k"] = max(int(sampling["top_k"]), 0)  # -1 is some clients' word for off
+        params: dict[str, Any] = dict(text_processor.defaults)
+        for name in SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys():
+            if (value := getattr(self, name)) is not None:
+                params[name] = tuple(value) if isinstance(value, list) else value
+        params["top_k"] = max(int(params.get("top_k", 0)), 0)  # -1 is some clients' word for off
+        params |= {"stop": tuple(stop), "logit_bias": tuple(self.logit_bias.items())}
+        params["bad_words"] = _spellings(self.bad_words, text_processor.tokenizer)
+        params["keep_stop"] = self.include_stop_str_in_output or self.no_stop_trim
         try:
-            return SamplingParams(
-                min_tokens=self.min_tokens,
-                seed=self.seed,
-                stop=tuple(stop),
-                stop_token_ids=tuple(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                logit_bias=tuple(self.logit_bias.items()),
-                bad_words=_spellings(self.bad_words, text_processor.tokenizer),
-                allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-                keep_stop=self.include_stop_str_in_output or self.no_stop_trim,
-                keep_special=not self.skip_special_tokens,
-                **sampling,
-                **more,
-            )
+            return SamplingParams(keep_special=not self.skip_special_tokens, **params, **more)
         except ValueError as error:
             raise of_value(error) from error
 

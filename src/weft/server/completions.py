@@ -92,7 +92,7 @@ class ChoicesReply(Reply):
         if self._options.continuous_usage_stats:
             counts = {"usage": self.usage()}
         for choice in self.chunks(index, output, events, begins):
-            yield self._chunk(self.beside | {"choices": [choice]} | counts)
+            yield self._chunk({**self.beside, "choices": [choice], **counts})
             self.beside = {}
 
     def end(self) -> Iterator[bytes]:
@@ -110,7 +110,7 @@ class ChoicesReply(Reply):
         )
 
     def _chunk(self, fields: dict[str, Any]) -> bytes:
-        return event(self._head | {"object": self.chunk_name} | fields)
+        return event({**self._head, "object": self.chunk_name, **fields})
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
@@ -255,16 +255,17 @@ class ChatReply(ChoicesReply):
 
 def _delta(events: Sequence[PartEvent]) -> dict[str, Any]:
     """Return what an increment adds to a chat's message."""
-    made: dict[str, Any] = dict.fromkeys(("content", "reasoning_content", "reasoning"), "")
-    calls: list[dict[str, Any]] = []
+    made: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "tool_calls": []}
+    calls: list[dict[str, Any]] = made["tool_calls"]
     for part_event in events:
-        match part_event:
-            case PartOpened(part) if part.call:
-                calls.append({"index": part.number} | part.call.plain())
-            case Delta(part, text) if part.call:
-                if not calls:  # it goes on with a call of an earlier increment
-                    calls.append({"index": part.number, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += text
-            case Delta(part, text):
-                made |= {name: made[name] + text for name in TEXT_FIELDS[part.kind]}
-    return {name: value for name, value in (made | {"tool_calls": calls}).items() if value}
+        part = part_event.part
+        if isinstance(part_event, Delta) and part.call is None:
+            for name in TEXT_FIELDS[part.kind]:
+                made[name] += part_event.text
+        elif isinstance(part_event, Delta):
+            if not calls:  # it goes on with a call of an earlier increment
+                calls.append({"index": part.number, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += part_event.text
+        elif isinstance(part_event, PartOpened) and part.call is not None:
+            calls.append({"index": part.number} | part.call.plain())
+    return {name: value for name, value in made.items() if value}

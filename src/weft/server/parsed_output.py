@@ -18,7 +18,7 @@ from weft.engine.messages.request import Output, TokenLogprob
 from weft.server.errors import ApiError
 from weft.server.record import as_api_error
 from weft.server.tool_formats import Call
-from weft.server.tools import OutputDelta, Parser
+from weft.server.tools import Parser
 from weft.server.wire import EventStream
 
 QUICK_LOGPROBS = 256
@@ -119,9 +119,11 @@ class ParsedOutput:
         self.logprobs += output.logprobs
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.last = output
-        found = OutputDelta(output.text)
-        if self._parser is not None:
-            found = self._parser.push(output.text, last=self.finished)
+        last = output.finish_reason is not None
+        if self._parser is None:
+            events = self._more("text", output.text)
+            return events + self.closed() if last else events
+        found = self._parser.push(output.text, last)
         if found.thought:
             self.reasoning_tokens = output.completion_tokens
         events = self._more("call", found.arguments)
@@ -129,7 +131,7 @@ class ParsedOutput:
         events += self._more("text", found.text)
         for call in found.calls:
             events += [*self.opened("call", replace(call, arguments="")), *self._more("call", call.arguments)]
-        return events + self.closed() if self.finished else events
+        return events + self.closed() if last else events
 
     def opened(self, kind: PartKind, call: Call | None = None) -> list[PartEvent]:
         """Open a part, without text, where the open one ends."""
@@ -143,8 +145,10 @@ class ParsedOutput:
         if not text:
             return []
         events = [] if self._open and self._open.kind == kind else self.opened(kind)
-        self.parts[-1].pieces.append(text)
-        return [*events, Delta(self.parts[-1], text)]
+        part = self.parts[-1]
+        part.pieces.append(text)
+        events.append(Delta(part, text))
+        return events
 
     def closed(self) -> list[PartEvent]:
         """End the open part."""

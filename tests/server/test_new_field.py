@@ -11,7 +11,7 @@ from pathlib import Path
 import weft
 
 PLANTED = {
-    "engine/messages/request.py": ("    top_k: int = 0\n", "    toy: float = 0.0\n"),
+    "engine/messages/request.py": ("    min_tokens: int = 0\n", "    toy: float = 0.0\n"),
     "server/protocol.py": ("    top_k: int | None = None\n", "    toy: float | None = None\n"),
 }
 """By its file, the line that the toy field goes behind, and its own."""

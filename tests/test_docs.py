@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from test_layout import ORDER
-from weft.cli.cmd_serve import Command
-from weft.cli.command import parse
+from weft.serve.cli.cmd_serve import Command
+from weft.serve.cli.command import parse
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weft"
@@ -62,10 +62,10 @@ def resolves(name: str) -> bool:
     ("name", "known"),
     [
         ("weft.planner.cost", True),
-        ("weft.server.errors.ApiError.response", True),
+        ("weft.serve.http.errors.ApiError.response", True),
         ("weft.CommError", True),
         ("weft.Nothing", False),
-        ("weft.server.nothing", False),
+        ("weft.serve.nothing", False),
         ("weft.engine.kv.cache.Nothing", False),
     ],
 )

@@ -19,11 +19,11 @@ from test_layout import FILES, MODULES, ROOT, circles, imports, name_of, parsed
 ROOMS = {
     "library": "__init__ plugins planner kernels comm stream library tune",
     "engine": "engine",
-    "serve": "server cli",
+    "serve": "serve",
     "bench": "weft_bench",
 }
 """Each room in the order of imports, with the beginnings of its paths."""
-BUDGETS = {"library": 10_026, "engine": 22_300, "serve": 8_790, "bench": 10_151}
+BUDGETS = {"library": 10_031, "engine": 22_303, "serve": 8_726, "bench": 10_149}
 """Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
 TWINS = """

@@ -42,8 +42,11 @@ ORDER = (
     "engine/processes",
     "engine/hosts",
     "engine/controller",
-    "server",
-    "cli",
+    "serve/http",
+    "serve/chat",
+    "serve/dialects",
+    "serve/app",
+    "serve/cli",
 )
 FILES = sorted([*SOURCE.rglob("*.py"), *BENCH.rglob("*.py")])
 
@@ -92,10 +95,10 @@ KEPT = {
     "weft_bench/commands/cmd_eval.py": "answer",
     "weft_bench/chart.py": "draw",  # a picture
     "weft_bench/commands/cmd_profile.py": "draw",
-    "server/loading.py": "listener",  # a listening socket
-    "server/run.py": "listener",
-    "server/sockets.py": "listener",
-    "cli/cmd_serve.py": "listener",
+    "serve/http/loading.py": "listener",  # a listening socket
+    "serve/http/run.py": "listener",
+    "serve/http/sockets.py": "listener",
+    "serve/cli/cmd_serve.py": "listener",
 }
 """Where such a word is the field's own."""
 PAGES = "docs/*.md", "README.md", "CONTRIBUTING.md"

@@ -24,11 +24,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.cli.command import stop_on_sigterm
 from weft.engine.config.config import EngineConfig
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
 from weft.engine.messages.rank_sockets import SOCKET, RankSocket, RankSockets
+from weft.serve.cli.command import stop_on_sigterm
 from weft.tune.host import describe_host
 from weft_bench.hosts_rig import Host, joined_hosts
 

@@ -40,11 +40,12 @@ from weft.engine.controller.engine import Engine
 from weft.engine.controller.executor import Executor
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.messages.rank_messages import AskReport, GroupRows, Ran, Report, Result, Step, decode_from_rank, encode
-from weft.server import app, run
-from weft.server.engine_client import EngineClient
-from weft.server.metrics import Metrics
-from weft.server.options import Options
-from weft.server.sockets import bind
+from weft.serve import app
+from weft.serve.http import run
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
+from weft.serve.http.sockets import bind
 
 TOKEN = 70
 
@@ -148,7 +149,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
 
 
 def _load(url: str, asked: argparse.Namespace) -> Any:
-    command = [sys.executable, "-m", "weft.cli.main", "bench", "serving", "--base-url", url, "--num-warmups", "0"]
+    command = [sys.executable, "-m", "weft.serve.cli.main", "bench", "serving", "--base-url", url, "--num-warmups", "0"]
     command += ["--num-prompts", str(asked.clients), "--random-input-len", str(asked.input_len)]
     command += ["--random-output-len", str(asked.output_len), "--ignore-eos", "--json"]
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)

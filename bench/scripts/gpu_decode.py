@@ -40,7 +40,6 @@ from typing import Any
 
 import torch
 
-from weft.cli.command import stop_on_sigterm
 from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import dtype_of, kv_dtype_of
@@ -48,6 +47,7 @@ from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
+from weft.serve.cli.command import stop_on_sigterm
 from weft.tune.host import describe_host
 from weft_bench.step_bytes import decode_step_bytes
 

@@ -20,11 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.cli.command import stop_on_sigterm
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config.config import EngineConfig
 from weft.engine.hosts.measurement import over_hosts
+from weft.serve.cli.command import stop_on_sigterm
 from weft.tune import cpu_costs as tune
 from weft.tune import host_costs
 from weft.tune.host import describe_host

@@ -128,7 +128,8 @@ def test_two_hosts_of_the_rig(tmp_path: Path) -> None:
                 ("bench", "collectives", "--cost", str(table), "--sizes", "8K", "1M", "--json", str(figures)),
             ):
                 started = [
-                    host.start(sys.executable, "-m", "weft.cli.main", *command, *arguments(host, key)) for host in both
+                    host.start(sys.executable, "-m", "weft.serve.cli.main", *command, *arguments(host, key))
+                    for host in both
                 ]
                 assert [process.wait() for process in started] == [0, 0]
     except PermissionError as error:

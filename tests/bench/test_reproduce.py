@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.cli.command import UserError
 from weft.engine.assets import preset_dir
 from weft.engine.attention import backend_registry
 from weft.engine.attention.backend_registry import BACKENDS, Needs, backends
@@ -23,6 +22,7 @@ from weft.engine.controller.engine import Engine
 from weft.engine.controller.startup import declared_caches
 from weft.engine.kv.cache_spec import Latent
 from weft.engine.worker.memory import weight_bytes
+from weft.serve.cli.command import UserError
 from weft_bench import reproduce
 from weft_bench.commands import cmd_reproduce
 from weft_bench.reproduce import Figures, Measured, better, config_of, measure

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cli.command import EngineArguments, ModelDir, UserError, check_writable, stop_on_sigterm
 from weft.engine.config.engine_options import LayoutOptions
+from weft.serve.cli.command import EngineArguments, ModelDir, UserError, check_writable, stop_on_sigterm
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Command:
         """Prints a table, and says on stderr what it does. Raises UserError, LayoutError, EngineError."""
         from chaos.chaos import run
         from chaos.faults import table
-        from weft.cli.command import engine_config
         from weft.engine.config.config import EngineError
+        from weft.serve.cli.command import engine_config
         from weft_bench.server_process import ServerError
 
         if self.faults < 1 or self.clients < 1 or self.tokens < 2 or self.hosts < 1:

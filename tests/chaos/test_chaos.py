@@ -14,8 +14,8 @@ import pytest
 
 from chaos.__main__ import main
 from chaos.chaos_one_host import OneHostChaos
-from weft.cli import cmd_serve
-from weft.cli.command import EngineArguments, parse
+from weft.serve.cli import cmd_serve
+from weft.serve.cli.command import EngineArguments, parse
 from weft_bench.chaos_clients import ask, questions
 from weft_bench.streamed_completion import LoadError
 

@@ -54,7 +54,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_ranks_without_kernels_and_compiler_end_with_one_line(tmp_path: Path) -> None:
     environment = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "weft.cli.main", "generate", "--prompt", "x", "--attn-tp", "2"]
+    command = [sys.executable, "-m", "weft.serve.cli.main", "generate", "--prompt", "x", "--attn-tp", "2"]
     done = subprocess.run([*command, "--transport", "shm"], capture_output=True, text=True, env=environment)
     error = done.stderr.splitlines()[-1]  # behind how far the start is
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

@@ -7,7 +7,7 @@ import io
 import signal
 from collections.abc import Callable
 
-from weft.cli import main
+from weft.serve.cli import main
 
 
 def weft_here(*arguments: str, command: Callable[[list[str]], int] = main.main) -> tuple[int, str, str]:

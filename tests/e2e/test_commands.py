@@ -25,18 +25,18 @@ import pytest
 from rich.progress import Progress, TaskID
 
 from e2e.here import weft_here
-from weft.cli import cmd_serve
-from weft.cli.command import EngineArguments, UserError, parse
-from weft.cli.command_table import commands as all_commands
-from weft.cli.other_engines import ADVICE
-from weft.cli.progress import start_said
-from weft.cli.start import start_engine
 from weft.engine.assets import embedded_model_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.models import directory
 from weft.planner.spec import Mesh
-from weft.server.options import Options
+from weft.serve.cli import cmd_serve
+from weft.serve.cli.command import EngineArguments, UserError, parse
+from weft.serve.cli.command_table import commands as all_commands
+from weft.serve.cli.other_engines import ADVICE
+from weft.serve.cli.progress import start_said
+from weft.serve.cli.start import start_engine
+from weft.serve.http.options import Options
 from weft_bench.commands import cmd_demo
 
 ROOT = Path(__file__).parent.parent.parent
@@ -53,7 +53,7 @@ CLIENT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
 
 
 def weft(*arguments: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weft.cli.main", *arguments]
+    command = [sys.executable, "-m", "weft.serve.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment(temporary))
 
 
@@ -94,7 +94,7 @@ def test_readme_serves(command: str, tmp_path: Path) -> None:
     arguments = shlex.split(command)[1:]
     arguments[arguments.index("--port") + 1] = "0"
     server = subprocess.Popen(
-        [sys.executable, "-m", "weft.cli.main", *arguments],
+        [sys.executable, "-m", "weft.serve.cli.main", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env=environment(tmp_path),
@@ -298,7 +298,7 @@ def test_options_of_the_layout_are_shown_alike(monkeypatch: pytest.MonkeyPatch, 
 
 
 TOY_OPTION = """
-from weft.cli import cmd_serve, command
+from weft.serve.cli import cmd_serve, command
 from weft.engine.config.config import EngineConfig
 engine = command.parse(cmd_serve.Command, "serve", ["--toy-pages", "5"]).engine
 assert EngineConfig(**engine.values()).toy_pages == 5 and engine.arguments() == ["--toy-pages", "5"]
@@ -343,7 +343,7 @@ def test_old_names_of_options_still_work() -> None:
 
 WITHOUT_TORCH = """
 import sys
-from weft.cli.main import main
+from weft.serve.cli.main import main
 starts = ["serve"], ["generate"], ["eval"], ["profile"]
 bad = ["/nowhere"], ["--attn-dp", "2", "--ep", "3"], ["--preset", "gpt-oss-20b"], ["--tp", "2"]
 for command in starts:
@@ -393,7 +393,7 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch: pyte
         raise ModuleNotFoundError(name="opentelemetry.trace")
 
     with monkeypatch.context() as patched:
-        patched.setattr("weft.cli.main.importlib.import_module", gone)
+        patched.setattr("weft.serve.cli.main.importlib.import_module", gone)
         found = [weft_here(*command.split()) for command in ("serve", "bench serving", "generate")]
     what = ["'weft[serve]'", "'weft[bench]'", "opentelemetry"]
     assert [code for code, *_ in found] == [2, 2, 2]
@@ -462,7 +462,7 @@ def test_help_teaches(command: str) -> None:
 
 
 def test_a_reader_that_leaves_early() -> None:
-    command = f"{shlex.quote(sys.executable)} -m weft.cli.main plan --tokens 1,2,3 | true"
+    command = f"{shlex.quote(sys.executable)} -m weft.serve.cli.main plan --tokens 1,2,3 | true"
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True)
     assert done.stderr == ""
 
@@ -550,7 +550,7 @@ def test_a_packaged_model_is_found_or_its_package_is_named(monkeypatch: pytest.M
 
 
 def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "weft.cli.main", "demo", "--questions", "1000"]  # so that it is ended, not done
+    command = [sys.executable, "-m", "weft.serve.cli.main", "demo", "--questions", "1000"]  # ended, not done
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(tmp_path))
     assert demo.stdout is not None
     port = re.search(r"weft serve --port (\d+)", demo.stdout.readline())

@@ -10,7 +10,7 @@ import pytest
 
 from e2e.here import weft_here
 from weft import __version__
-from weft.cli import cmd_doctor
+from weft.serve.cli import cmd_doctor
 
 
 def test_this_host_is_examined() -> None:

@@ -26,7 +26,7 @@ from engine.conftest import WAIT_S
 from weft_bench.hosts_rig import Host, arguments, joined_hosts, started_by
 from weft_bench.server_process import ServerError
 
-WEFT = (sys.executable, "-m", "weft.cli.main")
+WEFT = (sys.executable, "-m", "weft.serve.cli.main")
 LAYOUT = ("--attn-dp", "2", "--attn-tp", "2", "--device", "cpu", "--kv-tokens", "2048")
 PROMPT = "Tom has 3 apples and buys 4 more."
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.cli import cmd_tune
 from weft.planner.cost import cache_folder
+from weft.serve.cli import cmd_tune
 from weft_bench.baselines import DeepSpeed, build_deepspeed
 from weft_bench.commands import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency
 
@@ -225,7 +225,7 @@ def test_a_small_run_of_merges(tmp_path: Path) -> None:
 def test_who_is_ended_takes_the_ranks_along(tmp_path: Path) -> None:
     words = ["bench", "collectives", "--ranks", "2"]
     bench = subprocess.Popen(
-        [sys.executable, "-m", "weft.cli.main", *words], env=dict(os.environ) | {"TMPDIR": str(tmp_path)}
+        [sys.executable, "-m", "weft.serve.cli.main", *words], env=dict(os.environ) | {"TMPDIR": str(tmp_path)}
     )
     children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
     while len(started := children.read_text().split()) < 3:  # and what tracks resources

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from e2e.here import weft_here
-from weft.cli import ray_hosts
-from weft.cli.command import EngineArguments
 from weft.engine.assets import embedded_model_dir
 from weft.engine.config.config import EngineConfig
+from weft.serve.cli import ray_hosts
+from weft.serve.cli.command import EngineArguments
 from weft_bench.hosts_rig import joined_hosts
 
 TWO = ("--attn-tp", "2", "--device", "cpu", "--nnodes", "2", "--ray")
@@ -161,7 +161,7 @@ def test_an_agent_ends_with_its_input(tmp_path: Path) -> None:
     config = EngineConfig(attn_tp=2, nnodes=2, device="cpu", node_rank=0, master_addr="127.0.0.1", cluster_key=tmp_path)
     values = config.to_dict() | {"cluster_key": "0123456789abcdef", "model": None, "node_rank": 1}
     agent = subprocess.Popen(
-        [sys.executable, "-m", "weft.cli.ray_agent"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "weft.serve.cli.ray_agent"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert agent.stdin is not None and agent.stderr is not None
     print(json.dumps(values), file=agent.stdin, flush=True)
@@ -178,7 +178,7 @@ def test_a_ray_cluster_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("the package ray is not installed: pip install 'weft[ray]'")
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--object-store-memory=100000000"]
-    weft = [sys.executable, "-m", "weft.cli.main"]
+    weft = [sys.executable, "-m", "weft.serve.cli.main"]
     try:
         # Ray's sockets are at paths of at most 107 characters.
         with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, joined_hosts(2) as (first, second):

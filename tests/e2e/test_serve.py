@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from weft.server.sockets import bind
+from weft.serve.http.sockets import bind
 from weft_bench.server_process import ServerProcess, forker_of
 
 KEY = "a key that no command line shows"

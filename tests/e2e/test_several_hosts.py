@@ -13,8 +13,8 @@ import pytest
 
 from chaos.__main__ import main as chaos
 from e2e.here import weft_here
-from weft.cli.command import EngineArguments
-from weft.cli.several_hosts import first_host, with_launcher
+from weft.serve.cli.command import EngineArguments
+from weft.serve.cli.several_hosts import first_host, with_launcher
 
 KEY = Path("cluster.key")
 TORCHRUN = dict(TORCHELASTIC_RUN_ID="1", GROUP_WORLD_SIZE="2", GROUP_RANK="1", MASTER_ADDR="a", MASTER_PORT="29500")
@@ -42,7 +42,7 @@ def test_what_torchrun_sets() -> None:
     """Two hosts of torchrun itself, each with one process, which says what it understands."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    say = "import os; from weft.cli.several_hosts import launcher; print(launcher(os.environ))"
+    say = "import os; from weft.serve.cli.several_hosts import launcher; print(launcher(os.environ))"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--no-python", sys.executable, "-c", say]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

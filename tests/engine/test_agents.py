@@ -24,7 +24,6 @@ import zmq
 from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, expected, prompts
 from engine.test_faults import wait_until
-from weft.cli.host_findings import between_hosts
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.startup import resolve_defaults
@@ -35,6 +34,7 @@ from weft.engine.models.model_config import ModelError
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.processes import rank_processes
 from weft.engine.processes.fork_client import ForkServer
+from weft.serve.cli.host_findings import between_hosts
 
 __all__ = ["expected"]
 FORK = multiprocessing.get_context("fork")

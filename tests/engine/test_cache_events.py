@@ -42,7 +42,7 @@ from weft.engine.kv.tokens import token_array
 from weft.engine.messages.request import SamplingParams, Sharing
 from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.worker.worker import Worker
-from weft.server.metrics import Metrics
+from weft.serve.http.metrics import Metrics
 
 
 @dataclass

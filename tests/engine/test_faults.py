@@ -173,7 +173,7 @@ sandbox = GrammarSandbox(lambda: {"tokenizer": "byte", "vocabulary": 257, "ends"
 process = sandbox._start(); started = [process.pid], ""
 """,
     "chat templates": """
-from weft.server.templates import Templates
+from weft.serve.chat.templates import Templates
 templates = Templates({}); started = [templates._process.pid], ""
 """,
 }

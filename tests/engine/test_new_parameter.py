@@ -23,7 +23,7 @@ from weft.engine.messages.request import SamplingParams
 from weft.engine.output.text_processor import TextProcessor, read_tokenizer
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.row_table import RowTable
-from weft.server.protocol import SamplingFields
+from weft.serve.chat.protocol import SamplingFields
 
 SOURCE = Path(__file__).parents[2] / "src"
 TILT = {
@@ -36,7 +36,7 @@ TILT = {
         "    scaled = scaled - tilt * torch.arange(logits.shape[-1])\n"
         "    threshold = scaled.amax",
     },
-    "server/protocol.py": {
+    "serve/chat/protocol.py": {
         "    min_p: float | None = None\n": "    min_p: float | None = None\n    tilt: float | None = None\n"
     },
 }

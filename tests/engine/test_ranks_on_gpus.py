@@ -13,9 +13,6 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.cli import cmd_tune
-from weft.cli.command import UserError
-from weft.cli.start import start_engine
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import NCCL, PEER
 from weft.engine.config.config import EngineConfig
@@ -27,6 +24,9 @@ from weft.engine.worker.planning import plan_model
 from weft.kernels.float8 import FLOAT8
 from weft.planner.cost import INFINIBAND, host_table, read_table
 from weft.planner.spec import LayoutError
+from weft.serve.cli import cmd_tune
+from weft.serve.cli.command import UserError
+from weft.serve.cli.start import start_engine
 
 TWO = EngineConfig(attn_tp=2, moe_tp=2)
 

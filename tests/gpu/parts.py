@@ -123,7 +123,16 @@ PARTS = {
             *(
                 Command(
                     f"profile-{n}",
-                    ("-m", "weft.cli.main", "profile", *PROFILED, "--batch", n, "--output", f"{{scratch}}/profile-{n}"),
+                    (
+                        "-m",
+                        "weft.serve.cli.main",
+                        "profile",
+                        *PROFILED,
+                        "--batch",
+                        n,
+                        "--output",
+                        f"{{scratch}}/profile-{n}",
+                    ),
                 )
                 for n in ("1", "16", "64")
             ),

@@ -74,7 +74,7 @@ ONCE_MISSED = [
     ),
     Fault(
         "calls in later chunks are numbered from 0",
-        "server/completions.py",
+        "serve/dialects/completions.py",
         'calls.append({"index": part.number} | part.call.plain())',
         'calls.append({"index": len(calls)} | part.call.plain())',
         (CHUNKS,),
@@ -102,14 +102,14 @@ ONCE_MISSED = [
     ),
     Fault(
         "an echoed prompt has more alternatives than asked for",
-        "server/completions.py",
+        "serve/dialects/completions.py",
         "for t, value in p.top[:limit]} for p in scores]",
         "for t, value in p.top} for p in scores]",
         (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
     ),
     Fault(
         "a prompt has more alternatives than asked for",
-        "server/completions.py",
+        "serve/dialects/completions.py",
         "[(p.token_id, p.logprob), *p.top[:limit]]",
         "[(p.token_id, p.logprob), *p.top]",
         (f"{FIELDS}::test_each_table_has_as_many_alternatives_as_were_asked_for",),
@@ -123,7 +123,7 @@ ONCE_MISSED = [
     ),
     Fault(
         "bad words may come after a space",
-        "server/protocol.py",
+        "serve/chat/protocol.py",
         'for space in ("", " ")]',
         'for space in ("",)]',
         (f"{FIELDS}::test_bad_words_are_banned_at_the_start_of_a_text_and_after_a_space",),
@@ -705,28 +705,28 @@ OWN = [
     # server, bench, evals
     Fault(
         "a key is right that begins so",
-        "server/guard.py",
+        "serve/http/guard.py",
         "secrets.compare_digest(each.strip().encode(), key.encode())",
         "each.strip().startswith(key)",
         ("tests/server/test_http.py::test_the_key_is_asked_for",),
     ),
     Fault(
         "a body without a length may be as large as it likes",
-        "server/guard.py",
+        "serve/http/guard.py",
         "            if left < 0:\n",
         "            if False:\n",
         ("tests/server/test_connections.py",),
     ),
     Fault(
         "cached tokens count for each choice",
-        "server/parsed_output.py",
+        "serve/chat/parsed_output.py",
         "cached = [min((last",
         "cached = [max((last",
         ("tests/server/test_limits.py",),
     ),
     Fault(
         "an unfinished tag is sent as text",
-        "server/tools.py",
+        "serve/chat/tools.py",
         "cut_tag = len(self._held) > 1 and self._form.begin.startswith(self._held)",
         "cut_tag = False",
         ("tests/server/test_tools.py::test_calls_however_they_are_cut",),

@@ -24,13 +24,13 @@ from weft.engine.config.config import EngineConfig, QueueFull
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import Output, Sharing
 from weft.engine.output.text_processor import TextProcessor
-from weft.server.app import create_app
-from weft.server.engine_client import EngineClient
-from weft.server.metrics import Metrics
-from weft.server.options import Options
-from weft.server.run import Server
-from weft.server.sockets import bind
-from weft.server.templates import Templates
+from weft.serve.app import create_app
+from weft.serve.chat.templates import Templates
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
+from weft.serve.http.run import Server
+from weft.serve.http.sockets import bind
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from server.conftest import Served
 from weft.engine.controller.engine import Engine
 from weft.engine.grammar.grammar import Grammars
-from weft.server import bodies, engine_client
-from weft.server.prompts import Prompts
+from weft.serve.chat.prompts import Prompts
+from weft.serve.http import bodies, engine_client
 
 C = "/v1/completions"
 JSON = st.recursive(

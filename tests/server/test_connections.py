@@ -19,9 +19,9 @@ import pytest
 from engine.conftest import WAIT_S
 from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.controller.engine import Engine
-from weft.server.options import Options
-from weft.server.run import Server
-from weft.server.sockets import bind
+from weft.serve.http.options import Options
+from weft.serve.http.run import Server
+from weft.serve.http.sockets import bind
 
 
 @pytest.fixture
@@ -226,8 +226,8 @@ def test_who_reads_nothing_is_closed() -> None:
 FEW_DESCRIPTORS = """
 import resource, types
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from weft.server import log, run, sockets
-from weft.server.options import Options
+from weft.serve import log, run, sockets
+from weft.serve.http.options import Options
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})

@@ -21,14 +21,14 @@ from server.test_tools import (
     UNMARKED,
     WEATHER,
 )
-from weft.server.chats import ChatRequest
-from weft.server.engine_client import EngineClient
-from weft.server.metrics import Metrics
-from weft.server.options import Options
-from weft.server.parsers import EndingParser, parser
-from weft.server.service import Service
-from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
-from weft.server.tools import OutputDelta
+from weft.serve.chat.chats import ChatRequest
+from weft.serve.chat.parsers import EndingParser, parser
+from weft.serve.chat.service import Service
+from weft.serve.chat.tool_formats import TOOL_FORMATS, ToolFormat
+from weft.serve.chat.tools import OutputDelta
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
 
 HELLO: Any = [{"role": "user", "content": "hi"}]
 THINKS = "{# <tool_call> <think> #}" + UNMARKED

@@ -11,9 +11,9 @@ import pytest
 
 from server.conftest import QuietEngine, output
 from weft.engine.messages.request import Output, SamplingParams
-from weft.server.engine_client import EngineClient
-from weft.server.errors import ApiError
-from weft.server.metrics import Metrics
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.errors import ApiError
+from weft.serve.http.metrics import Metrics
 
 
 class Said:

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from server.conftest import Served, shared_templates
 from server.test_tools import TEMPLATE, TOOLS
 from weft.engine.assets import embedded_model_dir
-from weft.server.prompts import Prompts
-from weft.server.protocol import CompletionRequest
+from weft.serve.chat.prompts import Prompts
+from weft.serve.chat.protocol import CompletionRequest
 
 C, H = "/v1/completions", "/v1/chat/completions"
 GREEDY: Any = {"prompt": "abc", "temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -199,7 +199,7 @@ def test_bodies_are_read_by_the_fast_parser(served: Served, path: str, monkeypat
         response = http.post(path, content='{"prompt": "a",}', headers={"Content-Type": "application/json"})
         message = response.json()["error"]["message"]
         assert response.status_code == 400 and re.search("the body is not JSON: .* at character 1[45]$", message)
-        monkeypatch.setattr("weft.server.bodies.json", None)
+        monkeypatch.setattr("weft.serve.http.bodies.json", None)
         body = {"prompt": "a", "input": "a", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         fields = {C: ("prompt", "max_tokens"), H: ("messages", "max_tokens"), "/v1/responses": ("input",)}
         assert http.post(path, json={k: body[k] for k in fields.get(path, ("prompt",))}).status_code == 200

@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
-from weft.cli.command import StopSignals
-from weft.server.loading import MAX_CLIENTS, Loading
-from weft.server.options import Options
-from weft.server.run import Server
-from weft.server.sockets import bind
+from weft.serve.cli.command import StopSignals
+from weft.serve.http.loading import MAX_CLIENTS, Loading
+from weft.serve.http.options import Options
+from weft.serve.http.run import Server
+from weft.serve.http.sockets import bind
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def test_the_first_signal_ends_the_start_and_later_ones_change_nothing() -> None
 
 IMPORTS = """
 import sys
-from weft.cli.main import main
+from weft.serve.cli.main import main
 for arguments in sys.argv[1].splitlines():
     code = main(["serve", *arguments.split()])
     assert code == 2, (arguments, code)

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 
-from weft.server.log import (
+from weft.serve.http.log import (
     BURST,
     MAX_UNWRITTEN,
     WINDOW_S,

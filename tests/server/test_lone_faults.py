@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.output.detokenizer import TextStream
-from weft.server.completions import ChatReply, CompletionReply
-from weft.server.prompts import Prompts
-from weft.server.responses import ResponseReply
+from weft.serve.chat.prompts import Prompts
+from weft.serve.dialects.completions import ChatReply, CompletionReply
+from weft.serve.dialects.responses import ResponseReply
 
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEXT: dict[str, Any] = {"prompt": "abc", "max_tokens": 6, "temperature": 0, "ignore_eos": True}

@@ -10,8 +10,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from server.conftest import Served
-from weft.server.message_shape import Message, MessageShape, find
-from weft.server.responses import ResponsesRequest
+from weft.serve.chat.message_shape import Message, MessageShape, find
+from weft.serve.dialects.responses import ResponsesRequest
 
 TOOLS = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
 RESULT = "{% elif m.role == 'tool' %}<R>{{ m.content }}"

@@ -11,7 +11,7 @@ import pytest
 
 from server.conftest import QuietEngine, Served, output, serve
 from server.test_tools import CALL, TEMPLATE, TOOLS
-from weft.server.anthropic_messages import MessagesRequest
+from weft.serve.dialects.anthropic_messages import MessagesRequest
 
 M = "/v1/messages"
 HELLO: Any = [{"role": "user", "content": "hi"}]

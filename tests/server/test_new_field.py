@@ -12,15 +12,15 @@ import weft
 
 PLANTED = {
     "engine/messages/request.py": ("    min_tokens: int = 0\n", "    toy: float = 0.0\n"),
-    "server/protocol.py": ("    top_k: int | None = None\n", "    toy: float | None = None\n"),
+    "serve/chat/protocol.py": ("    top_k: int | None = None\n", "    toy: float | None = None\n"),
 }
 """By its file, the line that the toy field goes behind, and its own."""
 ASKED = """
 from types import SimpleNamespace
-from weft.server.anthropic_messages import MessagesRequest
-from weft.server.chats import ChatRequest
-from weft.server.protocol import CompletionRequest
-from weft.server.responses import ResponsesRequest
+from weft.serve.dialects.anthropic_messages import MessagesRequest
+from weft.serve.chat.chats import ChatRequest
+from weft.serve.chat.protocol import CompletionRequest
+from weft.serve.dialects.responses import ResponsesRequest
 
 said = [{"role": "user", "content": "hi"}]
 for body in (

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from weft.engine.messages.request import Output, TokenLogprob
 from weft.engine.output.detokenizer import Detokenizer, TextStream
 from weft.engine.output.text_processor import TextProcessor
-from weft.server.completions import CompletionReply
-from weft.server.protocol import CompletionRequest
+from weft.serve.chat.protocol import CompletionRequest
+from weft.serve.dialects.completions import CompletionReply
 
 PIECES = [b"a", "é".encode(), "€".encode(), "😀".encode(), b"\xe2\x82", b"\xf0\x9f", b"\xc3", b"\x80", b"\xf8", b"xy"]
 

@@ -15,19 +15,19 @@ from transformers import AutoTokenizer
 from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from server.test_tools import CALL, TOOLS
 from weft.engine.grammar.grammar import Grammars, grammar
-from weft.server.anthropic_messages import MessagesRequest
-from weft.server.chats import ChatRequest
-from weft.server.engine_client import EngineClient
-from weft.server.errors import ApiError
-from weft.server.metrics import Metrics
-from weft.server.options import Options, ReasoningParser
-from weft.server.parsed_output import ParsedOutput
-from weft.server.parsers import parser
-from weft.server.reasoning import Start, ThoughtParser, after_thought, start_of
-from weft.server.responses import ResponsesRequest
-from weft.server.service import Service
-from weft.server.tool_formats import TOOL_FORMATS
-from weft.server.tools import OutputDelta
+from weft.serve.chat.chats import ChatRequest
+from weft.serve.chat.parsed_output import ParsedOutput
+from weft.serve.chat.parsers import parser
+from weft.serve.chat.reasoning import Start, ThoughtParser, after_thought, start_of
+from weft.serve.chat.service import Service
+from weft.serve.chat.tool_formats import TOOL_FORMATS
+from weft.serve.chat.tools import OutputDelta
+from weft.serve.dialects.anthropic_messages import MessagesRequest
+from weft.serve.dialects.responses import ResponsesRequest
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.errors import ApiError
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options, ReasoningParser
 
 HERMES = next(form for form in TOOL_FORMATS if form.marks == ("<tool_call>",))
 THOUGHT = "<think>\nHm, a<b.\n\nSo </thin\n</think>\n\n"

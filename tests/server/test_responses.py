@@ -11,7 +11,7 @@ import pytest
 
 from server.conftest import QuietEngine, Served, output, serve
 from server.test_tools import TEMPLATE, TOOLS
-from weft.server.responses import ResponsesRequest
+from weft.serve.dialects.responses import ResponsesRequest
 
 FIXED: Any = {"model": "small", "temperature": 0, "max_output_tokens": 8}
 FLAT: Any = [{"type": "function"} | tool["function"] for tool in TOOLS]

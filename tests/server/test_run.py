@@ -24,11 +24,11 @@ import openai
 import pytest
 
 from server.conftest import Served, serve
-from weft.cli import cmd_serve
 from weft.engine.controller.engine import Engine
-from weft.server import log, run
-from weft.server.options import Options
-from weft.server.sockets import bind_unix
+from weft.serve.cli import cmd_serve
+from weft.serve.http import log, run
+from weft.serve.http.options import Options
+from weft.serve.http.sockets import bind_unix
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy.md"
 

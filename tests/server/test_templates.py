@@ -11,7 +11,7 @@ import pytest
 from server.conftest import Served, serve
 from server.test_tools import TEMPLATE, TOOLS
 from weft.engine.controller.engine import Engine
-from weft.server.templates import Templates
+from weft.serve.chat.templates import Templates
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a b "}]
 
@@ -78,11 +78,11 @@ def test_what_a_template_may_not_do(
     trusting: Served, monkeypatch: pytest.MonkeyPatch, template: str, error: str
 ) -> None:
     if error != "longer than 2 s":  # a busy machine may take longer for any other
-        monkeypatch.setattr("weft.server.templates.RENDER_S", 240.0)
+        monkeypatch.setattr("weft.serve.chat.templates.RENDER_S", 240.0)
     with trusting.http() as http:
         response = http.post("/tokenize", json={"messages": MESSAGES, "chat_template": template})
     assert response.status_code == 400 and error in response.json()["error"]["message"], response.text
-    monkeypatch.setattr("weft.server.templates.RENDER_S", 240.0)
+    monkeypatch.setattr("weft.serve.chat.templates.RENDER_S", 240.0)
     assert tokens(trusting, chat_template="{{ messages[0].content }}") == "hi", "the next one is served"
 
 

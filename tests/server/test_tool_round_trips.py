@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from server.tool_calls import FORMS, HARMONY, LLAMA, Made, ambiguous, as_json, made_up
 from weft.engine.grammar.grammar import Grammars
-from weft.server.parsers import EndingParser, parser
-from weft.server.tool_formats import ToolFormat
-from weft.server.tools import OutputDelta
+from weft.serve.chat.parsers import EndingParser, parser
+from weft.serve.chat.tool_formats import ToolFormat
+from weft.serve.chat.tools import OutputDelta
 
 SEEDS = pytest.mark.parametrize(
     "seeds", [range(3), pytest.param(range(3, 210), marks=pytest.mark.nightly)], ids=["few", "many"]

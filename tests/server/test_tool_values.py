@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.server.tool_arguments import JsonArguments
-from weft.server.tool_values import property_schema, value_for, write_json
+from weft.serve.chat.tool_arguments import JsonArguments
+from weft.serve.chat.tool_values import property_schema, value_for, write_json
 
 STRING, INTEGER, NULL = {"type": "string"}, {"type": "integer"}, {"type": "null"}
 ROOT = {"$defs": {"code": {"anyOf": [STRING, {"$ref": "#/$defs/none"}]}, "none": NULL, "n/a": INTEGER}}

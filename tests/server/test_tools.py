@@ -15,15 +15,15 @@ from transformers import AutoTokenizer
 
 from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from weft.engine.grammar.grammar import Grammars
-from weft.server.chats import ChatRequest
-from weft.server.engine_client import EngineClient
-from weft.server.errors import ApiError
-from weft.server.metrics import Metrics
-from weft.server.options import Options
-from weft.server.parsers import parser
-from weft.server.service import Service
-from weft.server.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
-from weft.server.tools import OutputDelta
+from weft.serve.chat.chats import ChatRequest
+from weft.serve.chat.parsers import parser
+from weft.serve.chat.service import Service
+from weft.serve.chat.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
+from weft.serve.chat.tools import OutputDelta
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.errors import ApiError
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 TOOLS: Any = [

@@ -15,17 +15,17 @@ from pydantic import BaseModel, ValidationError
 
 from server.conftest import QuietEngine, Served, shared_templates
 from server.test_tools import TEMPLATE
-from weft.server.anthropic_messages import InputMessage, MessagesRequest
-from weft.server.chats import ChatRequest, Function, Message
-from weft.server.engine_client import EngineClient
-from weft.server.errors import ApiError
-from weft.server.items import ITEMS
-from weft.server.metrics import Metrics
-from weft.server.options import Options
-from weft.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from weft.server.responses import ResponsesRequest
-from weft.server.service import Service
-from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
+from weft.serve.chat.chats import ChatRequest, Function, Message
+from weft.serve.chat.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.serve.chat.service import Service
+from weft.serve.chat.tool_formats import TOOL_FORMATS, ToolFormat
+from weft.serve.dialects.anthropic_messages import InputMessage, MessagesRequest
+from weft.serve.dialects.items import ITEMS
+from weft.serve.dialects.responses import ResponsesRequest
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.errors import ApiError
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
 
 ROUTES: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,

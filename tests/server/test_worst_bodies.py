@@ -13,16 +13,8 @@ import pytest
 
 from server.conftest import Served
 from weft.engine.controller.engine import Engine
-from weft.server import bodies
-from weft.server.protocol import (
-    MAX_ITEMS,
-    MAX_NAME,
-    MAX_NAMED,
-    MAX_PAIRS,
-    MAX_STOP_TEXT,
-    MAX_STOPS,
-    MAX_WORDS_TEXT,
-)
+from weft.serve.chat.protocol import MAX_ITEMS, MAX_NAME, MAX_NAMED, MAX_PAIRS, MAX_STOP_TEXT, MAX_STOPS, MAX_WORDS_TEXT
+from weft.serve.http import bodies
 
 C, H, R, A = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 TEXT = {C: {"prompt": "a"}, H: {"messages": [{"role": "user", "content": "a"}]}, R: {"input": "a"}}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from weft.server.tool_formats import TOOL_FORMATS, ToolFormat
+from weft.serve.chat.tool_formats import TOOL_FORMATS, ToolFormat
 
 HARMONY, XML, GLM, HERMES, DEEPSEEK, DEEPSEEK_31, KIMI, MINIMAX, LLAMA = TOOL_FORMATS
 

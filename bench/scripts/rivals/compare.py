@@ -34,8 +34,8 @@ from pathlib import Path
 from engines import KINDS, EngineFailed, Installation, Options, RunningEngine
 from results import Results
 
-from weft.cli.command import stop_on_sigterm
 from weft.engine.assets import embedded_model_dir
+from weft.serve.cli.command import stop_on_sigterm
 from weft_bench.client_processes import processes_for, send_from
 from weft_bench.serving import Outcome, RequestSpec, Server, Workload, summary
 

@@ -52,7 +52,7 @@ def _option(name: str, value: int | None) -> list[str]:
 
 
 def _weft(o: Options) -> list[str]:
-    fixed = ["-m", "weft.cli.main", "serve", str(o.model), "--port", str(o.port), "--device", o.device]
+    fixed = ["-m", "weft.serve.cli.main", "serve", str(o.model), "--port", str(o.port), "--device", o.device]
     fixed += ["--attn-tp", str(o.ranks), "--gpu-memory-fraction", str(o.before + o.memory)]  # counts that of others
     return fixed + _option("--max-running", o.sequences) + _option("--max-batch-tokens", o.tokens)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weft_bench.hosts_rig import Host, files_below, started_by
 
-SERVE = (sys.executable, "-m", "weft.cli.main", "serve")
+SERVE = (sys.executable, "-m", "weft.serve.cli.main", "serve")
 START_S = 600.0
 
 

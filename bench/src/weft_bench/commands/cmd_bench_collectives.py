@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import torch
 
-from weft.cli.command import UserError, check_writable, stop_on_sigterm
-from weft.cli.progress import progress_bar
-from weft.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.comm.peer_launch import PeerTuning
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
 from weft.planner.cost import host_table, read_tuning
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.serve.cli.progress import progress_bar
+from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.tune.call_times import MIXED
 from weft.tune.gpu_times import Case as GpuCase
 from weft.tune.ranks import run_ranks

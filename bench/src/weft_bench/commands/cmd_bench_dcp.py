@@ -9,11 +9,11 @@ from typing import Literal
 
 import torch
 
-from weft.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.comm.peer import MAX_RANKS as PEER_RANKS
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
 from weft.planner.cost import host_table, read_tuning
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.tune.ranks import run_ranks
 from weft_bench.dcp_merge import SHAPES, Case, Shape, Timing, measure_cpus, measure_gpus
 from weft_bench.write_results import write_results

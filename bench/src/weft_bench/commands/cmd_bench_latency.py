@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.cli.command import Revision, UserError, check_writable, model_dir, stop_on_sigterm
-from weft.cli.progress import progress_bar
-from weft.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.comm.shm import ShmTuning
 from weft.planner.cost import host_table, read_tuning
 from weft.planner.spec import Mesh
+from weft.serve.cli.command import Revision, UserError, check_writable, model_dir, stop_on_sigterm
+from weft.serve.cli.progress import progress_bar
+from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.tune.host import describe_host
 from weft.tune.ranks import run_ranks
 from weft_bench.latency import OVER_HOSTS, Latency, Request, measure, measure_over_hosts, parameters

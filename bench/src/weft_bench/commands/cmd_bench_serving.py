@@ -14,9 +14,9 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from weft.cli.command import UserError, check_writable, stop_on_sigterm
-from weft.cli.progress import progress_bar
 from weft.planner.show import columns
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.serve.cli.progress import progress_bar
 from weft_bench.client_processes import processes_for, send_from
 from weft_bench.serving import LATENCIES, Backend, Server, Workload, arrivals, summary
 from weft_bench.streamed_completion import LoadError

@@ -19,8 +19,8 @@ from typing import IO, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from weft.cli.command import UserError, stop_on_sigterm
 from weft.planner.show import columns, size_text
+from weft.serve.cli.command import UserError, stop_on_sigterm
 
 START_TIMEOUT_S = 300.0
 CHATS = (
@@ -80,7 +80,7 @@ class Command:
             layout = "smollm2 --attn-tp 3"
         serve = f"serve --port {port} --kv-tokens 8192 {layout}"
         console.print(f"[bold]$ weft {serve}[/bold]", soft_wrap=True)
-        command = [sys.executable, "-m", "weft.cli.main", *shlex.split(serve)]
+        command = [sys.executable, "-m", "weft.serve.cli.main", *shlex.split(serve)]
         early: list[int] = []  # an exception in the midst of Popen would lose the process
         signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)

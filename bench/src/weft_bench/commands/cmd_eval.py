@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
-from weft.cli.ray_hosts import agents
-from weft.cli.several_hosts import run_agent
-from weft.cli.start import start_engine
+from weft.serve.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.serve.cli.ray_hosts import agents
+from weft.serve.cli.several_hosts import run_agent
+from weft.serve.cli.start import start_engine
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Command:
         return 0
 
     def _complete(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
-        from weft.cli.progress import progress_bar
         from weft.engine.config.config import EngineError
         from weft.engine.output.results import whole
+        from weft.serve.cli.progress import progress_bar
 
         texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()
 

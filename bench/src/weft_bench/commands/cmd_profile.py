@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from weft.cli.command import EngineArguments, ModelDir, UserError, engine_config, model_name, stop_on_sigterm
-from weft.cli.several_hosts import run_agent
-from weft.cli.start import start_engine
 from weft.engine.config.engine_options import LayoutOptions
 from weft.planner.show import columns, size_text
+from weft.serve.cli.command import EngineArguments, ModelDir, UserError, engine_config, model_name, stop_on_sigterm
+from weft.serve.cli.several_hosts import run_agent
+from weft.serve.cli.start import start_engine
 
 MAX_KERNELS = 12
 

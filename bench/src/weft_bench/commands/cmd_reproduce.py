@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from weft.cli.command import UserError, check_writable, stop_on_sigterm
-from weft.cli.progress import progress_bar
 from weft.planner.show import columns
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.serve.cli.progress import progress_bar
 from weft.tune.host import describe_host
 from weft_bench.reproduce import Measured, better, measure
 from weft_bench.seeds import SEEDS

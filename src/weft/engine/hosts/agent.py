@@ -3,8 +3,8 @@
 It ends with node 0, and its ranks end with it.
 """
 
-# Why not ranks that torchrun, srun or Ray start? These do start agents (`weft.cli.several_hosts`, `ray_hosts`), and an
-# agent does for ranks what none of them does:
+# Why not ranks that torchrun, srun or Ray start? These do start agents (`weft.serve.cli.several_hosts`, `ray_hosts`),
+# and an agent does for ranks what none of them does:
 # - It starts ranks anew after a fault, from its fork server, while node 0 keeps the HTTP port and the waiting requests.
 #   torchrun restarts all processes of a job, the controller too; srun ends the job; Ray restarts one actor, which peers
 #   in a collective do not notice.

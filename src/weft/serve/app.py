@@ -1,0 +1,166 @@
+"""The application and its routes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict
+from typing import Any
+
+import anyio
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from weft import __version__
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.profiling import MIN_STEPS, NotWatched, record
+from weft.engine.models.model_config import ModelError
+from weft.serve.chat.service import Service
+from weft.serve.chat.templates import Templates
+from weft.serve.dialects import anthropic_messages, completions, extras, responses, router_routes
+from weft.serve.http import errors
+from weft.serve.http.bodies import LARGE_AT_ONCE, SLOW_AT_ONCE
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.errors import ApiError
+from weft.serve.http.guard import Guard
+from weft.serve.http.options import Options
+
+MAX_WATCHED = 1000
+"""Steps in one trace, at most: it is written and read as a whole."""
+MAX_PLANNED = 2**20
+"""Tokens of the largest plan to ask for: far above any step, and numbers that the cost model can hold."""
+
+
+def create_app(
+    engine_client: EngineClient, model_name: str, options: Options, templates: Templates | None = None
+) -> FastAPI:
+    """Return the OpenAI-compatible application. ModelError for a chat template that takes too long.
+
+    The path of its schema needs the key too. Pages about it would load code from elsewhere, and are left out.
+
+    Args:
+        model_name: the model's name, where the options have no other.
+        templates: those of this tokenizer, where another application has some.
+    """
+    engine = engine_client.engine
+    app = FastAPI(
+        title="Weft",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # they would lead to whatever the Host header says
+        responses=errors.described(errors.ErrorBody),
+    )
+    app.root_path = options.root_path  # uvicorn's own would refuse paths that come with it
+    app.add_middleware(Guard, options=options, metrics=engine_client.metrics)
+    if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
+        )
+    app.state.slow, app.state.large = anyio.CapacityLimiter(SLOW_AT_ONCE), anyio.CapacityLimiter(LARGE_AT_ONCE)
+    errors.install(app)
+    templates = templates or Templates(engine.tokenizer.special_tokens_map)
+    _probe(engine.tokenizer, templates)
+    service = Service(engine_client, options.served_model_name or (model_name,), templates, options)
+    for api in (completions, responses, anthropic_messages, extras, router_routes):
+        app.include_router(api.router(service))
+    app.include_router(_status_routes(service))
+    app.include_router(_step_routes(engine, options))
+    if options.otlp_traces_endpoint is not None:
+        from weft.serve.http.tracing import trace
+
+        trace(app, options.otlp_traces_endpoint)
+    return app
+
+
+def _probe(tokenizer: Any, templates: Templates) -> None:
+    """Finds the shapes of the model's chat templates now, so that no request waits for that."""
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"": tokenizer.chat_template}
+    try:
+        for template in filter(None, named.values()):
+            templates.shape(template)
+    except ApiError as error:
+        raise ModelError(f"the model's {error.message}; mend it in the model's directory") from error
+
+
+def _status_routes(service: Service) -> APIRouter:
+    """Health, the model, metrics: what may be asked while a step hangs."""
+    made, engine_client, engine = APIRouter(), service.engine_client, service.engine
+    created = int(time.time())
+    card = {"object": "model", "created": created, "owned_by": "weft", "max_model_len": engine.max_model_len}
+    cards = {name: {"id": name} | card for name in service.model_names}
+
+    @made.head("/health", include_in_schema=False)
+    @made.get("/health")
+    async def health() -> Response:
+        state = "draining" if engine_client.closed else engine.state
+        if state == "failed":
+            return ApiError(503, engine.error or "the engine has failed").response()
+        return JSONResponse({"status": "ok" if state == "serving" else state}, 200 if state == "serving" else 503)
+
+    @made.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": list(cards.values())}
+
+    @made.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return cards[name]
+
+    # Not on a thread: those may all wait for the engine (`_step_routes`).
+    @made.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(engine_client.metrics.text(service.model_name), media_type=CONTENT_TYPE_LATEST)
+
+    return made
+
+
+def _step_routes(engine: Engine, options: Options) -> APIRouter:
+    """What the engine's steps exchange and take. They ask its thread, which waits for its current step, so they must
+    not hold up the event loop."""
+    made, watching = APIRouter(), threading.Lock()
+
+    @made.get("/weft/plan")
+    async def plan(tokens: int = 1) -> Response:
+        if not 0 <= tokens <= MAX_PLANNED:
+            raise ApiError(400, f"tokens is {tokens}; it must be between 0 and {MAX_PLANNED}", param="tokens")
+        return PlainTextResponse(await run_in_threadpool(engine.plan_text, tokens))
+
+    @made.get("/weft/report")
+    async def report() -> dict[str, Any]:
+        ran, naive = await run_in_threadpool(engine.comm_report)
+        config = engine.config
+        return {
+            "attention_backend": config.attention_backend,
+            "max_running": config.batch_sequences,
+            "max_batch_tokens": config.batch_tokens,
+            "kv_tokens": config.cached_tokens,
+            "ran": [asdict(s) for s in ran],
+            "naive": [asdict(s) for s in naive],
+        }
+
+    @made.post("/weft/profile")
+    async def profile(steps: int = 20) -> dict[str, Any]:
+        if (folder := options.profile_dir) is None:
+            raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
+        if not MIN_STEPS <= steps <= MAX_WATCHED:
+            limits = f"between {MIN_STEPS} and {MAX_WATCHED}"
+            raise ApiError(400, f"steps is {steps}; it must be {limits}", param="steps")
+        if not watching.acquire(blocking=False):
+            raise ApiError(409, "steps are being watched already")
+        try:
+            recording = await run_in_threadpool(record, engine, steps)
+            return recording.report | {"files": await run_in_threadpool(recording.write, folder)}
+        except NotWatched as error:
+            raise ApiError(409, str(error)) from error
+        finally:
+            watching.release()
+
+    return made

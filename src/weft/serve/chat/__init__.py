@@ -1,0 +1,1 @@
+"""Chats: templates, tools, reasoning and the parts of an output, for every dialect."""

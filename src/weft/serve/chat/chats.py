@@ -1,0 +1,385 @@
+"""Bodies of POST /v1/chat/completions: messages, tools, and the prompt that a chat template makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError
+
+from weft.engine.grammar.grammar import Grammars
+from weft.serve.chat.message_shape import COMMON_ROLES, MessageShape
+from weft.serve.chat.protocol import MAX_ITEMS, MAX_NAMED, CommonRequest, Text, limited_to
+from weft.serve.chat.templates import Templates
+from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
+from weft.serve.http.bodies import Body
+from weft.serve.http.errors import ApiError, Names, client_names, field_errors
+
+OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
+OUR_ARGUMENTS |= {"continue_final_message"}
+"""Of a chat template: what `chat_template_kwargs` may not set."""
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+"""Types of parts that are text, in chats and responses."""
+
+
+class TextPart(Body):
+    """A part of a message; text is all that Weft reads."""
+
+    harmless = frozenset({"annotations", "cache_control", "id", "logprobs"})  # what clients send back, or for others
+
+    type: Literal["text"]
+    text: Text
+
+
+def only_text(content: Any) -> Any:
+    """Before parts are checked one by one: of an image, what it lacks of a text says little. Raises ValueError."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            raise ValueError(f"a part of type {kind!r} cannot be read: this server takes text alone; leave it out")
+    return content
+
+
+def text_of(content: str | Sequence[TextPart] | None) -> str:
+    """The parts of a message in one."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+class CalledFunction(Body):
+    """arguments: JSON, as text."""
+
+    name: Text
+    arguments: Text = "{}"
+
+
+class ToolCall(Body):
+    """A call that the assistant made before."""
+
+    harmless = frozenset({"index"})  # of streamed calls that clients send back
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message of a chat. Its further fields go to the chat template, which alone knows what they mean."""
+
+    open = True
+
+    role: Text
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(only_text)] = (
+        None
+    )
+    name: Text | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: Text | None = None
+
+    @property
+    def text(self) -> str:
+        """Its parts in one."""
+        return text_of(self.content)
+
+    @property
+    def characters(self) -> int:
+        """Length of its text."""
+        return len(self.role) + len(self.text) + sum(len(c.function.arguments) for c in self.tool_calls)
+
+    def plain(self, place: str = "messages") -> dict[str, Any]:
+        """Return it as `MessageShape.built` takes it. ApiError 400 for arguments that are no JSON.
+
+        Args:
+            place: its place in the request.
+        """
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [_call(c, f"{place}.tool_calls.{at}") for at, c in enumerate(self.tool_calls)]
+        for name in ("name", "tool_call_id"):
+            if getattr(self, name) is not None:
+                message[name] = getattr(self, name)
+        return message | (self.model_extra or {})
+
+
+def _call(call: ToolCall, place: str) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(call.function.arguments or "{}")
+    except (msgspec.DecodeError, RecursionError) as error:
+        param = f"{place}.function.arguments"
+        message = f"{param}: the arguments of a call of {call.function.name} are not JSON: {error}"
+        raise ApiError(400, message, param=param) from error
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+
+
+def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
+    """As far as forms of calls read a schema; the rest is for whatever compiles it."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        raise ValueError("properties must be an object and required a list")
+    for name, kind in properties.items():
+        if isinstance(kind, dict) and not isinstance(kind.get("enum", []), list):
+            raise ValueError(f"the enum of {name} must be a list")
+        if isinstance(kind, dict) and not (isinstance(length := kind.get("maxLength", 0), int) and 0 <= length < 2**20):
+            raise ValueError(f"the maxLength of {name} must be an integer from 0 to {2**20}")
+    return schema
+
+
+class Function(Body):
+    """parameters: a JSON schema."""
+
+    name: Text = Field(min_length=1)
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_of_an_object)] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: Text
+
+
+class NamedTool(Body):
+    """tool_choice: this one."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    """mode: whether the output must call one of these, or may."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedToolChoice(Body):
+    """tool_choice: some of the tools. The model does not see the others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ChosenTools = Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+GPT_OSS_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+"""The nearest of GPT-OSS's three levels."""
+
+
+class ChatRequest(CommonRequest):
+    """POST /v1/chat/completions."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.neutral | {
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), limited_to(MAX_ITEMS)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], limited_to(MAX_NAMED)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: Text | None = Field(None, min_length=1)
+    chat_template_kwargs: Annotated[dict[str, Any], limited_to(MAX_NAMED)] = Field(default_factory=dict)
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
+    _names: Names = PrivateAttr(default_factory=dict)
+
+    @cached_property
+    def offered(self) -> list[dict[str, Any]]:
+        """The functions that the output may call."""
+        return [function.model_dump(exclude_none=True) for function in self._functions]
+
+    @property
+    def _functions(self) -> list[Function]:
+        if self.tool_choice == "none":
+            return []
+        allowed = self.allowed
+        return [t.function for t in self.tools if allowed is None or t.function.name in allowed]
+
+    @property
+    def allowed(self) -> set[str] | None:
+        """Names of the only tools that tool_choice allows; None: all are allowed."""
+        if not isinstance(self.tool_choice, AllowedToolChoice):
+            return None
+        return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def slow(self) -> bool:
+        """Its prompt is rendered in another process."""
+        return True
+
+    @property
+    def names(self) -> Names:
+        """The client's names of fields that are checked under others."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        own = {"prompt": "messages", "max_tokens": limit} | ({"logprobs": "top_logprobs"} if self.logprobs else {})
+        return {**own, **self._names}
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the output must be calls."""
+        if isinstance(self.tool_choice, AllowedToolChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def refuse_unsupported(self, place: str = "") -> None:
+        super().refuse_unsupported(place)
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        if (
+            self.continue_final_message
+            and "add_generation_prompt" in self.model_fields_set
+            and self.add_generation_prompt
+        ):
+            message = "continue_final_message and add_generation_prompt exclude each other; leave one out"
+            raise ApiError(400, message, param="continue_final_message")
+        if taken := OUR_ARGUMENTS & set(self.chat_template_kwargs):
+            message = f"chat_template_kwargs cannot set {sorted(taken)[0]}"
+            raise ApiError(400, message, param="chat_template_kwargs")
+        if self.must_call and not self.tools:
+            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+        if unknown := (self.allowed or set()) - {tool.function.name for tool in self.tools}:
+            raise _not_a_tool(min(unknown))
+
+    @property
+    def strict(self) -> bool:
+        """Whether calls in the output follow the functions' schemas: all of them, where one is strict."""
+        return any(function.strict for function in self._functions)
+
+    def calls_grammar(
+        self, form: ToolFormat | None, grammars: Grammars, *, bare: bool = False, any_whitespace: bool = False
+    ) -> str | None:
+        """Return the grammar of outputs that must be calls, or may have strict ones in them; None where they are free.
+        ApiError 400.
+
+        Args:
+            form: of calls; None where there are none.
+            grammars: what compiles it.
+            bare: outputs that have calls are nothing else, also where they need not have any. Calls without a mark at
+                their beginning are then left out, as nothing distinguishes them.
+            any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
+        """
+        if form is None or not self.offered or not (self.must_call or self.strict or bare):
+            return None
+        if bare and not (self.must_call or form.begin):
+            return None
+        functions = self.offered
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            functions = [f for f in functions if f["name"] == name]
+            if not functions:
+                raise _not_a_tool(name)
+        several = self.parallel_tool_calls and not isinstance(self.tool_choice, NamedTool)
+        try:
+            among_text = not (self.must_call or bare)
+            named = grammars.named
+            return form.grammar(functions, several, named, among_text=among_text, any_whitespace=any_whitespace)
+        except ValueError as error:
+            at = next((at for at, tool in enumerate(self.tools) if tool.function.strict), 0)
+            message = f"tools.{at}.function.strict is not supported with this tokenizer: {error}; leave it out"
+            raise ApiError(400, message, param=f"tools.{at}.function.strict") from error
+
+    def template(self, tokenizer: Any) -> str:
+        """Return its own chat template, or the model's; empty where there is none."""
+        if self.chat_template or not tokenizer.chat_template:
+            return self.chat_template or ""
+        return str(tokenizer.get_chat_template(None, self.offered or None))  # there may be one for tools
+
+    def prompt(self, tokenizer: Any, templates: Templates) -> str:
+        """Return the text that the model goes on from.
+
+        ApiError 400 for messages that the chat template refuses or would leave out, and for a template that fails.
+        """
+        if not (template := self.template(tokenizer)):
+            raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
+        own = self.chat_template is None
+        shape = templates.shape(template)
+        form = tool_format_of(template)
+        if self.offered and (form is None or not shape.tools):
+            raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
+        if own:
+            self._refuse_dropped(shape, partial(templates.drops, template))
+        arguments = (
+            self._effort(form)
+            | self.chat_template_kwargs
+            | {
+                "tools": [{"type": "function", "function": f} for f in self.offered] or None,
+                "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+                "continue_final_message": self.continue_final_message,
+            }
+        )
+        plain = [message.plain(f"messages.{at}") for at, message in enumerate(self.messages)]
+        return templates.render(template, shape.built(plain), own, **arguments)
+
+    def _effort(self, form: ToolFormat | None) -> dict[str, Any]:
+        """What chat templates read of reasoning_effort. ApiError 400 for a level that the model lacks."""
+        if self.reasoning_effort is None:
+            return {}
+        if form is not None and form.channels:
+            if self.reasoning_effort == "none":
+                message = "reasoning_effort is 'none', but this model always thinks; use low, medium or high"
+                raise ApiError(400, message, param="reasoning_effort")
+            return {"reasoning_effort": GPT_OSS_EFFORTS[self.reasoning_effort]}
+        thinks = {} if self.reasoning_effort != "none" else thinking(False)
+        return {"reasoning_effort": self.reasoning_effort} | thinks
+
+    def _refuse_dropped(self, shape: MessageShape, drops: Callable[[str], bool]) -> None:
+        for at, message in enumerate(self.messages):
+            role = shape.role(message.role)
+            field, what = f"messages.{at}.role", f"messages of role {message.role!r}"
+            dropped = role in shape.dropped if role in COMMON_ROLES else drops(role)
+            if role == "tool":
+                dropped = dropped and not shape.calls
+            if message.tool_calls and not (dropped or (role == "assistant" and shape.calls)):
+                field, what, dropped = f"messages.{at}.tool_calls", f"calls in {what}", True
+            if dropped:
+                message_ = f"{field}: this model's chat template leaves {what} out of the prompt; send none"
+                raise ApiError(400, message_, param=field)
+
+
+def thinking(on: bool) -> dict[str, bool]:
+    """What chat templates call it: Qwen's and GLM's, and DeepSeek's."""
+    return {"enable_thinking": on, "thinking": on}
+
+
+def _not_a_tool(name: str) -> ApiError:
+    return ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+
+
+def chat_of(body: Body, names: Names, **own: Any) -> ChatRequest:
+    """Return the chat that a request of another endpoint stands for. ApiError 400.
+
+    Args:
+        body: the request; fields that a chat has under the same name are taken from it.
+        names: that endpoint's names of fields.
+        own: the chat's other fields.
+    """
+    names_of_both = type(body).model_fields.keys() & ChatRequest.model_fields.keys()
+    shared = {name: getattr(body, name) for name in names_of_both & body.model_fields_set}
+    with client_names(names):
+        try:
+            chat = ChatRequest.model_validate(shared | own)
+        except ValidationError as error:
+            raise field_errors(error.errors(include_url=False), shared | own) from error
+        chat.refuse_unsupported()
+    chat._names = names
+    return chat

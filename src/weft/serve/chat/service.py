@@ -1,0 +1,213 @@
+"""From a request of any API to the engine: its prompts, its sampling parameters, and the parsers of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from weft.engine.controller.engine import Engine
+from weft.engine.grammar.grammar import either, json_grammar
+from weft.engine.messages.request import SamplingParams, Sharing
+from weft.serve.chat.chats import ChatRequest
+from weft.serve.chat.parsed_output import ParsedOutput, Reply, respond
+from weft.serve.chat.parsers import EndingParser, parser
+from weft.serve.chat.prompts import Prompts
+from weft.serve.chat.protocol import CommonRequest
+from weft.serve.chat.reasoning import BEGIN, END, Start, ThoughtParser, WithoutThought, after_thought, start_of
+from weft.serve.chat.structure import Asked, grammar_of
+from weft.serve.chat.templates import Templates
+from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
+from weft.serve.chat.tools import ChannelParser, Parser
+from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.errors import ApiError, client_names, unknown_model
+from weft.serve.http.options import Options
+
+
+class OutputSyntax(NamedTuple):
+    """How a chat's output is parsed.
+
+    Attributes:
+        form: of tool calls; None: there are none.
+        start: where a thought begins; None: there is none.
+        bare: the text follows a grammar of its own, so that calls stand at its beginning or nowhere.
+        begun: the message that the output continues, with its header, in a form with channels.
+    """
+
+    form: ToolFormat | None
+    start: Start | None
+    bare: bool = False
+    begun: str = ""
+
+
+class ChatJob(NamedTuple):
+    """A chat for the engine. parsers: makes a parser of an output; None: the output is all text."""
+
+    chat: ChatRequest
+    prompt: list[int]
+    params: SamplingParams
+    parsers: Callable[[], Parser] | None
+
+    def outputs(self) -> list[ParsedOutput]:
+        """Make an output for each choice."""
+        return [ParsedOutput(self.parsers and self.parsers()) for _ in range(self.chat.n)]
+
+
+@dataclass(frozen=True)
+class Service:
+    """Serves requests by one engine. model_names: those of its model. templates: as in `Prompts`."""
+
+    engine_client: EngineClient
+    model_names: tuple[str, ...]
+    templates: Templates
+    options: Options
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in responses."""
+        return self.model_names[0]
+
+    @property
+    def engine(self) -> Engine:
+        """What generates."""
+        return self.engine_client.engine
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """What makes tokens of requests."""
+        return Prompts(self.engine, self.templates, self.options.trust_request_chat_template)
+
+    def chat_job(self, body: ChatRequest) -> ChatJob:
+        """The engine's part of a chat. ApiError 400."""
+        text = self.prompts.chat_text(body)
+        parts = self._parts(body, text)
+        params = self._chat_params(body, parts)
+        parsers = self._parsers(body, parts)
+        if parsers is not None and (params.stop or not body.parallel_tool_calls):
+            ended = partial(self._ending, parsers, params)
+            params = replace(params, stop=(), watch=lambda: ended().watch)
+            parsers = ended
+        return ChatJob(body, self.prompts.of_chat_text(text, body), params, parsers)
+
+    @staticmethod
+    def _ending(parsers: Callable[[], Parser], params: SamplingParams) -> EndingParser:
+        return EndingParser(parsers(), params.stop, params.keep_stop, params.min_tokens)
+
+    def _parts(self, body: ChatRequest, prompt: str) -> OutputSyntax:
+        template = body.template(self.engine.tokenizer)
+        form = tool_format_of(template)
+        bare = not body.must_call and grammar_of(body) is not None
+        if form and form.channels:
+            if not body.separate_reasoning:
+                message = "separate_reasoning must be true: the output of this model has a channel for it"
+                raise ApiError(400, message, param="separate_reasoning")
+            begun = prompt.rpartition(ChannelParser.START)[2] if body.continue_final_message else ""
+            return OutputSyntax(None if bare else form, None, begun=begun)  # such a grammar has no channels
+        begun = body.messages[-1].text if body.continue_final_message else ""
+        start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
+        form = form if body.offered else None
+        return OutputSyntax(form if form and (form.begin or not bare) else None, start, bare)
+
+    def _thinks(self, template: str) -> bool:
+        """Whether the model's thoughts are parsed, apart from text."""
+        if self.options.reasoning_parser != "auto":
+            return self.options.reasoning_parser == "think"
+        return BEGIN in template or END in template or END in self._added
+
+    @cached_property
+    def _added(self) -> frozenset[str]:
+        return frozenset(self.engine.tokenizer.get_added_vocab())
+
+    def _parsers(self, body: ChatRequest, parts: OutputSyntax) -> Callable[[], Parser] | None:
+        """What makes a parser for each choice; None where it is all text."""
+        form, start, bare, begun = parts
+        hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
+
+        def made() -> Parser:
+            one_call = not body.parallel_tool_calls
+            found = parser(form, body.offered, hidden, one_call=one_call, bare=bare)
+            if begun:
+                found.push(begun, last=False)
+            if start:
+                found = ThoughtParser(found, start, hidden)
+            return found if body.include_reasoning else WithoutThought(found)
+
+        return made if form or start else None
+
+    def _chat_params(self, body: ChatRequest, parts: OutputSyntax) -> SamplingParams:
+        logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
+        more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
+        params = self.params(body, form=form, start=parts.start, max_tokens=body.output_limit, **more)
+        marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
+        if not self.engine.text_processor.special.isdisjoint(marks):
+            params = replace(params, keep_special=True)  # the parser finds the parts by them
+        return params
+
+    def check_model(self, asked: str | None) -> None:
+        """ApiError 404 for a model that is not the one here."""
+        if asked is not None and asked not in self.model_names:
+            raise unknown_model(asked, self.model_name)
+
+    def check(self, body: CommonRequest) -> None:
+        """ApiError 400 or 404 for a request that is not served."""
+        self.check_model(body.model)
+        if body.stream_options and not body.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+        body.refuse_unsupported()
+
+    def params(
+        self, body: CommonRequest, *, form: ToolFormat | None = None, start: Start | None = None, **more: Any
+    ) -> SamplingParams:
+        """Return the sampling parameters. Calls that must be made have precedence over another grammar, and calls that
+        may be made are an alternative to it.
+
+        Args:
+            body: of the request.
+            form: of calls.
+            start: where the output has a thought.
+            more: parameters as they are.
+        """
+        grammars = self.engine.text_processor.grammars
+        asked = grammar_of(body, any_whitespace=self.options.any_whitespace)
+        grammar = asked and asked.grammar
+        if isinstance(body, ChatRequest):
+            calls = body.calls_grammar(form, grammars, bare=bool(asked), any_whitespace=self.options.any_whitespace)
+            grammar = either(calls, grammar) if calls and grammar and not body.must_call else calls or grammar
+        if grammar and start:
+            grammar = after_thought(grammar, start, grammars.named)
+        try:  # here, as this may be on a thread: the engine is handed requests on the event loop
+            compiled = grammars.compiled(grammar) if grammar else None
+        except ValueError as error:
+            field = self._blamed(body, asked)
+            raise ApiError(400, f"{field}: {error}", param=field) from error
+        return body.sampling(self.engine.text_processor, grammar=compiled, **more)
+
+    def _blamed(self, body: CommonRequest, asked: Asked | None) -> str:
+        """Return the field of a grammar that cannot be used: the first that cannot by itself."""
+        fields = {asked.field: asked.grammar} if asked else {}
+        for at, tool in enumerate(body.tools if isinstance(body, ChatRequest) else ()):
+            fields[f"tools.{at}.function.parameters"] = json_grammar(tool.function.parameters or {})
+        for field, one in fields.items():
+            try:
+                self.engine.text_processor.grammars.compiled(one)
+            except ValueError:
+                return field
+        return "tools" if asked is None else asked.field
+
+    async def respond_chat(self, request: Request, job: ChatJob, reply: Reply) -> Response:
+        """Generate the outputs of a chat, and make its response of them."""
+        with client_names(job.chat.names):
+            return await self.respond(request, job.chat, job.params, reply)
+
+    async def respond(self, request: Request, body: CommonRequest, params: SamplingParams, reply: Reply) -> Response:
+        """Generate the outputs of a request, and make its response of them."""
+        each = [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(body.n)]
+        prompts = [prompt for prompt in reply.prompts for _ in each]
+        client = body.user or (request.client.host if request.client else "")
+        sharing = Sharing(client, body.priority, body.cache_salt)
+        stream = self.engine_client.generate(request, prompts, each * len(reply.prompts), sharing)
+        return await respond(request, stream, reply, body.stream)

@@ -1,0 +1,79 @@
+"""Which grammar an output must follow, by any of the names that clients have for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from weft.engine.grammar.grammar import Kind, grammar
+from weft.serve.chat.protocol import GrammarFields, ResponseFormat
+from weft.serve.http.errors import ApiError
+
+ANY_OBJECT = {"type": "object"}
+SCHEMA_FIELD = "response_format.json_schema.schema"
+NAMES: dict[str, Kind] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""vLLM's older names and SGLang's."""
+
+
+class Asked(NamedTuple):
+    """A grammar that a body asks for, as `SamplingParams.grammar` takes it, and the field that asks."""
+
+    grammar: str
+    field: str
+
+
+def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> Asked | None:
+    """Return the grammar of the output; None where it is free. ApiError 400.
+
+    Args:
+        body: of the request.
+        any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
+    """
+    wanted: list[tuple[str, Kind, Any]] = [
+        (name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None
+    ]
+    if body.response_format is not None:
+        wanted += _response_format(body.response_format)
+    if (structured := body.structured_outputs) is not None:
+        named: tuple[tuple[str, Kind, Any], ...] = (
+            ("json", "json", structured.json_),
+            ("json_object", "json", ANY_OBJECT if structured.json_object else None),
+            ("regex", "regex", structured.regex),
+            ("choice", "choice", structured.choice),
+            ("grammar", "grammar", structured.grammar),
+        )
+        wanted += [(f"structured_outputs.{name}", kind, what) for name, kind, what in named if what is not None]
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        names = " and ".join(name for name, _, _ in wanted)
+        raise ApiError(400, f"{names} ask for two grammars; ask for one", param=wanted[1][0])
+    [(name, kind, what)] = wanted
+    if what == []:
+        raise ApiError(400, f"{name} has no choice; give one or more", param=name)
+    try:
+        return Asked(grammar(kind, what, any_whitespace=any_whitespace), name)
+    except ValueError as error:
+        raise ApiError(400, f"{name}: {str(error).splitlines()[0]}", param=name) from error
+
+
+def _response_format(form: ResponseFormat) -> list[tuple[str, Kind, Any]]:
+    if form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.schema_ is None:
+            message = f"{SCHEMA_FIELD}: the type json_schema needs a schema; give one, or use the type json_object"
+            raise ApiError(400, message, param=SCHEMA_FIELD)
+        return [(SCHEMA_FIELD, "json", form.json_schema.schema_)]
+    if form.type not in ("text", "json_object"):
+        message = f"response_format.type: {form.type!r} is not supported; use text, json_object or json_schema"
+        raise ApiError(400, message, param="response_format.type")
+    if form.json_schema is not None:
+        message = f"response_format.json_schema has no meaning for the type {form.type}; use the type json_schema"
+        raise ApiError(400, message, param="response_format.json_schema")
+    return [("response_format", "json", ANY_OBJECT)] if form.type == "json_object" else []

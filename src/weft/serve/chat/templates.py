@@ -1,0 +1,116 @@
+"""Chat templates: the model's and those that requests bring, rendered in a process with limits of time and memory.
+
+That process also finds out which messages a template takes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from weft.serve.chat.message_shape import Message, MessageShape
+from weft.serve.http.errors import ApiError
+
+RENDER_S = 2.0
+"""To render one prompt; also the wait for others' prompts, for a template that a request brings."""
+PROBE_S = 10.0
+"""For all probes with a template: fifty at most, of a millisecond each on a machine that is not busy."""
+START_S = 60.0
+"""For the process, which imports what renders."""
+KEPT = 64
+"""Templates with a known shape."""
+
+
+class Templates:
+    """One process, which starts now, and again after a template that had to be stopped. Thread-safe.
+
+    Args:
+        special: the tokenizer's `special_tokens_map`, which templates know.
+    """
+
+    def __init__(self, special: Mapping[str, Any]):
+        self._special = dict(special)
+        self._lock = threading.Lock()
+        self.shape = lru_cache(KEPT)(self._shape)
+        self.drops = lru_cache(KEPT)(self._drops)
+        self._start()
+
+    def render(self, template: str, messages: Sequence[Message], own: bool, **arguments: Any) -> str:
+        """Return the text that a template makes of messages and so on, which are JSON.
+
+        Args:
+            own: it is the model's template, for which requests wait longer; otherwise a request's.
+
+        ApiError 400 for a template that fails or takes more than it may, 503 where others' are being rendered.
+        """
+        asked = {**self._special, **arguments, "conversations": [messages], "chat_template": template}
+        if not own:
+            return str(self._made("text", asked))
+        result = self._result("text", asked, RENDER_S, START_S)
+        if "error" in result:
+            message = f"the model's chat template refuses the messages: {result['error']}"
+            raise ApiError(400, message, param="messages")
+        return str(result["text"])
+
+    def _shape(self, template: str) -> MessageShape:
+        """Return the shape of messages that a template takes. ApiError as `render`."""
+        asked = {"arguments": {**self._special, "chat_template": template}}
+        return MessageShape(**self._made("shape", asked, PROBE_S))
+
+    def _drops(self, template: str, role: str) -> bool:
+        """Return whether the model's template leaves out messages of a role. ApiError as `render`."""
+        shape = vars(self.shape(template))
+        asked = {"arguments": {**self._special, "chat_template": template}, "shape": shape, "role": role}
+        return bool(self._made("drops", asked))
+
+    def _made(self, what: str, asked: Mapping[str, Any], limit_s: float = RENDER_S) -> Any:
+        result = self._result(what, asked, limit_s, limit_s)
+        if "error" in result:
+            raise ApiError(400, f"chat_template: {result['error']}", param="chat_template")
+        return result[what]
+
+    def _result(self, what: str, asked: Mapping[str, Any], limit_s: float, wait_s: float) -> dict[str, Any]:
+        request = json.dumps({"what": what, **asked}).encode()
+        if not self._lock.acquire(timeout=wait_s):
+            raise ApiError(503, "chat templates of other requests are being rendered; try again")
+        try:
+            return self._ask(request, limit_s)
+        finally:
+            self._lock.release()
+
+    def _start(self) -> None:
+        self._connection, there = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "weft.serve.chat.template_process", str(there.fileno()), str(os.getpid())]
+        # A session of its own: Ctrl-C is for the server, which lets its requests end.
+        none = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, pass_fds=[there.fileno()], stdin=none, stdout=none, stderr=none, start_new_session=True
+        )
+        weakref.finalize(self, self._process.kill)
+        there.close()
+        self._ready = False
+
+    def _ask(self, asked: bytes, limit_s: float) -> dict[str, Any]:
+        why = f"it takes longer than {limit_s:g} s"
+        try:
+            if not self._ready and self._connection.poll(START_S):
+                self._connection.recv_bytes()
+                self._ready = True
+            self._connection.send_bytes(asked)
+            if self._connection.poll(limit_s):
+                result: dict[str, Any] = json.loads(self._connection.recv_bytes())
+                return result
+        except (EOFError, OSError):
+            why = "it takes more memory than it may"
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+        self._start()
+        return {"error": why}

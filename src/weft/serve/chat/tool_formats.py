@@ -1,0 +1,344 @@
+"""The forms in which models write calls of tools, by what their chat templates hold."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import regex
+
+from weft.engine.grammar.grammar import schema_text
+from weft.serve.chat.tool_arguments import NAME, SPACE, Tags
+from weft.serve.chat.tool_grammars import (
+    Functions,
+    Literal,
+    Schema,
+    calls_schema,
+    headed_call,
+    literals,
+    quoted,
+    tagged_call,
+)
+
+TEXT = "TEXT: /(.|\\n)+/\n"
+"""A terminal of Lark: whatever matches no special token."""
+MAX_CALLS = 16
+"""Calls in one output that must be calls."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function, its arguments as JSON text."""
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    def plain(self) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    Attributes:
+        marks: texts that all stand in a chat template that asks for this form.
+        call: writes Lark rules, of which `call` is one call.
+        opening: a pattern of what stands before the arguments of a call, from the block's beginning or another call's
+            end on. Groups: `name`, the function's; `open`, where the arguments begin, if that is not its end; `id`, the
+            call's, if the form has one.
+        begin, end: calls stand between; without them, calls are the whole output.
+        closing: what else may stand behind the arguments of a call.
+        tags: those around parameters; None: arguments are JSON.
+        bare: a pattern of a call's beginning where `begin` is missing; at the start of a line, of a known function.
+        only_known: other functions than those that are offered make no call.
+        objects: a call is a JSON object with the name and the arguments, in any order.
+        head, between, tail: around the calls of an output that must be calls.
+        tokens: what stands in an output and may be special tokens, which are then no text.
+        channels: every output has parts for several readers, with calls or without.
+    """
+
+    marks: tuple[str, ...]
+    call: Callable[[Functions, Literal, Schema], str]
+    opening: str = ""
+    begin: str = ""
+    end: str = ""
+    closing: tuple[str, ...] = ()
+    tags: Tags | None = None
+    bare: str = ""
+    only_known: bool = False
+    objects: bool = False
+    head: str = ""
+    between: str = "\n"
+    tail: str = ""
+    tokens: tuple[str, ...] = ()
+    channels: bool = False
+
+    @cached_property
+    def opens(self) -> Any:
+        """Matches `opening`."""
+        return regex.compile(self.opening)
+
+    @cached_property
+    def begins(self) -> Any:
+        """Finds `begin`, as group `begin`, or `bare`."""
+        begin = [f"(?P<begin>{re.escape(self.begin)})"] * bool(self.begin)
+        return regex.compile("|".join(begin + [self.bare] * bool(self.bare)) or "(?!)")
+
+    @cached_property
+    def closes(self) -> Any:
+        """Matches each of what may stand behind the arguments of a call."""
+        return regex.compile(SPACE + "(?:" + "|".join(map(re.escape, filter(None, (*self.closing, self.end)))) + ")")
+
+    def grammar(
+        self,
+        functions: Functions,
+        several: bool,
+        named: Collection[str] = (),
+        *,
+        among_text: bool = False,
+        any_whitespace: bool = False,
+    ) -> str:
+        """Of outputs that are calls of these functions, and nothing else, or text with such calls in it.
+
+        named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
+        ValueError where text has no calls in it in this form.
+        """
+        named = set(named) & set(self.tokens)
+        literal = literals(named)
+        if among_text and self.begin and self.begin not in named:  # what begins a call is then the end of a text
+            literal = literals({*named, self.begin}, {self.begin: "begun"})
+        calls = "call"
+        if several and not self.channels:
+            calls += f" ({literal(self.between)} call)~0..{MAX_CALLS - 1}"
+        calls = f"{literal(self.head)} {calls} {literal(self.tail)}"
+        rules = self.call(functions, literal, partial(schema_text, any_whitespace=any_whitespace))
+        if not among_text:
+            return f"start: {calls}\n{rules}"
+        if self.channels:
+            if not {"<|channel|>", "<|message|>", "<|end|>", "<|start|>"} <= named:
+                raise ValueError("its marks are no tokens of this tokenizer")
+            start = 'start: (message <|end|> <|start|> "assistant")* (message | call)\n'
+            start += f"message: <|channel|> /analysis|commentary|final/ <|message|> TEXT?\n{TEXT}"
+        elif not self.begin:
+            start = f"start: {calls} | /(\\s*[^\\s{{](.|\\n)*)?/\n"
+        elif self.begin in named:
+            start = f"start: TEXT? (calls TEXT?)*\ncalls: {calls}\n{TEXT}"
+        else:
+            start = f"start: calls* TEXT?\ncalls: {calls}\nbegun[lazy]: /(.|\\n)*/ {quoted(self.begin)}\n{TEXT}"
+        return start + rules
+
+
+def tool_format_of(template: str) -> ToolFormat | None:
+    """The form that a chat template asks for; None where it knows no tools."""
+    return next((form for form in TOOL_FORMATS if all(mark in template for mark in form.marks)), None)
+
+
+# Hermes, Qwen: <tool_call>{"name": …, "arguments": {…}}</tool_call>
+
+JSON_CALL = (
+    rf'{SPACE}\{{{SPACE}"name"{SPACE}:{SPACE}"(?P<name>{NAME})"{SPACE},'
+    rf'{SPACE}"(?:arguments|parameters)"{SPACE}:{SPACE}(?P<open>\{{)'
+)
+
+
+def _json_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    around = literal("<tool_call>\n"), literal("\n</tool_call>")
+    return f"call: {around[0]} body {around[1]}\nbody: %json {schema(calls_schema(functions, 'arguments'))}\n"
+
+
+# Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several with ; between, as the whole output
+
+
+def _bare_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    return f"call: %json {schema(calls_schema(functions, 'parameters'))}\n"
+
+
+# Qwen3-Coder, Qwen3.5, Step-3.5: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>
+
+XML = Tags(
+    open=rf"<parameter=(?P<key>{NAME})>",
+    close="</parameter>",
+    call_end="</function>",
+    call=rf"<function={NAME}>",
+    begin="<tool_call>",
+    end="</tool_call>",
+    lines=True,
+)
+
+
+def _xml_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    around = literal("<tool_call>\n"), literal("</function>\n</tool_call>")
+    parameter = literal("<parameter="), literal(">\n"), literal("</parameter>\n")
+    names = [literal(f"<function={f['name']}>\n") for f in functions]
+    return tagged_call(functions, literal, schema, names, around, parameter, line=True)
+
+
+# GLM-4.5 to 4.7: <tool_call>NAME, <arg_key>KEY</arg_key>, <arg_value>VALUE</arg_value>, …</tool_call>
+
+GLM = Tags(
+    open=rf"<arg_key>(?P<key>{NAME})</arg_key>{SPACE}<arg_value>",
+    close="</arg_value>",
+    call_end="",
+    call=rf"{NAME}{SPACE}(?:<arg_key>|</tool_call>)",
+    begin="<tool_call>",
+    end="</tool_call>",
+)
+
+
+def _glm_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    line = ' "\\n"? '  # GLM-4.5 breaks lines, GLM-4.7 does not
+    around = literal("<tool_call>"), literal("</tool_call>") + line
+    between = literal("</arg_key>") + line + literal("<arg_value>")
+    names = [literal(f["name"]) + line for f in functions]
+    return tagged_call(
+        functions, literal, schema, names, around, (literal("<arg_key>"), between, literal("</arg_value>") + line)
+    )
+
+
+# MiniMax-M2: <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>…
+
+MINIMAX = Tags(
+    open=rf'<parameter name="(?P<key>{NAME})">',
+    close="</parameter>",
+    call_end="</invoke>",
+    call=rf'<invoke name="{NAME}">',
+    begin="<minimax:tool_call>",
+    end="</minimax:tool_call>",
+)
+
+
+def _minimax_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    parameter = literal('<parameter name="'), literal('">'), literal("</parameter>\n")
+    names = [literal(f'<invoke name="{f["name"]}">\n') for f in functions]
+    return tagged_call(functions, literal, schema, names, ('""', literal("</invoke>\n")), parameter)
+
+
+# DeepSeek: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, JSON in a fence (V3), or NAME<｜tool▁sep｜>JSON (V3.1)
+
+DEEPSEEK_CALL = (
+    rf"{SPACE}<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>{NAME})"
+    rf"(?:<｜tool▁sep｜>|\n```json){SPACE}(?P<open>\{{)"
+)
+
+
+def _deepseek_call(before: str, between: str, after: str) -> Callable[[Functions, Literal, Schema], str]:
+    return lambda functions, literal, schema: headed_call(
+        functions,
+        literal,
+        schema,
+        lambda name: literal(f"<｜tool▁call▁begin｜>{before}{name}{between}"),
+        after + "<｜tool▁call▁end｜>",
+    )
+
+
+# Kimi-K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>
+
+KIMI_CALL = (
+    rf"{SPACE}<\|tool_call_begin\|>{SPACE}(?P<id>(?:functions\.)?(?P<name>[\w.-]{{1,256}}):\d{{1,9}}){SPACE}"
+    rf"<\|tool_call_argument_begin\|>{SPACE}(?P<open>\{{)"
+)
+
+
+def _kimi_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    def head(name: str) -> str:
+        begin = literal(f"<|tool_call_begin|>functions.{name}:")
+        return f"{begin} /[0-9]{{1,3}}/ {literal('<|tool_call_argument_begin|>')}"
+
+    return headed_call(functions, literal, schema, head, "<|tool_call_end|>")
+
+
+# GPT-OSS ("harmony"): <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>
+
+
+def _harmony_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+    def head(name: str) -> str:
+        return literal(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")
+
+    return headed_call(functions, literal, schema, head, "")
+
+
+_MANY = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_in_tool_call = partial(ToolFormat, begin="<tool_call>", end="</tool_call>", tokens=("<tool_call>", "</tool_call>"))
+_in_many = partial(
+    ToolFormat,
+    opening=DEEPSEEK_CALL,
+    begin=_MANY[0],
+    end=_MANY[1],
+    closing=("```", "<｜tool▁call▁end｜>"),
+    bare="<｜tool▁call▁begin｜>",
+    head=_MANY[0],
+    tail=_MANY[1],
+    tokens=(*_MANY, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+)
+TOOL_FORMATS = (
+    ToolFormat(
+        ("<|start|>assistant", "<|channel|>"),
+        _harmony_call,
+        tokens=("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"),
+        channels=True,
+    ),
+    _in_tool_call(
+        ("<tool_call>", "<function="),
+        _xml_call,
+        rf"{SPACE}<function=(?P<name>{NAME})>",
+        closing=("</function>",),
+        tags=XML,
+        bare=rf"(?m:^)[ \t]{{0,64}}<function=(?P<name>{NAME})>{SPACE}(?:<parameter=|</function>)",
+    ),
+    _in_tool_call(
+        ("<tool_call>", "<arg_key>"),
+        _glm_call,
+        rf"{SPACE}(?P<name>{NAME})(?P<open>{SPACE}<arg_key>|{SPACE}</tool_call>)",
+        tags=GLM,
+        between="",
+        only_known=True,
+    ),
+    _in_tool_call(("<tool_call>",), _json_call, JSON_CALL, objects=True),
+    _in_many((_MANY[0], "```json"), _deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```")),
+    _in_many(_MANY[:1], _deepseek_call("", "<｜tool▁sep｜>", ""), between=""),
+    ToolFormat(
+        ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        _kimi_call,
+        KIMI_CALL,
+        begin=_SECTION[0],
+        end=_SECTION[1],
+        closing=("<|tool_call_end|>",),
+        bare=r"<\|tool_call_begin\|>",
+        head=_SECTION[0],
+        between="",
+        tail=_SECTION[1],
+        tokens=(*_SECTION, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    ToolFormat(
+        ("<minimax:tool_call>", "<invoke name="),
+        _minimax_call,
+        rf'{SPACE}<invoke name="(?P<name>{NAME})">',
+        begin=MINIMAX.begin,
+        end=MINIMAX.end,
+        closing=(MINIMAX.call_end,),
+        tags=MINIMAX,
+        bare=rf'(?m:^)[ \t]{{0,64}}<invoke name="(?P<name>{NAME})">{SPACE}(?:<parameter name=|</invoke>)',
+        head=f"{MINIMAX.begin}\n",
+        between="",
+        tail=MINIMAX.end,
+        tokens=(MINIMAX.begin, MINIMAX.end),
+    ),
+    ToolFormat(
+        ('{"name": function name, "parameters": ',),
+        _bare_call,
+        JSON_CALL,
+        closing=(";", ","),
+        only_known=True,
+        objects=True,
+        between="; ",
+    ),
+)
+"""The first that fits is taken."""

@@ -1,0 +1,344 @@
+"""Parsers of the parts of a model's output as it streams: text and tool calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from weft.serve.chat.tool_arguments import Arguments, JsonArguments, TaggedArguments, begun
+from weft.serve.chat.tool_formats import Call, ToolFormat
+from weft.serve.chat.tool_grammars import Functions
+from weft.serve.chat.tool_values import parse_json, write_json
+
+
+class OutputDelta(NamedTuple):
+    """What an increment of the output adds. arguments: more of those of the call that began last; the calls come after
+    it. thought: not meant for the user."""
+
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    thought: str = ""
+    arguments: str = ""
+
+    def __add__(self, other: object) -> OutputDelta:
+        assert isinstance(other, OutputDelta)
+        calls, arguments = self.calls, self.arguments
+        if calls:
+            calls = (*calls[:-1], replace(calls[-1], arguments=calls[-1].arguments + other.arguments))
+        else:
+            arguments += other.arguments
+        return OutputDelta(self.text + other.text, calls + other.calls, self.thought + other.thought, arguments)
+
+
+class Parser(Protocol):
+    """Splits one output into its parts. What is no call in the end is text."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the output has as many calls as it may have. What follows is dropped."""
+        ...
+
+    def push(self, text: str, last: bool) -> OutputDelta:
+        """What is whole now; last: nothing more comes."""
+        ...
+
+
+def any_of(tokens: Collection[str]) -> re.Pattern[str]:
+    """Matches each of these, and nothing where there are none."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+class TextParser:
+    """There are no parts."""
+
+    ended = False
+
+    def __init__(self, hidden: Collection[str] = ()):
+        self._hidden = any_of(hidden)
+
+    def push(self, text: str, last: bool) -> OutputDelta:
+        return OutputDelta(self._hidden.sub("", text))
+
+
+class StateParser:
+    """A parser with states. Each reads some of the text that is held; False: it needs more, or there is no more."""
+
+    def __init__(self, state: Callable[[bool], bool]):
+        self._state, self._held, self._parts, self.ended = state, "", OutputDelta(), False
+
+    def push(self, text: str, last: bool) -> OutputDelta:
+        self._held += text
+        self._parts = OutputDelta()
+        while not self.ended and self._state(last):
+            pass
+        return self._parts
+
+    def _go(self, state: Callable[[bool], bool]) -> bool:
+        self._state = state
+        return True
+
+
+class CallParser(StateParser):
+    """Finds calls by their structure: where a call begins, its arguments say where they end.
+
+    A call that is cut comes as far as it is written. Tags that are missing or cut are not shown. Line breaks after a
+    call are no text.
+    """
+
+    def __init__(self, form: ToolFormat, functions: Functions, hidden: Collection[str] = (), one_call: bool = False):
+        super().__init__(self._at_start if form.objects or form.only_known else self._in_text)
+        self._form, self._one_call = form, one_call
+        self._parameters = {f["name"]: f.get("parameters") for f in functions}
+        self._hidden = any_of(hidden)
+        self._before = "\n"  # the character before the text that is held
+        self._begun, self._tag = 0, 0  # length of what is text if no call follows, and of the tag in it
+        self._arguments: Arguments = JsonArguments()  # of the call, or of an object that may be one
+        self._object: list[tuple[str, str]] = []  # that object: as it is written, and as JSON
+        self._ids: set[str] = set()
+        self._after_call = False
+
+    def _at_start(self, last: bool) -> bool:
+        """A call may begin without a tag."""
+        found, held = self._opening(last), self._held.strip()
+        if found and not found.partial and found["name"].strip() in self._parameters:
+            return self._open(found)
+        if found and found.partial and not last:
+            return False
+        if not self._form.begin:
+            if found and found.partial and len(held) > 1:
+                return self._cut(found)
+            if held.startswith("{"):
+                return self._go(self._in_object)
+        return self._go(self._in_text)
+
+    def _in_text(self, last: bool) -> bool:
+        found = self._form.begins.search(self._before + self._held, 1, partial=True)
+        end = len(self._held) if found is None else found.start() - 1
+        unknown = found and not found.partial and found.re.groupindex.get("name") and found["name"]
+        if unknown and found["name"].strip() not in self._parameters:
+            self._text(found.end() - 1)
+            return True
+        self._text(end)
+        if found is None or found.partial:
+            if last and self._held:
+                cut_tag = len(self._held) > 1 and self._form.begin.startswith(self._held)
+                self._text(0 if cut_tag else len(self._held))
+                self._held = ""
+            return False
+        self._begun = found.end() - found.start()
+        self._tag = self._begun if self._form.begin and found["begin"] else 0
+        return self._go(self._in_block)
+
+    def _in_block(self, last: bool) -> bool:
+        """A call must begin."""
+        found = self._opening(last)
+        if found and not found.partial and self._known(found["name"].strip()):
+            return self._open(found)
+        if found and found.partial:
+            return last and self._cut(found)
+        if self._form.objects and self._held[self._tag :].lstrip().startswith("{"):
+            self._object, self._held = [(self._held[: self._tag], "")], self._held[self._tag :]
+            return self._go(self._in_object)
+        self._text(self._begun)
+        return self._go(self._in_text)
+
+    def _in_arguments(self, last: bool) -> bool:
+        made, self._held = self._arguments.read(self._held, last)
+        self._parts += OutputDelta(arguments=made)
+        if not self._arguments.closed:
+            return False
+        if self._form.objects:
+            self._arguments = JsonArguments(depth=1)
+            return self._go(self._in_rest)
+        return self._whole()
+
+    def _in_rest(self, last: bool) -> bool:
+        """Up to the end of the object that the arguments are in."""
+        self._held = self._arguments.read(self._held, last)[1]
+        return self._arguments.closed and self._whole()
+
+    def _in_object(self, last: bool) -> bool:
+        """An object that is a call once it is whole: its keys are in another order, or its arguments a text."""
+        made, rest = self._arguments.read(self._held, last)
+        self._object.append((self._held[: len(self._held) - len(rest)], made))
+        self._held = rest
+        if not self._arguments.closed and not last:
+            return False
+        written, made = ("".join(parts) for parts in zip(*self._object, strict=True))
+        closed = self._arguments.closed
+        call = self._call_of(made) if closed else None
+        self._arguments, self._object = JsonArguments(), []
+        if call is not None:
+            self._parts += OutputDelta(calls=(call,))
+            return self._whole()
+        if closed or not self._tag:  # else it is a call that is cut
+            self._held = written + rest
+            self._text(len(written))
+        return self._go(self._in_text)
+
+    def _after_arguments(self, last: bool) -> bool:
+        found = self._form.closes.match(self._held, partial=True), self._opening(last)
+        closed, opened = (match if match and not match.partial else None for match in found)
+        if closed:
+            self._held = self._held[closed.end() :]
+            return True
+        if opened and self._known(opened["name"].strip()):
+            return self._open(opened)
+        begin, rest = self._form.begin, self._held.lstrip()
+        if begin and rest.startswith(begin):
+            self._held, self._begun, self._tag = rest, len(begin), len(begin)
+            return self._go(self._in_block)
+        if any(match and match.partial for match in found) or (begin and begin.startswith(rest)):
+            return last and self._cut(found[1])
+        return self._go(self._in_text)
+
+    # What the states do
+
+    def _text(self, length: int) -> None:
+        """What is held is text, up to this length."""
+        text, self._held = self._held[:length], self._held[length:]
+        self._before = text[-1:] or self._before
+        text = self._hidden.sub("", text)
+        text = text.lstrip("\n") if self._after_call else text
+        self._after_call = self._after_call and not text
+        self._parts += OutputDelta(text)
+
+    def _opening(self, last: bool) -> Any:
+        """The beginning of a call, or of what may become one, behind the tag."""
+        found = self._form.opens.match(self._held, self._tag, partial=True)
+        if found and found.partial and self._form.tags and self._form.only_known:  # then only the name says so
+            held = self._held[self._tag :].strip()
+            if last and not self._tag and "<" not in held:
+                return None
+            rests = [held.removeprefix(name).lstrip() for name in self._parameters if held.startswith(name)]
+            begun = any(name.startswith(held) for name in self._parameters)
+            return found if begun or any(rest[:1] in ("", "<") for rest in rests) else None
+        return found
+
+    def _known(self, name: str) -> bool:
+        return name in self._parameters or not self._parameters or not self._form.only_known
+
+    def _open(self, found: Any) -> bool:
+        """A call begins."""
+        name, groups = found["name"].strip(), found.re.groupindex
+        self._held = self._held[found.start("open") if "open" in groups else found.end() :]
+        written = found["id"] if "id" in groups and found["id"] not in self._ids else ""
+        self._ids.add(written)
+        self._parts += OutputDelta(calls=(Call(name, "", written) if written else Call(name, ""),))
+        tags = self._form.tags
+        self._arguments = TaggedArguments(tags, self._parameters.get(name)) if tags else JsonArguments()
+        return self._go(self._in_arguments)
+
+    def _cut(self, found: Any) -> bool:
+        """The output ends before the arguments of a call begin: the call is known by its name, if that is whole."""
+        name = (found["name"] if found else "") or (self._held[self._tag :] if self._form.only_known else "")
+        name = name.strip()
+        begins_another = any(known != name and known.startswith(name) for known in self._parameters)
+        whole = found and 0 < found.end("name") < len(self._held)
+        whole = whole or (name in self._parameters and not begins_another)
+        if name and whole and self._known(name):
+            self._parts += OutputDelta(calls=(Call(name, "{}" if self._form.tags else ""),))
+        self._held = ""
+        return False
+
+    def _whole(self) -> bool:
+        """A call ends."""
+        self._after_call, self._before, self.ended = True, "\n", self._one_call
+        self._arguments, self._tag = JsonArguments(), 0
+        return self._go(self._after_arguments)
+
+    def _call_of(self, text: str) -> Call | None:
+        """The call that a JSON object is; arguments may be JSON as a text."""
+        try:
+            read = parse_json(text)
+            arguments = read.get("arguments", read.get("parameters"))
+            arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+            arguments = {} if arguments is None and self._tag else arguments
+        except (ValueError, AttributeError):
+            return None
+        name = read.get("name")
+        is_call = isinstance(name, str) and name and isinstance(arguments, dict) and self._known(name)
+        return Call(name, write_json(arguments)) if is_call else None
+
+
+class ChannelParser(StateParser):
+    """GPT-OSS writes messages to several readers: `HEADER<|message|>BODY<|end|>`, where the header says to whom.
+
+    Channel analysis is its thought; what is addressed to a function is a call; the rest is text.
+    https://github.com/openai/harmony
+    """
+
+    START, HEADER_END = "<|start|>", "<|message|>"
+    END = re.compile(r"<\|(?:end|call|return|start)\|>")
+    MARKS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+    CALLED = re.compile(r"to=functions\.([\w.-]+)(?=[\s<])")
+
+    def __init__(self, functions: Functions, one_call: bool = False):
+        super().__init__(self._in_header)
+        self._functions, self._one_call = {f["name"] for f in functions}, one_call
+        self._searched = 0
+        self._begun = False  # a message has
+        self._thinks = False
+        self._name = ""  # of the function that the message calls
+        self._arguments = JsonArguments()  # of that call
+
+    def _in_header(self, last: bool) -> bool:
+        end = self._held.find(self.HEADER_END, self._searched)
+        if end < 0:
+            self._searched = max(0, len(self._held) - len(self.HEADER_END))
+            if last and (name := self._called(self._held)):
+                self._parts += OutputDelta(calls=(Call(name, ""),))
+            elif last and not self._begun and "<|" not in self._held:
+                self._parts += OutputDelta(self._held)  # it does not write messages
+            return False
+        header, self._held, self._searched = self._held[:end], self._held[end + len(self.HEADER_END) :], 0
+        self._begun, self._thinks = True, "<|channel|>analysis" in header
+        self._name = self._called(f"{header} ")
+        return self._go(self._before_arguments if self._name else self._in_body)
+
+    def _called(self, header: str) -> str:
+        """The function that a message is addressed to."""
+        named = self.CALLED.search(header)
+        return named[1] if named and named[1] in self._functions else ""
+
+    def _before_arguments(self, last: bool) -> bool:
+        body = self._held.lstrip()
+        if body.startswith("{") or (last and not body):
+            self._parts += OutputDelta(calls=(Call(self._name, ""),))
+            self._arguments, self._held = JsonArguments(), body
+            return self._go(self._in_arguments)
+        if self.END.match(body):
+            self._parts += OutputDelta(calls=(Call(self._name, "{}"),))
+            self.ended = self._one_call
+            return self._go(self._in_rest)
+        if not last and any(mark.startswith(body) for mark in self.MARKS):
+            return False
+        return self._go(self._in_body)  # what is no object is no call
+
+    def _in_arguments(self, last: bool) -> bool:
+        made, self._held = self._arguments.read(self._held, last)
+        self._parts += OutputDelta(arguments=made)
+        self.ended = self._arguments.closed and self._one_call
+        return self._arguments.closed and self._go(self._in_rest)
+
+    def _in_rest(self, last: bool) -> bool:
+        """Behind the arguments of a call."""
+        return self._until_end(last)[1]
+
+    def _in_body(self, last: bool) -> bool:
+        text, ended = self._until_end(last)
+        self._parts += OutputDelta(thought=text) if self._thinks else OutputDelta(text)
+        return ended
+
+    def _until_end(self, last: bool) -> tuple[str, bool]:
+        """What the message holds so far, and whether it has ended."""
+        found = self.END.search(self._held)
+        kept = max(begun(self._held, mark) for mark in self.MARKS)
+        kept = 0 if last and kept == 1 else kept  # a mark that is cut is not shown, a single < may be meant
+        text = self._held[: found.start() if found else len(self._held) - kept]
+        self._held = self._held[found.end() :] if found else self._held[len(text) :]
+        if found:
+            self._go(self._in_header)
+        return text, found is not None

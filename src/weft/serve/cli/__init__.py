@@ -1,0 +1,29 @@
+"""The command line: one file a command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def run() -> int:
+    """`weft`; one line where the packages of the commands are not installed. Gives the exit code."""
+    serves = sys.argv[1:2] == ["serve"]
+    if serves:  # its own handlers come with its imports; until then nothing has to be ended
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: os._exit(0))
+    try:
+        from weft.serve.cli.main import main
+    except ModuleNotFoundError as error:
+        if (error.name or "weft").split(".")[0] == "weft":
+            raise
+        print(f"weft: commands need the package {error.name}; pip install 'weft[engine]'", file=sys.stderr)
+        return 2
+    code = main()
+    if serves:  # the interpreter takes a while to end, and would be killed by one of them
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    return code

@@ -1,0 +1,198 @@
+"""`weft doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weft import __version__
+from weft.kernels.build import BUILT, nvcc
+from weft.serve.cli.command import ModelDir, Revision, UserError, model_dir
+from weft.serve.cli.findings import Finding
+from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
+
+SHARED_MEMORY = 2**30
+"""Bytes of /dev/shm that are enough for the ranks of a host; containers often get 64 MiB."""
+DESCRIPTORS = 4096
+OLD_TABLE_DAYS = 30
+PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "apache-tvm-ffi", "uvicorn", "fastapi")
+
+
+@dataclass(frozen=True)
+class Command:
+    """Look at this host: what Weft finds, what will be slow, and why. Exit code 1 where something will not work.
+
+    With --nnodes, started on each host with its --node-rank, it also looks at what is between the hosts, and ends when
+    all have come: the interface, the ports, the versions, the model's files, the clocks.
+
+    Examples:
+      weft doctor
+      weft doctor DIR --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
+    """
+
+    model: ModelDir = None
+    """With --nnodes: the model that must be the same on each host."""
+    revision: Revision = None
+    cluster: SeveralHosts = field(default_factory=SeveralHosts)
+
+    def run(self) -> int:
+        """Prints the findings, each as it is found. Raises UserError, ModelError."""
+        bad, hosts = False, self._between_hosts()
+        for finding in itertools.chain(examine(), hosts):
+            print(f"{finding.level:5}{finding.what}", flush=True)
+            if finding.why:
+                print(f"     {finding.why}", flush=True)
+            bad |= finding.level == "bad"
+        return int(bad)
+
+    def _between_hosts(self) -> Iterator[Finding]:
+        try:
+            found = model_dir(self.model, revision=self.revision)
+            config = config_over_hosts(self.cluster, model=found)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if config is None:
+            return iter(())
+        from weft.serve.cli.host_findings import between_hosts
+
+        return between_hosts(config)
+
+
+def examine() -> Iterator[Finding]:
+    """Everything that is looked at."""
+    yield Finding("ok", f"weft {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield from packages()
+    yield from processor(Path("/proc/cpuinfo").read_text(), len(os.sched_getaffinity(0)), os.getloadavg()[0])
+    yield memory(Path("/dev/shm"))
+    yield descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    if (BUILT / "weft_cpu.so").exists():
+        yield Finding("ok", "kernels of transport shm are installed")
+    else:
+        yield compiler("c++", "g++", "clang++")
+    yield from gpus()
+    yield table()
+    yield table(gpus=True)
+
+
+def packages() -> Iterator[Finding]:
+    """Versions of what Weft stands on."""
+    found, missing = [], []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    yield Finding("ok", ", ".join(found))
+    if missing:
+        yield Finding("bad", f"not installed: {', '.join(missing)}", "pip install 'weft[serve]'")
+
+
+def processor(cpuinfo: str, cores: int, load: float) -> Iterator[Finding]:
+    """cpuinfo: the text of /proc/cpuinfo. load: processes that want to run."""
+    lines = (line.split(":", 1)[1] for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
+    flags = set(next(lines, "").split())
+    best = next((name for name in ("avx512f", "avx2", "asimd") if name in flags), None)
+    why = "" if best else "no vector instructions that Weft's kernels know: sums of transport shm take scalar ones"
+    yield Finding("ok" if best else "slow", f"{cores} cores, {best or 'scalar'}", why)
+    if load > 0.5 * cores:
+        why = "others use the cores: ranks wait for one another, and measurements mean nothing"
+        yield Finding("slow", f"load {load:.1f} on {cores} cores", why)
+
+
+def memory(shared: Path) -> Finding:
+    """The file system of shared memory."""
+    if not shared.is_dir():
+        return Finding("bad", f"no {shared}", "transport shm has no memory to share; use --transport gloo")
+    free = shutil.disk_usage(shared).free
+    why = "a large step may not fit; give the container more, such as docker run --shm-size 4g"
+    enough = free >= SHARED_MEMORY
+    return Finding("ok" if enough else "slow", f"{free / 2**20:,.0f} MiB free in {shared}", "" if enough else why)
+
+
+def descriptors(hard: int) -> Finding:
+    """hard: how many files the process may open."""
+    enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS
+    what = f"{'any number of' if hard == resource.RLIM_INFINITY else hard} open files"
+    return Finding(
+        "ok" if enough else "slow", what, "" if enough else "fewer clients at once; raise it with ulimit -Hn"
+    )
+
+
+def compiler(*names: str) -> Finding:
+    """What native kernels are compiled with when first used."""
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found:
+        return Finding("ok", f"compiler {found}")
+    return Finding("slow", f"none of {', '.join(names)}", "transport shm cannot be built: ranks use gloo; install g++")
+
+
+def gpus() -> Iterator[Finding]:
+    """GPUs, whether each reaches the others' memory, and what compiles for them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Finding("ok", "no GPU that torch can use")
+        return
+    count = torch.cuda.device_count()
+    for gpu in range(count):
+        about = torch.cuda.get_device_properties(gpu)
+        size, arch = f"{about.total_memory / 2**30:.0f} GiB", f"sm_{about.major}{about.minor}"
+        yield Finding("ok", f"GPU {gpu}: {about.name}, {size}, {arch}")
+    apart = [(a, b) for a, b in itertools.permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        pairs = ", ".join(f"{a}→{b}" for a, b in apart)
+        why = "transport peer cannot be used between them; NCCL goes by the host"
+        yield Finding("slow", f"no peer access {pairs}", why)
+    elif count > 1:
+        yield Finding("ok", "every GPU reaches the others' memory")
+    if count > 1 and (smi := shutil.which("nvidia-smi")):
+        yield from links(subprocess.run([smi, "topo", "-m"], capture_output=True, text=True, timeout=60).stdout)
+    if (BUILT / "weft_cuda.so").exists():
+        yield Finding("ok", "kernels of transport peer are installed")
+    elif not shutil.which(nvcc()):
+        yield Finding("slow", "no nvcc", "transport peer cannot be built; install CUDA's nvcc, or set PATH to it")
+
+
+def links(matrix: str) -> Iterator[Finding]:
+    """What joins the GPUs. matrix: what `nvidia-smi topo -m` prints."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in matrix.splitlines()]
+    rows = [[cell.strip() for cell in line] for line in lines if re.fullmatch(r"GPU\d+", line[0].strip())]
+    joined: dict[str, list[str]] = {}
+    for row in rows:
+        for other, kind in zip(rows, row[1:], strict=False):
+            if row[0] < other[0]:
+                joined.setdefault(kind, []).append(f"{row[0]}–{other[0]}")
+    for kind, pairs in joined.items():
+        fast = kind.startswith("NV")
+        why = "" if fast else "collectives between them go over PCI Express: prefer layouts with few of them"
+        yield Finding("ok" if fast else "slow", f"{'NVLink' if fast else 'no NVLink'} ({kind}) {', '.join(pairs)}", why)
+
+
+def table(gpus: bool = False) -> Finding:
+    """What `weft tune` measured here, of ranks on CPUs or GPUs."""
+    from weft.planner.cost import host_table, read_table
+    from weft.planner.spec import LayoutError
+
+    path = host_table(gpus)
+    if gpus and not path.exists():
+        return Finding("ok", "no cost table of this host's GPUs yet; the first weft serve on several measures one")
+    if not path.exists():
+        return Finding("slow", "no cost table of this host", "plans are made by presets; run weft tune once")
+    try:
+        read_table(path)
+    except LayoutError as error:
+        return Finding("bad", f"{path} cannot be used", f"{error}; run weft tune again")
+    days = (time.time() - path.stat().st_mtime) / 86400
+    why = "the host may have changed since; run weft tune again"
+    old = days > OLD_TABLE_DAYS
+    return Finding("slow" if old else "ok", f"{path}, measured {days:.0f} days ago", why if old else "")

@@ -1,0 +1,155 @@
+"""`weft plan`: the exchanges of a layout and their costs, without weights or ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from textwrap import fill
+from typing import Annotated
+
+import torch
+import tyro
+from transformers.utils import logging as transformers_logging
+
+from weft.comm import peer
+from weft.comm.transport import offer_of
+from weft.comm.transport_registry import (
+    NCCL,
+    PEER,
+    REFERENCE,
+    TransportEntry,
+    TransportName,
+    automatic,
+    check_serves,
+    transports,
+)
+from weft.engine.config.engine_options import LayoutOptions
+from weft.engine.models.load import build_model, float8_says
+from weft.engine.models.registry import load_config, registry
+from weft.engine.worker.planning import plan_model, sharded_context, split_steps
+from weft.planner.cost import costs
+from weft.planner.dcp import dcp_dict, dcp_text
+from weft.planner.experts import Forms
+from weft.planner.forms import forms_dict, forms_of, forms_text
+from weft.planner.prices import Recipes
+from weft.planner.recipes import Merge, Prompt
+from weft.planner.show import plan_dict, plan_text
+from weft.planner.spec import LayoutError
+from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
+from weft.serve.cli.command import ModelDir, SourceOptions, model_dir
+
+AUTOMATIC = " and ".join(
+    e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")
+    for e in automatic(transports(), "cuda", ranks=1)
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """Print the collectives that a layout needs, their bytes and predicted times, next to those of the naive plan.
+
+    The naive plan is the default of other engines: all-reduce every partial sum, add, norm, gather. Both plans are
+    priced alike. Needs only config.json, also of a model on the hub: no weights are read and no ranks are started.
+
+    Examples:
+      weft plan                                         the embedded model, four ranks, by times of four H200s
+      weft plan --preset qwen3-30b-a3b --attn-dp 4
+      weft plan DIR --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1 --tokens 1,64,4096
+      weft plan DIR --attn-tp 2 --transport shm gloo
+      weft plan DIR --attn-dp 4 --attn-tp 4 --transport nccl --cost h100-nvlink
+      weft plan --preset deepseek-v2-lite --attn-tp 4 --ep 4 --dcp 4     from which context length that pays
+      weft plan --preset deepseek-v3 --attn-dp 16 --nnodes 2   inside a host by peer, across hosts by nccl
+      weft plan --attn-dp 4 --transport shm --tokens 1,256     experts by gather or by dispatch, whichever costs less
+      weft plan --preset qwen3-235b-a22b --attn-tp 4 --ep 4 --split-vocabulary on    what decode steps save by it
+      weft plan DIR --attn-dp 2 --attn-tp 4 --ep 8 --transport reference --json
+      weft plan DIR --attn-tp 4 --cost TABLE.json       a table of weft tune, or of weft tune --device cuda
+    """
+
+    model: ModelDir = None
+    source: SourceOptions = field(default_factory=SourceOptions)
+    layout: LayoutOptions = field(default_factory=LayoutOptions)
+    """Split of the model over the ranks, as for weft serve; omitted: --attn-dp 2 --attn-tp 2."""
+    plugins: tuple[str, ...] = ()
+    """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
+    tokens: str = "1,64,4096"
+    """Tokens in each DP group, one plan for each number."""
+    transport: Annotated[
+        tuple[TransportName, ...],
+        tyro.conf.arg(help=f"Transports to plan with, one or more; omitted: {AUTOMATIC}."),
+    ] = ()
+    cost: str = "auto"
+    """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a
+    table FILE.json of weft tune. auto: cpu for shm and gloo, h200x4 for peer and nccl to 8 ranks, else h200-nvlink."""
+    max_bytes: int | None = None
+    """Bytes of the largest input or result of a call of peer; omitted: any, as the engine builds peer for its largest
+    step."""
+    json: bool = False
+    """Print one JSON list instead: a plan for each number of tokens, with every layer."""
+
+    def run(self) -> int:
+        """Print the plans. Raises LayoutError, ModelError, PlacementError with one line."""
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        layout, tokens = self.layout, parse_tokens(self.tokens)
+        if (layout.attn_dp, layout.attn_tp, layout.ep, layout.moe_tp) == (1, 1, None, None):
+            layout = replace(layout, attn_dp=2, attn_tp=2)
+        mesh = layout.mesh
+        on_host = mesh.world // mesh.hosts
+        known = transports(self.plugins)
+        named = {**known, REFERENCE.option: REFERENCE}
+        entries = tuple(named[option] for option in self.transport) or automatic(known, "cuda", on_host)
+        check_serves(entries, mesh)
+        model = costs(self._cost(entries, on_host))
+        entries = tuple(replace(e, max_bytes=self.max_bytes) if e is PEER else e for e in entries)
+        offers = [offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in entries]
+        where = model_dir(self.model, self.source.preset, self.source.revision, weights=False)
+        config = load_config(where, registry(self.plugins))
+        gpus = any(entry.device == "cuda" for entry in entries)
+        forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
+        config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
+        asked = layout.split_vocabulary == "on" or (layout.split_vocabulary == "auto" and gpus)
+        steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and asked])
+        split = layout.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
+        config = replace(config, split_vocabulary=split)
+        # Slices copy where steps are captured.
+        recipes: Recipes = {Merge: layout.dcp_exchange, Prompt: layout.dcp_prefill}
+        planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, recipes=recipes)
+        counts_of = [(n,) * mesh.attn_dp for n in tokens]
+        shared = sharded_context(config, mesh, config.dtype, planner.chain)
+        both = forms_of(planner)
+        steps = steps if split else []
+        if self.json:
+            found, vocabulary = [plan_dict(planner, n) for n in counts_of], {step.rows: step for step in steps}
+            for each, n in zip(found, tokens, strict=True):
+                each |= {} if shared is None else {"dcp": dcp_dict(shared, n, planner.blocks)}
+                each |= {} if both is None else {"experts": forms_dict(both, n)}
+                each |= {"vocabulary": vocabulary_dict(vocabulary[n]) if n in vocabulary else None} if steps else {}
+            print(json.dumps(found, indent=1))
+        else:
+            texts = [plan_text(planner, counts) for counts in counts_of]
+            texts += [] if both is None else [forms_text(both, tokens)]
+            texts += [] if shared is None else [dcp_text(shared, tokens, planner.blocks)]
+            texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
+            if gpus and config.storage.float8_block:
+                meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), shape_only=True)
+                texts += [fill(note, 120)] if (note := float8_says(meta)) else []
+            print("\n\n".join(texts))
+        return 0
+
+    def _cost(self, entries: tuple[TransportEntry, ...], on_host: int) -> str:
+        if self.cost != "auto":
+            return self.cost
+        if all(entry.device == "cpu" for entry in entries):
+            return "cpu"
+        measured = all(entry in (PEER, NCCL) for entry in entries) and on_host <= peer.MAX_RANKS
+        return "h200x4" if measured else "h200-nvlink"
+
+
+def parse_tokens(text: str) -> list[int]:
+    """`1,64` → [1, 64]. Raises LayoutError."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [-1]
+    if min(numbers) < 0:
+        raise LayoutError(f"tokens {text!r} are not whole numbers with commas between them, such as 1,64,4096")
+    return numbers

@@ -1,0 +1,167 @@
+"""`weft serve`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.serve.cli.command import EngineArguments, ModelDir, StopSignals, UserError, WithRay, engine_config, model_name
+from weft.serve.cli.ray_hosts import agents
+from weft.serve.cli.several_hosts import run_agent
+from weft.serve.cli.start import start_engine
+from weft.serve.http import log
+from weft.serve.http.loading import Loading
+from weft.serve.http.options import LogLevel, Options
+from weft.serve.http.sockets import bind, bind_unix
+
+
+@dataclass(frozen=True)
+class Command:
+    """Serve a model over HTTP, OpenAI-compatible, until Ctrl-C.
+
+    Examples:
+      weft serve                                           the embedded model on one rank
+      weft serve Qwen/Qwen3-0.6B                           a model of the hub, downloaded once
+      weft serve FILE.gguf --attn-tp 2                     a model in one file, as llama.cpp's
+      weft serve DIR --attn-dp 2 --attn-tp 2               four ranks; experts laid out alike
+      weft serve DIR --attn-dp 4 --ep 4 --api-key SECRET   data-parallel attention, expert parallelism
+      weft serve DIR --attn-dp 2 --attn-tp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
+                                                           two hosts; on the other one with --node-rank 1
+
+    Then: curl http://127.0.0.1:8000/v1/models, or any OpenAI client with base_url http://127.0.0.1:8000/v1.
+    """
+
+    model: ModelDir = None
+    engine: EngineArguments = field(default_factory=EngineArguments)
+    ray: WithRay = False
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    uds: Path | None = None
+    """A Unix domain socket to listen on, in place of host and port."""
+    config: Path | None = None
+    """A YAML file of options by their names, such as `attn-tp: 2`, and `model` for MODEL_DIR; the command line wins."""
+    http: Options = field(default_factory=Options)
+    log_format: Literal["text", "json"] = "text"
+    """Of the log on stderr."""
+    log_level: LogLevel = "info"
+    """Least level of the log's lines; each request is a line of level info."""
+    kv_events_config: str | None = None
+    """Publishes what the prefix caches store and remove, for routers; JSON as vLLM takes it, such as
+    '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'. Whoever
+    reaches these ports reads all prompts."""
+
+    def run(self) -> int:
+        """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
+        log.configure(self.log_format, self.log_level)
+        with StopSignals() as signals:
+            try:
+                return self._serve(signals)
+            except KeyboardInterrupt:
+                return 0
+
+    def _serve(self, signals: StopSignals) -> int:
+        options = replace(self.http, api_key=self._key(), profile_dir=self._profile_folder())
+        try:
+            options.check()
+            kv_events = self._kv_events()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        config = engine_config(self.model, self.engine, ray=self.ray)
+        if config.node_rank:
+            return run_agent(config)
+        try:
+            listener = bind(self.host, self.port) if self.uds is None else bind_unix(self.uds)
+        except OSError as error:
+            raise UserError(str(error)) from error
+        with (
+            listener,
+            Loading(listener, options.tls, options.root_path) as loading,
+            agents(config, self.ray),
+            start_engine(config, kv_events) as engine,
+        ):
+            return self._serve_engine(engine, listener, loading, options, signals)
+
+    def _serve_engine(
+        self, engine: Any, listener: socket.socket, loading: Loading, options: Options, signals: StopSignals
+    ) -> int:
+        # What these import, and torch with it, takes seconds: options are checked before, and the port is taken.
+        from weft.engine.config.config import EngineError
+        from weft.engine.controller.startup import float8_products
+        from weft.serve import app
+        from weft.serve.http import run
+        from weft.serve.http.engine_client import EngineClient
+        from weft.serve.http.metrics import Metrics
+
+        name = next(iter(options.served_model_name), model_name(self.model, engine.config.model))
+        engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
+        server = run.Server(app.create_app(engine_client, name, options), engine_client, options)
+
+        def leave_with_engine() -> None:
+            engine.wait()
+            server.stop()
+
+        threading.Thread(target=leave_with_engine, daemon=True).start()
+        run.prepare_interpreter()
+        signals.stop = server.stop
+        if signals.asked:
+            return 0
+        loading.shutdown()
+        self._say_what_serves(engine, name, listener, float8_products(engine.config, engine.model_config))
+        server.run(sockets=[listener])
+        if engine.error is not None:
+            raise EngineError(engine.error)
+        return 0
+
+    def _url(self, listener: socket.socket) -> str:
+        """Return the URL at which clients find the server."""
+        if self.uds is not None:
+            return f"unix:{self.uds}"
+        host, port = listener.getsockname()[:2]
+        return f"{'http' if self.http.ssl_certfile is None else 'https'}://{host}:{port}"
+
+    def _say_what_serves(self, engine: Any, name: str, listener: socket.socket, float8: str) -> None:
+        limits = engine.config
+        what = f"{limits.mesh}, attention by {limits.attention_backend}"
+        sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
+        ignored = ", ".join(engine.model_config.ignored)
+        lines = [
+            f"serving {name} on {self._url(listener)} ({what}); Ctrl-C stops",
+            f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache",
+            float8,
+            engine.kv_events and f"KV events: {engine.kv_events}",
+            ignored and f"config.json: transformers does not read {ignored}, which Weft ignores",
+            engine.text_processor.says and f"generation_config.json: {engine.text_processor.says}",
+        ]
+        for line in filter(None, lines):
+            print(line, file=sys.stderr, flush=True)
+
+    def _kv_events(self) -> Any:
+        if self.kv_events_config is None:
+            return None
+        from weft.engine.controller.event_publisher import KvEventsConfig
+
+        return KvEventsConfig.parse(self.kv_events_config)
+
+    def _key(self) -> str | None:
+        """What clients must send. A secret that is mounted as a file often ends in a newline, which none can send."""
+        key = os.environ.get("WEFT_API_KEY") or None if self.http.api_key is None else self.http.api_key
+        if key is not None and key != key.strip():
+            print("the API key is taken without the spaces and newlines around it", file=sys.stderr)
+        return key and key.strip()
+
+    def _profile_folder(self) -> Path | None:
+        if (folder := self.http.profile_dir) is None:
+            return None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            advice = "choose another folder with --profile-dir"
+            raise UserError(f"cannot write {folder}: {error.strerror}; {advice}") from error
+        return folder.resolve()

@@ -1,0 +1,179 @@
+"""`weft tune`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from weft.comm.shm import ShmTuning
+from weft.comm.transport_registry import SHM_RANKS, TransportName, automatic, transports
+from weft.planner.cost import host_table
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.serve.cli.progress import progress_bar
+from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
+from weft.tune.cpu_costs import find_sizes, price, price_locals
+from weft.tune.gpu_costs import measure_gpus
+from weft.tune.host import describe_host
+from weft.tune.host_costs import SIZES as HOST_SIZES
+from weft.tune.host_costs import count
+from weft.tune.host_costs import price as price_over_hosts
+from weft.tune.ranks import run_ranks
+
+SIZES = [1 << p for p in range(12, 25, 2)]
+GPU_SIZES = [1 << p for p in range(13, 27)]
+LEFT_OUT = ", or ".join(" and ".join(e.option for e in automatic(transports(), on, 2)) for on in ("cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class Command:
+    """Measure this host, and write the table by which the planner chooses transports and edges.
+
+    The engine reads the table from then on, unless --cost names another; `weft plan --cost TABLE.json` shows what it
+    makes of it. Run it while the machine is idle, with as many ranks as will be served with.
+
+    With --nnodes, started on each host with its --node-rank and the same --ranks, it measures inside hosts and across
+    them, by ranks on CPUs. Node 0 writes the table, and goes by it wherever it is node 0 of as many hosts.
+
+    Examples:
+      weft tune                        2 and 4 ranks on CPUs, all transports: about a minute
+      weft tune --ranks 8 --out eight.json
+      weft tune --device cuda --out gpus.json
+      weft tune --ranks 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What to measure: ranks on CPUs, or one on each GPU."""
+    ranks: tuple[int, ...] = ()
+    """Numbers of ranks to measure; left out, 2 and 4, or all GPUs. With --nnodes: one number, of ranks on each host, 1
+    or more; left out, 2."""
+    transports: Annotated[
+        tuple[TransportName, ...],
+        tyro.conf.arg(
+            help=f"What to measure; left out, {LEFT_OUT}, and those of plugins: what --transport auto of the engine "
+            "chooses among."
+        ),
+    ] = ()
+    plugins: tuple[str, ...] = ()
+    """Python modules or .py files that add transports; they run, so name only what you trust."""
+    out: Path | None = None
+    """Where to write the table; left out, where the engine looks for it."""
+    json: bool = False
+    """Print the table, too, in place of the line that says where it is."""
+    cluster: SeveralHosts = field(default_factory=SeveralHosts)
+
+    def run(self) -> int:
+        """Writes the table and says where. Raises UserError, EngineError."""
+        hosts = self._hosts()
+        out = self.out or host_table(self.device == "cuda", 1 if hosts is None else hosts.mesh.hosts)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {out}: {error}; choose another file with --out") from error
+        check_writable(out, "--out")
+        gpus = torch.cuda.device_count() if self.device == "cuda" else 0
+        if hosts is None and self.device == "cuda" and gpus < 2:
+            raise UserError(f"--device cuda takes two GPUs or more; this machine has {gpus}")
+        known, limit = transports(self.plugins), gpus or SHM_RANKS
+        if unknown := [n for n in self.transports if n not in known or not known[n].runs_on(self.device)]:
+            raise UserError(f"--transports {unknown[0]} does not run on --device {self.device}")
+        ranks = sorted(self.ranks or ((gpus,) if gpus else (2, 4)))
+        if hosts is None and not all(2 <= n <= limit for n in ranks):
+            raise UserError(f"--ranks takes numbers from 2 to {limit}")
+        stop_on_sigterm()
+        sizes = GPU_SIZES if gpus else SIZES
+        options = [str(n) for n in self.transports] or [e.option for e in automatic(known, self.device, 2)]
+        if hosts is None:
+            on = self._on_gpus if self.device == "cuda" else self._on_cpus
+            table = self._collect(on(ranks, options, sizes))
+        else:
+            cases = count(hosts.mesh, options, HOST_SIZES, self.plugins)
+            table = {"hosts": hosts.mesh.hosts} | self._collect(self._over_hosts(hosts, options), cases)
+            if hosts.node_rank:
+                print(f"node {hosts.node_rank}: measured with node 0, which writes the table", file=sys.stderr)
+                return 0
+        out.write_text(text := json.dumps(table, indent=1) + "\n")
+        found = table["transports"]
+        print(text if self.json else f"{out}: {sum(map(len, found.values()))} times of {', '.join(found)}")
+        return 0
+
+    def measure_gpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> dict[str, Any]:
+        """The table, of so many GPUs, transports and bytes."""
+        return self._collect(self._on_gpus(ranks, options, sizes))
+
+    def _hosts(self) -> Any:
+        """The EngineConfig of the ranks over several hosts; None for one host. Raises UserError."""
+        try:
+            config = config_over_hosts(self.cluster, attn_tp=max(self.ranks or (2,)), plugins=self.plugins)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if config is not None and (len(self.ranks) > 1 or self.device == "cuda"):
+            raise UserError("--nnodes measures ranks on CPUs, and takes one number with --ranks: of those on each host")
+        return config
+
+    def _collect(self, found: Iterator[tuple[int, str, Any]], cases: int | None = None) -> dict[str, Any]:
+        """The table of what is found. cases: number of prices, where it is known."""
+        prices: dict[str, list[dict[str, Any]]] = {}
+        table: dict[str, Any] = {"host": describe_host(), "transports": prices}
+        with progress_bar() as bar:
+            task = bar.add_task("tuning", total=cases)
+            for world, what, value in found:
+                bar.update(task, description=f"{world} ranks")
+                if what == "price":
+                    bar.advance(task)
+                    prices.setdefault(value.pop("transport"), []).append(value)
+                else:
+                    table[what] = value
+        return table
+
+    def _on_cpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
+        [tuning] = list(run_ranks(min(ranks), find_sizes, min(ranks)))
+        yield min(ranks), "shm_tuning", tuning
+        [points] = list(run_ranks(1, price_locals, sizes))
+        for kind, found in points.items():
+            yield 1, kind, found
+        for world in ranks:
+            for row in run_ranks(world, price, world, options, sizes, tuning, self.plugins):
+                yield world, "price", row
+
+    def _over_hosts(self, config: Any, options: list[str]) -> Iterator[tuple[int, str, Any]]:
+        from weft.engine.hosts.measurement import over_hosts
+
+        world, on_host, local = config.mesh.world, config.ranks_of_host, list[tuple[int, str, Any]]()
+
+        def describe() -> dict[str, Any]:  # while the others wait
+            tuning = asdict(ShmTuning()) if on_host == 1 else next(run_ranks(on_host, find_sizes, on_host))
+            [points] = list(run_ranks(1, price_locals, SIZES))
+            local.extend((world, what, value) for what, value in ({"shm_tuning": tuning} | points).items())
+            return {"options": options, "sizes": HOST_SIZES, "tuning": tuning}
+
+        say = partial(print, file=sys.stderr, flush=True)
+        for row in over_hosts(config, price_over_hosts, describe, say):
+            yield world, "price", row
+        yield from local
+
+    def _on_gpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> Iterator[tuple[int, str, Any]]:
+        for world in ranks:  # the widest comes last, and its tuning stays
+            for what, value in run_ranks(world, measure_gpus, world, options, sizes, self.plugins):
+                yield world, what, value
+
+
+def tune_first(world: int) -> None:
+    """Measures so many GPUs for a start that finds no table of them, with few sizes: seconds. Says where it writes."""
+    options = [entry.option for entry in automatic(transports(), "cuda", world)]
+    table = Command(device="cuda").measure_gpus([world], options, GPU_SIZES[::3])
+    path = host_table(gpus=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(table, indent=1) + "\n")
+    except OSError as error:
+        advice = "name a cost model with --cost, such as h200x4"
+        raise UserError(f"cannot write {path}: {error.strerror}; {advice}") from error
+    print(f"measured what {world} GPUs exchange, once for this host: {path}", file=sys.stderr)

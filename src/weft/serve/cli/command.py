@@ -1,0 +1,316 @@
+"""Parts that commands share: the engine's options, and how a dataclass becomes a command."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
+from weft.engine.assets import embedded_model_dir, preset_dir
+from weft.engine.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
+from weft.engine.config.engine_options import EngineOptions, OptionGroup
+from weft.engine.models.directory import is_gguf, no_model, on_hub, packaged
+from weft.plugins import PluginError
+from weft.serve.cli.config_file import file_arguments
+from weft.serve.cli.other_engines import hint, renamed
+from weft.serve.cli.progress import start_said
+from weft.serve.cli.ray_hosts import node_0
+from weft.serve.cli.several_hosts import with_launcher
+from weft.serve.http.log import LogStream, asked_format
+
+T = TypeVar("T")
+
+WithRay = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="With --nnodes 2 or more: starts the agents of the other hosts on this host's Ray cluster (extra ray). "
+        "Nothing is to be started there by hand."
+    ),
+]
+MODEL_HELP = (
+    "A Hugging Face model directory, a model's name on the hub (ORG/NAME), a GGUF file, or smollm2 (a package brings "
+    "it); omitted: the embedded model."
+)
+ModelDir = Annotated[
+    Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]", help=MODEL_HELP, help_behavior_hint="")
+]
+Revision = Annotated[
+    str | None, tyro.conf.arg(help="Branch, tag or commit of a model on the hub; omitted: its main branch.")
+]
+
+
+class UserError(Exception):
+    """Bad input: one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class SourceOptions(OptionGroup):
+    """Source of the model, other than MODEL_DIR."""
+
+    preset: str | None = None
+    """A published config in place of MODEL_DIR, such as qwen3-30b-a3b; running it requires --load-format dummy."""
+    revision: Revision = None
+
+
+@dataclass(frozen=True)
+class EngineArguments(EngineOptions, SourceOptions):
+    """The options of a command that runs a model, but for MODEL_DIR."""
+
+    def check_with(self, model: Path | None) -> None:
+        """Check the options and the model directory, as far as it can be done without torch. Raises UserError."""
+        if self.preset is not None and self.load_format != "dummy":
+            add = "add --load-format dummy to make some up"
+            raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
+        _without_hub(model, self.preset, self.revision)
+        try:
+            self.check()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def values(self) -> dict[str, Any]:
+        """Return the options that EngineConfig accepts, by name."""
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(EngineOptions)}
+
+    def arguments(self) -> list[str]:
+        """Return arguments by which a command gets these options, without those that have their default."""
+        found: list[str] = []
+        for each in dataclasses.fields(self):
+            value, name = getattr(self, each.name), each.name.replace("_", "-")
+            if value != each.default:
+                values = map(str, value if isinstance(value, tuple) else (value,))
+                found += [f"--no-{name}"] if value is False else [f"--{name}", *([] if value is True else values)]
+        return found
+
+
+def parse(command: type[T], name: str, arguments: list[str], default: T | None = None) -> T:
+    """Return the command from its arguments; its docstring is the help. default: has the omitted options.
+
+    Raises UserError for what can be checked before its `run` imports torch: options of other engines, and a model or a
+    layout that cannot be.
+    """
+    arguments, old_names = renamed(arguments, name)
+    for line in old_names:
+        print(f"weft: {line}", file=sys.stderr)
+    hints = get_type_hints(command)
+    starts_engine = hints.get("engine") is EngineArguments
+    if starts_engine and (advice := hint(arguments)) is not None:
+        raise UserError(advice)
+    file = _value_of("--config", arguments) if "config" in hints else []
+    written, fault = file_arguments(Path(file[0]), command) if file else ([], None)
+    if isinstance(sys.stderr, LogStream):
+        sys.stderr.log_format = asked_format([*written, *arguments])
+    if fault is not None:
+        raise UserError(fault)
+    shown: dict[str, Any] = {"prog": f"weft {name}", "description": inspect.getdoc(command)}
+    shown["registry"] = _registry([*written, *arguments])
+    shown["config"] = (tyro.conf.OmitArgPrefixes,)
+    if default is not None:
+        shown["default"] = default
+    if written:
+        try:
+            shown["default"] = tyro.cli(command, args=written, **shown)
+        except SystemExit as error:
+            raise UserError(f"this is an option of --config {file[0]}") from error
+    parsed: Any = tyro.cli(command, args=arguments, **shown)
+    if starts_engine:
+        parsed.engine.check_with(parsed.model)
+    return parsed
+
+
+def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
+    """Return the rules by which tyro reads options: names of transports and attention backends, those of plugins in
+    the arguments too, and groups of options. Raises UserError.
+    """
+    plugins = _value_of("--plugins", arguments)
+    try:
+        known, attention = tuple(transports(plugins)), tuple(backends(plugins))
+    except PluginError as error:
+        raise UserError(str(error)) from error
+    names: dict[Any, tuple[str, ...]] = {
+        TransportName: (*known, REFERENCE.option),
+        TransportChoice: (AUTO, *known),
+        BackendChoice: (ANY_BACKEND, *attention),
+    }
+    found, reading = ConstructorRegistry(), list[Any]()
+
+    @found.primitive_rule
+    def choose(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if asked.type not in names:
+            return None
+        literal: Any = Literal.__getitem__(names[asked.type])
+        as_literal = PrimitiveTypeInfo.make(literal, asked.markers)
+        return ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
+
+    @found.struct_rule
+    def in_groups(asked: StructTypeInfo) -> StructConstructorSpec | None:
+        if asked.type is not EngineArguments:
+            return None
+        default = asked.default if isinstance(asked.default, EngineArguments) else EngineArguments()
+        fields = []
+        for group in EngineArguments.groups():
+            heading = tyro.conf.arg(name=group.__name__.removesuffix("Options").lower(), prefix_name=False)
+            shown: Any = Annotated[group, heading]
+            fields.append(StructFieldSpec(group.__name__, shown, group.of(default)))
+        return StructConstructorSpec(joined, tuple(fields))
+
+    def joined(**groups: OptionGroup) -> EngineArguments:
+        return EngineArguments(**{name: value for group in groups.values() for name, value in vars(group).items()})
+
+    @found.struct_rule
+    def with_paragraphs(asked: StructTypeInfo) -> StructConstructorSpec | None:
+        if asked.type in reading:  # by tyro's own rule, which keeps the line ends of a docstring
+            return None
+        reading.append(asked.type)
+        spec = ConstructorRegistry.get_struct_spec(asked)
+        reading.pop()
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        fields = (dataclasses.replace(each, helptext=partial(_paragraph, each.helptext)) for each in spec.fields)
+        return dataclasses.replace(spec, fields=tuple(fields))
+
+    return found
+
+
+def _paragraph(text: str | Callable[[], str | None] | None) -> str | None:
+    text = text() if callable(text) else text
+    return text and " ".join(text.split())
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> list[str]:
+    """Return the values of one option, before all are parsed."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, nargs="*", default=[], dest="values")
+    return list(parser.parse_known_args(arguments)[0].values)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Check that a file can be written, before anything is measured for it. Raises UserError; leaves no file behind."""
+    new = not path.exists()
+    try:
+        path.open("a").close()  # a folder, a file or a system that is read-only: only trying shows it, for root too
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another file with {option}") from error
+
+
+def model_dir(
+    model: Path | None, preset: str | None = None, revision: str | None = None, *, weights: bool = True
+) -> Path:
+    """Return the directory or file that a command names, by path, name or preset; the embedded model's for neither.
+
+    Args:
+        revision: branch, tag or commit of a model on the hub, which is downloaded unless the cache has it.
+        weights: also fetch the weights, not only config.json.
+
+    Raises UserError.
+    """
+    if (found := _without_hub(model, preset, revision)) is not None:
+        return found
+    from weft.engine.models.hub import snapshot
+
+    try:
+        with start_said() as start:
+            start.what = f"fetching {model} from the hub"
+            return snapshot(str(model), revision, weights=weights)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def model_name(model: Path | None, found: Path) -> str:
+    """Return the name of a model for users: as they name it, unless that is a path. found: by `model_dir`."""
+    if model is not None and not model.exists():
+        return str(model)
+    return found.stem if is_gguf(found) else found.resolve().name
+
+
+def _without_hub(model: Path | None, preset: str | None, revision: str | None) -> Path | None:
+    """Return the directory of a model on this host; None for a name on the hub. Raises UserError."""
+    if model is not None and preset is not None:
+        raise UserError(f"give {model} or --preset {preset}, not both")
+    if model is not None and on_hub(model):
+        return None
+    if revision is not None:
+        raise UserError(f"--revision {revision} is of a model on the hub, which is named by ORG/NAME")
+    try:
+        found = packaged(model or embedded_model_dir()) if preset is None else preset_dir(preset)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if (why := no_model(found)) is not None:
+        raise UserError(why)
+    return found
+
+
+def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
+    """Return the EngineConfig of the options of a command and its engine. Raises UserError, LayoutError."""
+    from weft.engine.config.config import EngineConfig
+
+    try:
+        given = engine.values() | options
+        values = with_launcher(node_0(given) if ray else given, os.environ)
+        weights = engine.load_format != "dummy"
+        found = model_dir(model, engine.preset, engine.revision, weights=weights)
+        return EngineConfig(model=found, **values)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def stop_on_sigterm() -> None:
+    """Let SIGTERM end the command as Ctrl-C does: all that it has started is stopped first."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT of a process that stops with exit code 0. A context manager, for the main thread.
+
+    The first one raises KeyboardInterrupt, so that what was started is stopped, and later ones do nothing. Once `stop`
+    is set, each calls that instead.
+
+    Attributes:
+        stop: ends the serving process in order.
+        asked: whether KeyboardInterrupt was raised; a destructor may have swallowed it.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] | None = None
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stop is not None:
+            self.stop()
+        elif not self.asked:
+            self.asked = True
+            raise KeyboardInterrupt

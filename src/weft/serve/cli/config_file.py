@@ -1,0 +1,107 @@
+"""`--config FILE`: a command's options in YAML, by the names that they have on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+import yaml
+
+from weft.serve.cli.other_engines import ADVICE, RENAMED
+
+MODEL = "model"
+"""The key of the one argument that has no name on the command line."""
+
+
+def file_arguments(file: Path, command: type) -> tuple[list[str], str | None]:
+    """Return the options of a file as arguments of its command, and a line about the first fault in it, None for none.
+
+    A list is several values, an object is JSON. Scalars are passed on as they are written, so that `off` stays a word
+    and each option reads its own type. What follows a fault is returned, too: it may say how errors are written.
+    """
+    try:
+        root = yaml.compose(file.read_text(), Loader=yaml.SafeLoader)
+    except OSError as error:
+        return [], f"--config {file} cannot be read: {error.strerror}"
+    except (yaml.YAMLError, ValueError) as error:
+        return [], f"--config {file} is not YAML: {' '.join(str(error).split())}"
+    except RecursionError:
+        return [], f"--config {file} is nested too deeply to be read"
+    if root is None:
+        return [], None
+    if not isinstance(root, yaml.MappingNode):
+        return [], f"--config {file} must hold options by their names, such as `port: 8000`"
+    kinds, found, faults = dict(_options(command)) | {MODEL: Path}, dict[str, list[str]](), list[str]()
+    for key, value in root.value:
+        name = str(key.value).replace("_", "-")
+        name = RENAMED.get(name, name)
+        try:
+            if name in found:
+                raise ValueError(f"{name} is there twice; leave one out")
+            found[name] = _arguments(name, kinds, value)
+        except ValueError as error:
+            faults.append(f"--config {file}, line {key.start_mark.line + 1}: {error}")
+    return [text for each in found.values() for text in each], next(iter(faults), None)
+
+
+def _arguments(name: str, kinds: Mapping[str, Any], node: yaml.Node) -> list[str]:
+    """One option as arguments. Raises ValueError."""
+    if name not in kinds or name == "config":
+        advice = f"; in Weft it is {ADVICE[name]}" if name in ADVICE else "; see weft serve --help"
+        raise ValueError(f"there is no option {name!r}{advice}")
+    if node.tag == "tag:yaml.org,2002:null":
+        return []
+    if kinds[name] is bool:
+        return [f"--{name}" if _truth(node, name) else f"--no-{name}"]
+    if not isinstance(node, yaml.SequenceNode):
+        text = _text(node, name)
+        if name == MODEL:
+            return [f"./{text}" if text.startswith("-") else text]
+        return [f"--{name}={text}"]  # it may begin with a dash
+    if get_origin(kinds[name]) is not tuple:
+        raise ValueError(f"{name} takes one value, not a list")
+    texts = [_text(item, name) for item in node.value]
+    if len(texts) == 1:
+        return [f"--{name}={texts[0]}"]
+    if dashed := [text for text in texts if text.startswith("-")]:
+        raise ValueError(f"{name} holds {dashed[0]!r}; in a list no value may begin with a dash")
+    return [f"--{name}", *texts]
+
+
+def _options(command: type) -> Iterator[tuple[str, Any]]:
+    """Names of a command's options and their types, with those of groups."""
+    hints = get_type_hints(command)
+    for each in dataclasses.fields(command):
+        if dataclasses.is_dataclass(hints[each.name]):
+            yield from _options(hints[each.name])
+        else:
+            yield each.name.replace("_", "-"), hints[each.name]
+
+
+def _text(node: yaml.Node, name: str) -> str:
+    """A value as the command line takes it. Raises ValueError."""
+    if isinstance(node, yaml.SequenceNode):
+        raise ValueError(f"{name} holds a list in a list; give single values")
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value)
+    value = _loaded(node, name)
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} cannot be written as JSON: {' '.join(str(error).split())}") from error
+
+
+def _truth(node: yaml.Node, name: str) -> bool:
+    if not isinstance(value := _loaded(node, name), bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+    return value
+
+
+def _loaded(node: yaml.Node, name: str) -> Any:
+    try:
+        return yaml.safe_load(yaml.serialize(node))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read: {' '.join(str(error).split())}") from error

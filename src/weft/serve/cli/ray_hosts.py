@@ -1,0 +1,147 @@
+"""`--ray`: the agents of all other hosts, started on the Ray cluster that this host belongs to.
+
+Ray starts one agent on each host and passes its output on; everything else is as where agents are started by hand. An
+agent lives as long as the actor that has started it, and the actor as long as this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from weft.engine.assets import embedded_model_dir
+
+MISSING = "--ray takes the package ray on every host: pip install 'weft[ray]'"
+LEAVE_S, FAILED_S = 10.0, 1.0
+"""For agents to end after node 0 has left, and where it has failed, perhaps before they were heard."""
+AGAIN_S = 1.0
+
+
+def node_0(options: dict[str, Any]) -> dict[str, Any]:
+    """The engine's options on this host, which is node 0 of a Ray cluster. Raises ValueError in one line."""
+    if (options["nnodes"] or 1) < 2:
+        raise ValueError("--ray starts the agents of other hosts: add --nnodes 2, or as many as there are")
+    if options["node_rank"]:
+        raise ValueError("--ray starts the other hosts from this one, which is node 0: leave --node-rank out")
+    ray = connect()
+    if (found := len(_others(ray)) + 1) < options["nnodes"]:
+        raise ValueError(f"--nnodes {options['nnodes']}: the Ray cluster has {found} host(s)")
+    address = ray.util.get_node_ip_address()
+    key = options["cluster_key"] or _new_key()
+    return options | {"node_rank": 0, "master_addr": options["master_addr"] or address, "cluster_key": key}
+
+
+def connect() -> Any:
+    """The package, connected to the cluster of this host. Raises ValueError in one line."""
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise ValueError(MISSING) from error
+    try:
+        ray.init(address="auto", ignore_reinit_error=True, logging_level="warning")
+    except ConnectionError as error:
+        message = "--ray: this host belongs to no Ray cluster; ray start --head here, ray start --address on the others"
+        raise ValueError(message) from error
+    return ray
+
+
+def _others(ray: Any) -> list[dict[str, Any]]:
+    """The hosts of the cluster that are alive, but for this one, as Ray describes them."""
+    here = ray.get_runtime_context().get_node_id()
+    others = [host for host in ray.nodes() if host["Alive"] and host["NodeID"] != here]
+    return sorted(others, key=lambda host: (host["NodeManagerAddress"], host["NodeID"]))
+
+
+class RayHosts:
+    """The agents of a configuration with options by `node_0`, from entering to leaving."""
+
+    def __init__(self, config: Any):
+        self._config = config
+
+    def __enter__(self) -> RayHosts:
+        from weft.engine.config.device import on_gpus
+
+        config, ray = self._config, connect()
+        self._ray, self._closing = ray, False
+        self._agents: list[Any] = []
+        self._runs: dict[Any, tuple[int, str]] = {}
+        gpus = config.ranks_of_host if on_gpus(config) else 0
+        for node, host in zip(range(1, config.nnodes), _others(ray), strict=False):
+            where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(host["NodeID"], soft=False)
+            actor = ray.remote(Agent).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=where)
+            self._agents.append(actor.remote())
+            self._runs[self._agents[-1].run.remote(message(config, node))] = (node, host["NodeManagerAddress"])
+        self._watching = threading.Thread(target=self._watch, name="weft-ray", daemon=True)
+        self._watching.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._closing = True
+        timeout_s = LEAVE_S if kind is None else FAILED_S
+        self._ray.wait(list(self._runs), num_returns=len(self._runs), timeout=timeout_s)
+        for agent in self._agents:
+            self._ray.kill(agent)
+        self._ray.shutdown()
+
+    def _watch(self) -> None:
+        """Says which agents have ended before node 0."""
+        waiting = list(self._runs)
+        with suppress(Exception):  # Ray is shut down
+            while waiting:
+                ended, waiting = self._ray.wait(waiting, num_returns=1)
+                node, address = self._runs[ended[0]]
+                try:
+                    how = f"has ended with exit code {self._ray.get(ended[0])}"
+                except self._ray.exceptions.RayError as error:
+                    how = f"is gone: {str(error).splitlines()[0]}"
+                if not self._closing:
+                    print(f"weft: the agent of node {node} ({address}) {how}", file=sys.stderr, flush=True)
+
+
+def agents(config: Any, ray: bool) -> AbstractContextManager[Any]:
+    """The agents of the other hosts, where Ray is to start them."""
+    return RayHosts(config) if ray else nullcontext()
+
+
+def message(config: Any, node: int) -> str:
+    """What an agent reads first: its configuration and the cluster's secret, in a line."""
+    embedded = config.model == embedded_model_dir()
+    values = replace(config, model=config.model.resolve(), node_rank=node).to_dict()
+    secret = config.cluster_key.read_text().strip()
+    return json.dumps(values | {"model": None if embedded else values["model"], "cluster_key": secret})
+
+
+class Agent:
+    """The actor of a host."""
+
+    def run(self, first: str) -> int:
+        """Runs the agent until it ends by itself; gives its exit code. One that was killed is started again."""
+        while True:
+            command = [sys.executable, "-m", "weft.serve.cli.ray_agent"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):
+                    process.stdin.write(f"{first}\n")
+                    process.stdin.flush()
+                if (code := process.wait()) >= 0:
+                    return code
+            time.sleep(AGAIN_S)
+
+
+def _new_key() -> Path:
+    """A file with a new secret, which is removed with this process."""
+    folder = tempfile.TemporaryDirectory(prefix="weft-ray-")
+    atexit.register(folder.cleanup)
+    (key := Path(folder.name) / "cluster.key").write_text(secrets.token_hex(32))
+    return key

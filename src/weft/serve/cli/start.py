@@ -1,0 +1,43 @@
+"""Starts the engine of a command, with a progress bar on stderr, or lines where that is no terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.serve.cli.progress import Start, progress_bar, start_said
+
+
+def start_engine(config: Any, kv_events: Any = None) -> Any:
+    """A started engine, with a progress bar on stderr while it loads. kv_events: as `Engine` takes it."""
+    with start_said() as start:
+        return _start_engine(config, kv_events, start)
+
+
+def _start_engine(config: Any, kv_events: Any, start: Start) -> Any:
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from transformers.utils import logging as transformers_logging
+
+    from weft.engine.controller.engine import Engine
+    from weft.engine.worker.open_transports import untuned
+
+    if untuned(config):
+        from weft.serve.cli.cmd_tune import tune_first
+
+        tune_first(config.ranks_of_host)
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with progress_bar(*columns) as bar:
+        # Without a total the bar swings, so that it moves while processes start, of which nothing can be counted.
+        start.what = f"starting {config.mesh.world} rank(s)"
+        task = bar.add_task(start.what, total=None)
+
+        def progress(what: str, part: float) -> None:
+            start.what, start.part = what, part
+            bar.update(task, description=what, completed=part, total=1.0)
+
+        return Engine(config, progress, kv_events)

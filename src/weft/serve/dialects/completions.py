@@ -1,0 +1,271 @@
+"""POST /v1/completions and POST /v1/chat/completions: OpenAI's first two endpoints, with choices."""
+
+from __future__ import annotations
+
+import codecs
+import time
+import uuid
+from abc import abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from weft.engine.messages.request import Output, SamplingParams, TokenLogprob
+from weft.serve.chat.chats import ChatRequest
+from weft.serve.chat.parsed_output import Delta, ParsedOutput, PartEvent, PartKind, PartOpened, Reply
+from weft.serve.chat.protocol import CommonRequest, CompletionRequest, StreamOptions
+from weft.serve.chat.service import ChatJob, Service
+from weft.serve.http.bodies import JsonRoute, work_on
+from weft.serve.http.errors import ApiError, client_names
+from weft.serve.http.wire import event, json_response
+
+UTF8 = codecs.getincrementaldecoder("utf-8")
+DONE = b"data: [DONE]\n\n"
+TEXT_FIELDS: dict[PartKind, tuple[str, ...]] = {"text": ("content",), "thought": ("reasoning_content", "reasoning")}
+"""Fields of a chat's message. A thought has the name that most clients know, and vLLM's newer one."""
+
+
+def router(service: Service) -> APIRouter:
+    """Return the two routes."""
+    made = APIRouter(route_class=JsonRoute)
+
+    @made.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await complete(service, body, request)
+
+    @made.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        with client_names(body.names):
+            job = await work_on(request, prepared, body)
+        return await service.respond_chat(request, job, ChatReply(service, job))
+
+    def prepared(body: ChatRequest) -> ChatJob:
+        service.check(body)
+        return service.chat_job(body)
+
+    return made
+
+
+async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
+    """Text in, text out."""
+
+    def prepared(body: CompletionRequest) -> tuple[SamplingParams, CompletionReply]:
+        service.check(body)
+        prompts = service.prompts.of_completion(body)
+        scored = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
+        more: dict[str, Any] = {
+            "max_tokens": body.max_tokens,
+            "logprobs": body.logprobs,
+            "prompt_logprobs": max(scored, default=None),
+        }
+        return service.params(body, **more), CompletionReply(service, prompts, body)
+
+    params, reply = await work_on(request, prepared, body)
+    return await service.respond(request, body, params, reply)
+
+
+class ChoicesReply(Reply):
+    """A list of choices.
+
+    Attributes:
+        beside: fields next to the choices; in a stream, in its first chunk.
+    """
+
+    id_prefix: str
+    name: str
+    chunk_name: str
+
+    def __init__(
+        self, service: Service, prompts: Sequence[list[int]], outputs: Sequence[ParsedOutput], body: CommonRequest
+    ):
+        super().__init__(service.model_name, prompts, outputs)
+        self._asked, self._text_processor = body, service.engine.text_processor
+        self._options = body.stream_options or StreamOptions()
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        self.beside: dict[str, Any] = {}
+
+    def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
+        counts: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
+        if self._options.continuous_usage_stats:
+            counts = {"usage": self.usage()}
+        for choice in self.chunks(index, output, events, begins):
+            yield self._chunk({**self.beside, "choices": [choice], **counts})
+            self.beside = {}
+
+    def end(self) -> Iterator[bytes]:
+        if self._options.include_usage:
+            yield self._chunk({"choices": [], "usage": self.usage()})
+        yield DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return event(error.body()) + DONE
+
+    def whole(self) -> Response:
+        choices = [self.choice(index, output.whole) for index, output in enumerate(self.outputs)]
+        return json_response(
+            self._head | self.beside | {"object": self.name, "choices": choices, "usage": self.usage()}
+        )
+
+    def _chunk(self, fields: dict[str, Any]) -> bytes:
+        return event({**self._head, "object": self.chunk_name, **fields})
+
+    @abstractmethod
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        """Return a finished choice. output: all its increments in one."""
+
+    @abstractmethod
+    def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
+        """Return an increment as zero or more streamed choices. Args: as `increment`."""
+
+    def _prompt_logprobs(self, output: Output) -> dict[str, Any]:
+        """Return a table in vLLM's shape, but for ranks: each token of the prompt and the best in its place."""
+        if (limit := self._asked.prompt_logprobs) is None:
+            return {}
+        names = self._text_processor.token_name
+        tables = [
+            {
+                str(token): {"logprob": value, "decoded_token": names(token)}
+                for token, value in [(p.token_id, p.logprob), *p.top[:limit]]
+            }
+            for p in output.prompt_logprobs
+        ]
+        return {"prompt_logprobs": [None, *tables]}
+
+
+class CompletionReply(ChoicesReply):
+    """/v1/completions. An echoed prompt goes before its choices' text, and has logprobs as that does."""
+
+    id_prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, prompts: Sequence[list[int]], body: CompletionRequest):
+        super().__init__(service, prompts, [ParsedOutput() for _ in prompts for _ in range(body.n)], body)
+        self._limit = body.logprobs
+        self._echoed = [service.prompts.text(prompt) for prompt in prompts] if body.echo else []
+        self._hidden = self._text_processor.special_ids if body.skip_special_tokens else ()
+        self._returned: Counter[int] = Counter()  # characters of each choice's text
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(lambda: UTF8("replace"))
+
+    def choice(self, index: int, output: Output, begins: bool = True) -> dict[str, Any]:
+        text, echoed, asked = output.text, list[TokenLogprob | int](), self._asked
+        prompt = index // self.choices_of_prompt
+        if begins and self._echoed:
+            text, echoed = self._echoed[prompt] + text, [self.prompts[prompt][0], *output.prompt_logprobs]
+        self._returned[index] += len(text)
+        logprobs = None
+        if self._limit is not None:
+            logprobs = self._table(index, echoed, output.logprobs, self._limit)
+            if output.finish_reason:  # a stop string may have cut off the text of some tokens
+                logprobs["text_offset"] = [min(at, self._returned[index]) for at in logprobs["text_offset"]]
+        body = {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if asked.return_token_ids:
+            body["token_ids"] = output.token_ids
+            if begins:
+                body["prompt_token_ids"] = self.prompts[prompt]
+        return body | self._prompt_logprobs(output) if begins else body
+
+    def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
+        # A token without whole text yet has its event too, as in vLLM: clients that measure count events.
+        if output.token_ids or output.text or output.finish_reason or (begins and self._echoed):
+            yield self.choice(index, output, begins)
+
+    def _table(
+        self, index: int, echoed: Sequence[TokenLogprob | int], output: Sequence[TokenLogprob], limit: int
+    ) -> dict[str, Any]:
+        """A prompt's first token is a number alone: nothing comes before it that could say how likely it is."""
+        scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in (*echoed, *output)]
+        offsets, characters = [], self._characters[index]
+        for number, p in enumerate(scores):
+            raw = b""
+            if number < len(echoed) or p.token_id not in self._hidden:
+                raw = self._text_processor.grammars.tokens.decode_bytes([p.token_id])
+            # Where it does not go on with a character that was begun, one replacement character stands for that.
+            offsets.append(self._offsets[index] + _breaks(characters.getstate()[0], raw))
+            self._offsets[index] += len(characters.decode(raw))
+        names = self._text_processor.token_name
+        tops = [{names(t): value for t, value in p.top[:limit]} for p in scores]
+        return {
+            "tokens": [names(p.token_id) for p in scores],
+            "token_logprobs": [p.logprob for p in scores],
+            "top_logprobs": [None if p.logprob is None else top for p, top in zip(scores, tops, strict=True)],
+            "text_offset": offsets,
+        }
+
+
+def _breaks(begun: bytes, more: bytes) -> bool:
+    """Whether a character that is begun cannot go on with these bytes."""
+    try:
+        UTF8("strict").decode(begun + more[:1])
+    except UnicodeDecodeError:
+        return bool(begun)
+    return False
+
+
+class ChatReply(ChoicesReply):
+    """/v1/chat/completions."""
+
+    id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, service: Service, job: ChatJob):
+        super().__init__(service, [job.prompt], job.outputs(), job.chat)
+        self._logprobs = job.chat.logprobs
+        self.beside = {"prompt_token_ids": job.prompt} if job.chat.return_token_ids else {}
+
+    def choice(self, index: int, output: Output) -> dict[str, Any]:
+        made = self.outputs[index]
+        message: dict[str, Any] = {"role": "assistant", "content": made.text()}
+        if thought := made.text("thought"):
+            message |= dict.fromkeys(TEXT_FIELDS["thought"], thought)
+        if calls := made.calls:
+            message |= {"content": made.text() or None, "tool_calls": [call.plain() for call in calls]}
+        return {"index": index, "message": message} | self._rest(index, output) | self._prompt_logprobs(output)
+
+    def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
+        if begins:
+            role = {"index": index, "delta": {"role": "assistant", "content": ""}}
+            yield role | {"logprobs": None, "finish_reason": None}
+        delta = _delta(events)
+        if delta or output.logprobs or output.finish_reason or (self._asked.return_token_ids and output.token_ids):
+            yield {"index": index, "delta": delta} | self._rest(index, output)
+
+    def _rest(self, index: int, output: Output) -> dict[str, Any]:
+        called = output.finish_reason == "stop" and any(part.call for part in self.outputs[index].parts)
+        logprobs = {"content": [self._token(p) for p in output.logprobs]} if self._logprobs else None
+        rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": "tool_calls" if called else output.finish_reason}
+        rest |= {"stop_reason": output.stop_reason}
+        return rest | ({"token_ids": output.token_ids} if self._asked.return_token_ids else {})
+
+    def _token(self, p: TokenLogprob) -> dict[str, Any]:
+        return self._entry(p.token_id, p.logprob) | {"top_logprobs": [self._entry(t, value) for t, value in p.top]}
+
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        # A token may be a part of a character, or hold none at all: so its bytes are given next to its text.
+        raw = self._text_processor.grammars.tokens.decode_bytes([token])
+        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+
+
+def _delta(events: Sequence[PartEvent]) -> dict[str, Any]:
+    """Return what an increment adds to a chat's message."""
+    made: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "tool_calls": []}
+    calls: list[dict[str, Any]] = made["tool_calls"]
+    for part_event in events:
+        part = part_event.part
+        if isinstance(part_event, Delta) and part.call is None:
+            for name in TEXT_FIELDS[part.kind]:
+                made[name] += part_event.text
+        elif isinstance(part_event, Delta):
+            if not calls:  # it goes on with a call of an earlier increment
+                calls.append({"index": part.number, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += part_event.text
+        elif isinstance(part_event, PartOpened) and part.call is not None:
+            calls.append({"index": part.number} | part.call.plain())
+    return {name: value for name, value in made.items() if value}

@@ -1,0 +1,74 @@
+"""What stands beside the completions: tokens of a text and text of tokens, versions, and the prefix cache."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from weft import __version__
+from weft.serve.chat.chats import ChatRequest
+from weft.serve.chat.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.serve.chat.service import Service
+from weft.serve.http.bodies import JsonRoute, work_on
+from weft.serve.http.wire import json_response
+
+
+def router(service: Service) -> APIRouter:
+    """The routes, in vLLM's shapes."""
+    made, engine, prompts = APIRouter(route_class=JsonRoute), service.engine, service.prompts
+
+    @made.get("/version")
+    async def version() -> dict[str, Any]:
+        return {"version": __version__}
+
+    def tokens_of(body: ChatRequest | TokenizeRequest) -> Response:
+        body.refuse_unsupported()
+        if isinstance(body, ChatRequest):
+            tokens, wants_names = prompts.of_chat(body), False
+        else:
+            prompts.check_length(len(body.prompt), "prompt")
+            tokens, wants_names = prompts.encode(body.prompt, body.add_special_tokens), body.return_token_strs
+        strings = [engine.text_processor.token_name(t) for t in tokens] if wants_names else None
+        shape = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
+        return json_response(shape | {"token_strs": strings})
+
+    def text_of(body: DetokenizeRequest) -> Response:
+        body.refuse_unsupported()
+        return json_response({"prompt": prompts.text(body.tokens)})
+
+    def rendered(body: CompletionRequest | ChatRequest) -> Response:
+        named: dict[str, Any] = {"model": service.model_name, "cache_salt": body.cache_salt or None}
+        service.check(body)
+        tokens = [prompts.of_chat(body)] if isinstance(body, ChatRequest) else prompts.of_completion(body)
+        found = [{"request_id": uuid.uuid4().hex, "token_ids": each} | named for each in tokens]
+        return json_response(found[0] if isinstance(body, ChatRequest) else found)
+
+    # Routers that know which tokens each server has cached ask these for the tokens of a request.
+
+    @made.post("/v1/completions/render", response_model=None)
+    async def render_completion(body: CompletionRequest, request: Request) -> Response:
+        return await work_on(request, rendered, body)
+
+    @made.post("/v1/chat/completions/render", response_model=None)
+    async def render_chat(body: ChatRequest, request: Request) -> Response:
+        return await work_on(request, rendered, body)
+
+    # One body or the other: a chat has messages, a text a prompt.
+
+    @made.post("/tokenize", response_model=None)
+    async def tokenize(body: ChatRequest | TokenizeRequest, request: Request) -> Response:
+        return await work_on(request, tokens_of, body)
+
+    @made.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        return await work_on(request, text_of, body)
+
+    @made.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await run_in_threadpool(engine.reset_cache)
+        return Response()
+
+    return made

@@ -1,0 +1,59 @@
+"""What a router in front of several servers asks each of them: what it serves, how busy it is, whether it generates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from weft import __version__
+from weft.serve.chat.protocol import CompletionRequest
+from weft.serve.chat.service import Service
+from weft.serve.dialects.completions import complete
+
+
+def router(service: Service) -> APIRouter:
+    """The routes, in SGLang's shapes, which `sglang-router` and `vllm-router` know; each name and the one before it."""
+    made, engine, config = APIRouter(), service.engine, service.engine.config
+
+    @made.get("/server_info")
+    @made.get("/get_server_info")
+    async def server_info() -> dict[str, Any]:
+        return {
+            "served_model_name": service.model_name,
+            "model_path": str(config.model.resolve()),
+            "tokenizer_path": str(config.tokenizer.resolve()),
+            "version": __version__,
+            "dp_size": 1,  # the engine itself distributes requests over its data-parallel groups
+            "max_running_requests": config.batch_sequences * config.attn_dp,
+            "max_total_num_tokens": config.cached_tokens * config.attn_dp,
+        }
+
+    @made.get("/model_info")
+    @made.get("/get_model_info")
+    async def model_info() -> dict[str, Any]:
+        paths = {"model_path": str(config.model.resolve()), "tokenizer_path": str(config.tokenizer.resolve())}
+        return paths | {"is_generation": True, "max_model_len": engine.max_model_len}
+
+    @made.get("/get_load")
+    async def load() -> list[dict[str, int]]:
+        stats = engine.stats()
+        tokens = sum(stats.kv_used) * config.interleave.span
+        here = {"num_reqs": stats.running + stats.waiting, "num_waiting_reqs": stats.waiting, "num_tokens": tokens}
+        return [{"dp_rank": 0} | here]
+
+    @made.get("/health_generate")
+    async def health_generate(request: Request) -> Response:
+        """200 once a token has been generated; else the status that a completion would have."""
+        request.state.small = True
+        asked = CompletionRequest.model_validate({"prompt": [0], "max_tokens": 1, "temperature": 0})
+        response = await complete(service, asked, request)
+        return Response() if response.status_code == 200 else response
+
+    @made.post("/flush_cache")
+    async def flush_cache() -> Response:
+        await run_in_threadpool(engine.reset_cache)
+        return Response()
+
+    return made

@@ -1,0 +1,1 @@
+"""HTTP: bodies, errors, limits, connections, metrics and logs."""

@@ -1,0 +1,168 @@
+"""Connections that cannot hold the server up: each must send its request, and read its response, in time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from typing import Any, ClassVar, Literal
+
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from weft.serve.http.errors import ApiError
+from weft.serve.http.options import Options
+
+log = logging.getLogger(__name__)
+ACCEPTED_AT_ONCE = 16
+"""Connections that asyncio accepts before any other code runs."""
+SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
+"""Left free: asyncio takes four iterations from accepting a connection to closing the one that it replaces."""
+MAX_HEADERS = 2**16
+"""Bytes of a request's headers."""
+FULL = ApiError(503, "every connection to this server is in use; try again", headers={"Retry-After": "1"})
+NO_HTTP = ApiError(400, "this is no HTTP/1.1 request that can be read")
+TOO_LONG = ApiError(431, f"the headers of a request are larger than {MAX_HEADERS} bytes, the limit here")
+
+
+class TooLong(Exception):
+    """Raised in a callback of the parser, which stops there."""
+
+
+class CloseDelimited(RequestResponseCycle):
+    """A response to HTTP/1.0, which knows no chunks: one without a length ends where the connection does."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                self.chunked_encoding = False
+                self._open_end = True
+        elif getattr(self, "_open_end", False) and message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 with time-outs, a limit of the headers, and a cap: a newcomer takes the place of the
+    connection that has been without a request for longest, and is refused with 503 only where every connection has one.
+    """
+
+    options: ClassVar[Options]
+    limit: ClassVar[int]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._awaited: Literal["headers", "body"] | None = None
+        self._headers = self._unfinished = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._since = self.loop.time()
+
+    @property
+    def has_request(self) -> bool:
+        """Whether a request's headers are here, and its response is not yet complete."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_request()
+        if len(self.connections) > self.limit:
+            others = [c for c in self.connections if isinstance(c, Connection) and c is not self and not c.has_request]
+            if not others:
+                self._refuse(FULL)
+            leaver = min(others, key=lambda c: c._since, default=self)
+            leaver.connections.discard(leaver)  # it does not count any more, though it is closed a moment later
+            leaver.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._timer, self._stalled, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_request()
+        # The parser reports a header once it is complete.
+        self._unfinished = self._unfinished + len(data) if self._awaited == "headers" else 0
+        if self._unfinished > MAX_HEADERS:
+            self._refuse(TOO_LONG)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._headers = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value) + len(b": \r\n"))
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.__class__ = CloseDelimited  # uvicorn makes it, and has begun no response by now
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(TOO_LONG if self._headers > MAX_HEADERS else NO_HTTP)
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self.options.stall_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _count(self, size: int) -> None:
+        self._headers += size
+        if self._headers > MAX_HEADERS:
+            raise TooLong
+
+    def _refuse(self, error: ApiError) -> None:
+        """Responds to what never reaches the application, and closes. Amid another response it only closes."""
+        if self.transport.is_closing():
+            return
+        fields = {"outcome": "refused", "status": error.status, "reason": error.message}
+        log.info("request", extra={"fields": fields | {"client": self.client[0] if self.client else None}})
+        if not (self.has_request and self.cycle.response_started):
+            response = error.response()
+            lines = [b"%b: %b" % header for header in (*response.raw_headers, (b"connection", b"close"))]
+            status = STATUS_LINE[error.status]  # with its end of line
+            self.transport.write(status + b"\r\n".join([*lines, b"", bytes(response.body)]))
+        self.transport.close()
+
+    def _watch_request(self) -> None:
+        """One timer for the headers, then one for the body; none while a whole request is here."""
+        awaited: Literal["headers", "body"] | None = None
+        if not self.has_request:
+            awaited = "headers"
+        elif self.cycle.more_body:
+            awaited = "body"
+        if awaited == self._awaited:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._awaited, self._timer = awaited, None
+        if awaited == "headers":
+            self._timer = self.loop.call_later(self.options.header_timeout_s, self.transport.close)
+        elif awaited == "body":
+            self._timer = self.loop.call_later(self.options.body_timeout_s, self.transport.abort)
+
+
+def connection_class(options: Options) -> type[Connection]:
+    """A `Connection` with these options. Raises the process's own limit of open files as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    free = hard - len(os.listdir("/proc/self/fd")) - SPARE_DESCRIPTORS
+    limit = options.max_connections if hard == resource.RLIM_INFINITY else min(options.max_connections, max(1, free))
+    return type("Connection", (Connection,), {"options": options, "limit": limit})

@@ -1,0 +1,182 @@
+"""From an HTTP request to the engine and back: choices, increments, a client that goes away, a server that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+
+from weft.engine.config.config import EngineError, QueueFull
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import EQUALS, Output, SamplingParams, Sharing
+from weft.engine.output.request_output import OutputCallback, RequestOutput
+from weft.serve.http.errors import ApiError, of_value
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.record import Record
+
+RETRY_S = 5
+"""When to try again what a server that leaves refuses: by then another may have its place."""
+
+QUICK_TOKENS = 16_384
+"""Of prompts that are handed to the engine on the event loop, which takes a millisecond at most."""
+MAX_UNREAD = 1024
+"""Increments of each choice that may wait for a client that reads slowly, beside what the sockets hold: of logprobs,
+each takes kilobytes."""
+MIN_UNREAD = 8 * MAX_UNREAD
+"""The same of a request that has few choices."""
+OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout"}
+Job = tuple[Sequence[int], SamplingParams, OutputCallback]
+
+
+class Increments(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
+    """Of one request: (choice, of which an increment has come), or why it ends; None where its client is gone.
+
+    running: the engine's number of each choice that has not ended.
+    """
+
+    def __init__(self, choices: int):
+        super().__init__()
+        self.running: dict[int, int] = {}
+        self._limit = max(MIN_UNREAD, MAX_UNREAD * choices)
+
+    @property
+    def overrun(self) -> bool:
+        """Whether the client has left too many unread."""
+        return self.qsize() >= self._limit
+
+    def give_up(self) -> None:
+        """Drops what is unread, and ends with that as the reason."""
+        while not self.empty():
+            self.get_nowait()
+        self.put_nowait(ApiError(408, f"{self._limit} increments were not read in time; read them as they come"))
+
+
+class EngineClient:
+    """Submits requests to the engine and tracks those that run, on the event loop. timeout_s: for each request."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
+        self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
+        self.closed = False
+        self._live: set[Increments] = set()
+        self._arrived: deque[tuple[Increments, int, RequestOutput]] = deque()
+        self._woken = False
+
+    @property
+    def live(self) -> int:
+        """Requests that run."""
+        return len(self._live)
+
+    def close(self) -> None:
+        """Refuses newcomers from now on."""
+        self.closed = True
+
+    def end_all(self) -> None:
+        """Ends what runs: each gets the error of a server that leaves."""
+        for increments in self._live:
+            increments.put_nowait(self._leaving())
+
+    def _leaving(self) -> ApiError:
+        message = "the server is shutting down; try again"
+        return ApiError(503, message, code="shutting_down", headers={"Retry-After": str(RETRY_S)})
+
+    async def generate(
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        sharing: Sharing = EQUALS,
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
+
+        Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for what the engine refuses,
+        at once or later, 429 where too many wait, 500 where the output cannot be made, 503 where the engine fails or
+        the server leaves, 504 where the request's time is over.
+        """
+        if self.closed:
+            raise self._leaving()
+        loop = asyncio.get_running_loop()
+        increments = Increments(len(prompts))
+        record = Record(self.metrics, request, prompts)
+        self.metrics.asked(len(params), params[0].max_tokens)
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            increments.put_nowait(None)
+
+        def callback(choice: int) -> OutputCallback:
+            return partial(self._arrive, loop, increments, choice)
+
+        jobs = [(prompt, each, callback(i)) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
+        running = increments.running
+
+        def submit() -> None:
+            running.update(enumerate(self._submit(jobs, sharing, record.id)))  # here: nobody may wait for it any more
+
+        watcher = asyncio.create_task(watch())
+        self._live.add(increments)
+        try:
+            if sum(map(len, prompts)) + sum(each.named for each in params) <= QUICK_TOKENS:
+                submit()
+            else:  # the engine checks each token of each prompt, and those that parameters name
+                await run_in_threadpool(submit)
+            while running and (increment := await increments.get()):
+                if isinstance(increment, ApiError):
+                    raise increment
+                choice, output = increment[0], increment[1].take()
+                record.increment(choice, output)
+                if output.finish_reason in ("error", "timeout"):
+                    ended = 503 if self.engine.state == "failed" else 500  # by a fault of this request alone
+                    status = 504 if output.finish_reason == "timeout" else 400 if output.refused else ended
+                    raise ApiError(status, output.error or "the engine failed")
+                if output.finish_reason:
+                    del running[choice]
+                    record.outcome = output.finish_reason if not running else record.outcome
+                yield choice, output
+        except ApiError as error:
+            record.outcome = OUTCOMES.get(error.status, "error")
+            raise
+        finally:
+            watcher.cancel()
+            self._live.discard(increments)
+            self._cancel(increments)
+
+    def _arrive(
+        self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, completion: RequestOutput
+    ) -> None:
+        """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
+        self._arrived.append((increments, choice, completion))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
+                loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what arrives from now on wakes the loop anew
+        while self._arrived:
+            increments, choice, completion = self._arrived.popleft()
+            if increments.overrun:
+                increments.give_up()
+                self._cancel(increments)
+            increments.put_nowait((choice, completion))
+
+    def _cancel(self, increments: Increments) -> None:
+        for request_id in increments.running.values():
+            self.engine.cancel(request_id)
+
+    def _submit(self, jobs: Sequence[Job], sharing: Sharing, name: str) -> list[int]:
+        try:
+            return self.engine.submit_all(jobs, sharing=sharing, timeout_s=self.timeout_s, name=name)
+        except ValueError as error:
+            raise of_value(error) from error
+        except QueueFull as error:
+            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+            raise ApiError(429, str(error), code="queue_full", headers=headers) from error
+        except EngineError as error:
+            raise ApiError(503, str(error)) from error

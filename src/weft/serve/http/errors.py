@@ -1,0 +1,203 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`; of /v1/messages in Anthropic's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.types import Scope
+
+from weft.engine.config.config import EngineError
+from weft.engine.messages.request import ContextExceeded
+
+MAX_MESSAGE = 2000
+"""Characters of an error's text."""
+
+
+class ErrorDetail(BaseModel):
+    """param: the parameter at fault."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error response."""
+
+    error: ErrorDetail
+
+
+class AnthropicDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicBody(BaseModel):
+    """The body of error responses of /v1/messages."""
+
+    type: Literal["error"]
+    error: AnthropicDetail
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path of a request without the server's root_path, as routes have it."""
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def described(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """What a path's errors look like, for the schema."""
+    return {
+        "4XX": {"description": "What the client can put right", "model": body},
+        "5XX": {"description": "What it cannot", "model": body},
+    }
+
+
+Names = Mapping[str, str]
+"""The client's name of a field, by the name under which it is checked; what is inside of the field keeps its name."""
+
+
+class ApiError(Exception):
+    """A request that is refused: an HTTP status and one line; param: the parameter at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        if len(message) > MAX_MESSAGE:  # it may repeat what the client sent
+            message = f"{message[:MAX_MESSAGE]}…"
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """The error as clients read it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def renamed(self, names: Names) -> ApiError:
+        """Return the same error, which blames the client's field."""
+        if self.param is None:
+            return self
+        parts = self.param.split(".")
+        known = [end for end in range(1, len(parts) + 1) if ".".join(parts[:end]) in names]
+        if not known:
+            return self
+        param = ".".join([names[".".join(parts[: known[-1]])], *parts[known[-1] :]])
+        # Further fields that the line names; a name without _ may be a word of it.
+        said = {name: other for name, other in names.items() if "_" in name} | {self.param: param}
+        pattern = "|".join(map(re.escape, sorted(said, key=len, reverse=True)))
+        message = re.sub(rf"(?<![\w.])({pattern})(?!\w)", lambda found: said[found[0]], self.message)
+        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The error as a response. path: of the request; its clients know one shape."""
+        body = anthropic_body(self) if path.startswith("/v1/messages") else self.body()
+        return JSONResponse(body, status_code=self.status, headers=self.headers)
+
+
+@contextmanager
+def client_names(names: Names) -> Iterator[None]:
+    """Raises ApiErrors of what is inside under the client's names of fields."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from error
+
+
+def of_value(error: ValueError) -> ApiError:
+    """Return the refusal of a value; its line begins with the field's name, where a field is at fault."""
+    if isinstance(error, ContextExceeded):
+        return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
+    name = re.match(r"(\w+)(?=: | is |=)", str(error))
+    return ApiError(400, str(error), param=name and name[0])
+
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Of errors with these statuses."""
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error as Anthropic's clients read it."""
+    kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def unknown_model(asked: str, served: str) -> ApiError:
+    """A model that is not the one here."""
+    message = f"the model {asked!r} is not served here; this is {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def install(app: FastAPI) -> None:
+    """Gives each expected error of the application that shape; see `weft.serve.http.record.as_api_error` for others."""
+
+    def refuse(request: Request, error: ApiError) -> JSONResponse:
+        request.state.refusal = error  # for the line in the log
+        return error.response(route_path(request.scope))
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return refuse(request, error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return refuse(request, field_errors(error.errors(), error.body))
+
+    @app.exception_handler(EngineError)
+    async def engine_failed(request: Request, error: EngineError) -> JSONResponse:
+        return refuse(request, ApiError(503, str(error)))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no path {request.url.path} here; GET /openapi.json names those that there are"
+        return refuse(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:
+    """What is wrong with the first field that is wrong, of pydantic's problems with a body, or with the object at this
+    place of it, which ends in a dot."""
+    # A field of several types has a problem for each type, named at the end of its place; the client's field is before.
+    field = _field(problems[0], body)
+    messages = [p["msg"] for p in problems if _field(p, body) == field]
+    field = place + field
+    return ApiError(400, f"{field}: {' or '.join(dict.fromkeys(messages))}", param=field)
+
+
+def _field(problem: dict[str, Any], value: Any) -> str:
+    """The place of a problem, as far as it is one in the body."""
+    place = problem["loc"]
+    if place[:1] in (("query",), ("path",)):
+        return ".".join(map(str, place[1:]))
+    parts: list[str] = []
+    for at, part in enumerate(place):
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+            parts.append(str(part))
+        elif problem["type"] == "missing" and at == len(place) - 1:
+            parts.append(str(part))
+        elif parts:  # but before the field may stand the name of one of several bodies
+            break
+    return ".".join(parts)

@@ -1,0 +1,114 @@
+"""What every request passes: its id, its key and the size of its body before it is read; and where its end is noted."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import re
+import secrets
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.serve.http.errors import ApiError, route_path
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
+from weft.serve.http.record import as_api_error, refused
+
+OPEN_PATHS = ("/health", "/metrics")
+"""Paths that need no API key and no allowed host: probes and scrapers have none."""
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""What is taken as a client's own request id, and so may stand in a log."""
+
+
+def trim_memory() -> None:
+    """Gives freed memory back to the system, where the C library can."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+class Guard:
+    """An ASGI middleware around the whole application. The client's X-Request-Id, or a new one, comes back to it.
+
+    When the response has gone out, it ends the request's `Record`; an error response without one is logged and
+    counted. An unexpected exception gives 500.
+    """
+
+    def __init__(self, app: ASGIApp, options: Options, metrics: Metrics):
+        self._app, self._options, self._metrics = app, options, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+
+        left = self._options.max_body_bytes
+        unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        begun, path = False, route_path(scope)
+
+        async def reply(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                response_headers = MutableHeaders(scope=message)
+                response_headers["X-Request-Id"] = request_id
+                if path.startswith("/v1/messages"):
+                    response_headers["request-id"] = request_id  # Anthropic's clients show this one
+                if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
+                    response_headers["Connection"] = "close"
+                if message["status"] >= 400 and "record" not in state and path not in OPEN_PATHS:
+                    refused(self._metrics, scope, message["status"])
+            await send(message)
+
+        if refusal := self._refusal(path, scope["http_version"], headers):
+            state["refusal"] = refusal
+            return await refusal.response(path)(scope, receive, reply)
+
+        async def limited() -> Message:
+            nonlocal left, unread
+            message = await receive()
+            unread = message.get("more_body", False)
+            left -= len(message.get("body", b""))
+            if left < 0:
+                unread = True
+                raise HTTPException(413, self._too_large().message)
+            return message
+
+        try:
+            await self._app(scope, limited, reply)
+        except Exception as error:
+            refusal = as_api_error(error, state)
+            if not begun:
+                await refusal.response(path)(scope, receive, reply)
+        finally:
+            if (record := state.get("record")) is not None:
+                record.end()
+            if state.get("large"):  # glibc keeps what its threads have freed of a large body
+                asyncio.get_running_loop().run_in_executor(None, trim_memory)
+
+    def _refusal(self, path: str, version: str, headers: Headers) -> ApiError | None:
+        """Why a request is not even read."""
+        host, key = headers.get("host"), self._options.api_key
+        if host is None and version == "1.1":
+            return ApiError(400, "a request of HTTP/1.1 has a Host header; add it")
+        if path not in OPEN_PATHS and not self._options.allows_host(host or ""):
+            message = f"the host {host!r} is not served here; start weft serve with --allowed-hosts {host or 'NAME'}"
+            return ApiError(400, message, code="host_not_allowed")
+        if key is not None and path not in OPEN_PATHS:
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            # Anthropic's clients send x-api-key.
+            given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+            if not any(secrets.compare_digest(each.strip().encode(), key.encode()) for each in given):
+                message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
+                return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        length = headers.get("content-length", "")
+        return self._too_large() if length.isdigit() and int(length) > self._options.max_body_bytes else None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request is larger than {self._options.max_body_bytes} bytes, the limit here")

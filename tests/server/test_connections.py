@@ -226,7 +226,7 @@ def test_who_reads_nothing_is_closed() -> None:
 FEW_DESCRIPTORS = """
 import resource, types
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from weft.serve import log, run, sockets
+from weft.serve.http import log, run, sockets
 from weft.serve.http.options import Options
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -309,8 +309,8 @@ def test_a_server_that_leaves_ends_what_runs(quiet: QuietEngine) -> None:
             begun = received_until(connection, b"data: {")
             served.server.stop()
             whole = begun + received(connection)
-        events = [line for line in whole.split(b"\r\n") if line.startswith(b"data: ")]
-        assert events[-1].strip() == b"data: [DONE]" and b"shutting down" in events[-2]
+        events = [line for line in whole.splitlines() if line.startswith(b"data: ")]
+        assert events[-1] == b"data: [DONE]" and b"shutting down" in events[-2]
         assert quiet.cancelled == [0]
 
 

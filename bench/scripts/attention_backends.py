@@ -20,7 +20,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from weft.engine.attention.backend import Queries
 from weft.engine.attention.backend_registry import Needs, backends
 from weft.engine.attention.forward_batch import Batch, PageTables
 from weft.engine.attention.paged import PagedAttention
-from weft.engine.kernels.triton.decode_attention import DecodeTile, latent_decode_attention
-from weft.engine.kernels.triton.splits import Cut, order_splits
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent, PagedKV
 from weft.planner.spec import LayoutError
@@ -209,45 +206,6 @@ def host(device: torch.device) -> dict[str, Any]:
     return found
 
 
-TILES = [DecodeTile(16, 32, 4, 3, 264, False)] + [
-    DecodeTile(heads, tokens, 8, stages, 132, False)
-    for heads, tokens, stages in ((64, 32, 3), (64, 32, 2), (64, 16, 3))
-]
-CUTS = [Cut(128, 64, 2), Cut(128, 32, 2), Cut(256, 64, 2), Cut(256, 32, 2), Cut(512, 16, 2), Cut(1024, 16, 2)]
-"""The first of each is that of few heads, or of today."""
-
-
-def sweep_tiles(out: Path | None, replays: int) -> None:
-    """Latent decode attention by tile and cut: a line a case, microseconds; each is held against the first."""
-    device, rows = torch.device("cuda"), list[dict[str, Any]]()
-    for shape in SHAPES[2:]:
-        for step in (s for s in DECODE if s.sequences * s.tokens <= 64 * 8192):
-            size = step.sequences * step.tokens * shape.token_bytes
-            pool, layers = size // (PAGE * shape.token_bytes), min(8, max(1, CACHED_BYTES // size))
-            latents = torch.randn(layers, pool * PAGE, 1, 576, device=device, dtype=torch.bfloat16)
-            batch = make_batch(step, pool, device)
-            table, q = batch.tables[0], torch.randn(step.sequences, shape.heads, 576, device=device).bfloat16()
-            assert isinstance(table, PageTables)
-            where, expected = (512, table.pages, batch.lengths, PAGE, shape.scale), None
-            for tile in TILES[: 1 if shape.heads <= 32 else None]:
-                for cut in CUTS:
-                    splits = order_splits(batch.lengths, step.tokens, None, None, cut)
-                    more: dict[str, Any] = {"splits": splits, "tile": tile}
-                    found = latent_decode_attention(q, latents[0], *where, **more).float()
-                    expected = found if expected is None else expected
-                    error = float((found - expected).norm() / expected.norm())
-
-                    calls = [partial(latent_decode_attention, q, each, *where, **more) for each in latents]
-                    us = elapsed_us(lambda calls=calls: [call() for call in calls], layers, device, replays)
-                    case = {"shape": shape.name, "sequences": step.sequences, "tokens": step.tokens}
-                    rows.append(
-                        case | {"tile": list(tile[:4]), "cut": list(cut[:2]), "us": round(us, 2), "error": error}
-                    )
-                    print(json.dumps(rows[-1]), flush=True)
-            if out is not None:
-                out.write_text(json.dumps({"host": host(device), "rows": rows}, indent=1) + "\n")
-
-
 class Bench:
     """All cases, in an order that leaves the least important ones to the end."""
 
@@ -365,14 +323,10 @@ def main() -> int:
         "--shapes", nargs="+", default=[s.name for s in SHAPES], metavar="NAME", help="these shapes alone"
     )
     parser.add_argument("--small", action="store_true", help="small cases, on a CPU where there is no GPU: a dry run")
-    parser.add_argument("--tiles", action="store_true", help="latent decode attention by tile and cut, in their place")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.small:
         parser.error("there is no GPU here; --small is a dry run")
-    if options.tiles:
-        sweep_tiles(options.out, options.replays)
-        return 0
     bench = Bench(options.backends, device, options.out, options.limit_s, 3 if options.small else options.replays)
     with torch.inference_mode():
         if options.small:

@@ -1,11 +1,11 @@
 """What first tokens wait for in the server when many prompts come at once, beside the steps themselves: no GPU.
 
 The server, its engine's thread and the scheduler are those of `weft serve`, with ranks that reply after a made-up time
-(that of `waves.py`, unless --row-us and --step-ms say otherwise); the clients are `weft bench serving`, another
-process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and what they share if
-they come evenly; how long the ranks had no step until the last prompt was sent to them, and how long after the first
-request the first step came that is at least half full; CPU seconds of the server. --switch-ms sets the interval after
-which a thread that waits for Python's lock asks for it, which `weft serve` shortens.
+(as on an H200 with 24 layers of Qwen3-30B-A3B, unless --row-us and --step-ms say otherwise). The clients are `weft
+bench serving`, another process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and
+what they share if they come evenly; how long the ranks had no step until the last prompt was sent to them, and how long
+after the first request the first step came that is at least half full; CPU seconds of the server. --switch-ms sets the
+interval after which a thread that waits for Python's lock asks for it, which `weft serve` shortens.
 
     python bench/scripts/burst.py --clients 256 --input-len 1024
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from chaos.hosts_rig import arguments, joined_hosts
 from e2e.here import weft_here
 from engine.test_agents import free_port
 from weft.comm.shm import ShmTuning
@@ -26,7 +27,6 @@ from weft.planner.spec import Mesh
 from weft.tune import cpu_costs as tune
 from weft.tune import host_costs as tune_hosts
 from weft_bench import collectives_hosts
-from weft_bench.hosts_rig import arguments, joined_hosts
 
 SIZES = [4096]
 

@@ -11,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "bench" / "scripts").rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "bench" / "scripts").rglob("*.py"))
 SCRIPTS = [script for script in SCRIPTS if "__main__" in script.read_text()]  # others are parts of these
+LONG_RUNS = [ROOT / "tests" / "chaos" / name for name in ("soak.py", "overload.py")]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [*SCRIPTS, *LONG_RUNS], ids=lambda path: path.stem)
 def test_help(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     if script.stem == "attention_backends":
         pytest.importorskip("triton")
     monkeypatch.setattr(sys, "argv", [str(script), "--help"])
-    monkeypatch.syspath_prepend(script.parent)  # as Python does for a script; some share code
+    if script in SCRIPTS:
+        monkeypatch.syspath_prepend(script.parent)  # as Python does for a script; some share code
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 0 and "usage:" in capsys.readouterr().out

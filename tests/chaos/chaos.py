@@ -13,10 +13,10 @@ from typing import Any
 
 from chaos.chaos_hosts import HostsChaos, several_hosts
 from chaos.chaos_one_host import OneHostChaos, one_host
+from chaos.clients import Load, ask, questions
 from chaos.faults import Injections
+from chaos.server_process import ServerProcess
 from weft.tune.host import describe_host
-from weft_bench.chaos_clients import Load, ask, questions
-from weft_bench.server_process import ServerProcess
 
 
 def run(

@@ -20,9 +20,9 @@ from pathlib import Path
 from chaos.chaos_one_host import send, stop_for_a_while
 from chaos.faults import HEAR_S, RANK_S, Fault, Moment
 from chaos.health import Health
+from chaos.hosts_rig import Host, arguments, joined_hosts, started_by, stopped
+from chaos.server_process import SERVE, ServerError, ServerProcess, forker_of, ranks_of
 from weft.engine.hosts.agents import SILENT_S
-from weft_bench.hosts_rig import Host, arguments, joined_hosts, started_by, stopped
-from weft_bench.server_process import SERVE, ServerError, ServerProcess, forker_of, ranks_of
 
 AGAIN_S = 1.0
 """How long an agent that has ended stays so."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from chaos.faults import RANK_S, Fault, Moment
 from chaos.health import Health
-from weft_bench.server_process import ServerProcess, forker_of, segments
+from chaos.server_process import ServerProcess, forker_of, segments
 
 
 class OneHostChaos:

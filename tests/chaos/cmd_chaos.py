@@ -52,9 +52,9 @@ class Command:
         """Prints a table, and says on stderr what it does. Raises UserError, LayoutError, EngineError."""
         from chaos.chaos import run
         from chaos.faults import table
+        from chaos.server_process import ServerError
         from weft.engine.config.config import EngineError
         from weft.serve.cli.command import engine_config
-        from weft_bench.server_process import ServerError
 
         if self.faults < 1 or self.clients < 1 or self.tokens < 2 or self.hosts < 1:
             raise UserError("--faults, --clients and --hosts must be 1 or more, --tokens 2 or more")

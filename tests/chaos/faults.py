@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from chaos.health import Health
+from chaos.server_process import ServerError, ServerProcess
 from weft.planner.show import columns
-from weft_bench.server_process import ServerError, ServerProcess
 
 BACK_S = 300.0
 """How long the server may take until it serves again after a fault."""

@@ -6,7 +6,7 @@ import http.client
 import threading
 import time
 
-from weft_bench.server_process import ServerProcess
+from chaos.server_process import ServerProcess
 
 POLL_S = 0.05
 

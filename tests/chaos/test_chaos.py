@@ -14,9 +14,9 @@ import pytest
 
 from chaos.__main__ import main
 from chaos.chaos_one_host import OneHostChaos
+from chaos.clients import ask, questions
 from weft.serve.cli import cmd_serve
 from weft.serve.cli.command import EngineArguments, parse
-from weft_bench.chaos_clients import ask, questions
 from weft_bench.streamed_completion import LoadError
 
 
@@ -102,6 +102,6 @@ def test_a_lost_output_is_seen(monkeypatch: pytest.MonkeyPatch, lines: list[str]
         def getresponse(self) -> Response:
             return Response(*lines)
 
-    monkeypatch.setattr("weft_bench.chaos_clients.http.client.HTTPConnection", Connection)
+    monkeypatch.setattr("chaos.clients.http.client.HTTPConnection", Connection)
     with pytest.raises(LoadError, match=wrong):
         ask(1, "model", questions(1, 4, 0)[0])

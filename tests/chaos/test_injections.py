@@ -11,8 +11,8 @@ import pytest
 
 from chaos.faults import Fault, Injections, Moment, table
 from chaos.health import Health
+from chaos.server_process import ServerError
 from engine.conftest import WAIT_S
-from weft_bench.server_process import ServerError
 
 IN_ORDER: Any = SimpleNamespace(shuffle=lambda kinds: None, uniform=lambda low, high: 0.0, random=lambda: 0.0)
 

@@ -21,10 +21,10 @@ import pytest
 
 from chaos.__main__ import main
 from chaos.chaos_hosts import HostsChaos, KeptAgent
+from chaos.hosts_rig import Host, arguments, joined_hosts, started_by
+from chaos.server_process import ServerError
 from e2e.here import weft_here
 from engine.conftest import WAIT_S
-from weft_bench.hosts_rig import Host, arguments, joined_hosts, started_by
-from weft_bench.server_process import ServerError
 
 WEFT = (sys.executable, "-m", "weft.serve.cli.main")
 LAYOUT = ("--attn-dp", "2", "--attn-tp", "2", "--device", "cpu", "--kv-tokens", "2048")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from chaos.server_process import ServerProcess, forker_of
 from weft.serve.http.sockets import bind
-from weft_bench.server_process import ServerProcess, forker_of
 
 KEY = "a key that no command line shows"
 

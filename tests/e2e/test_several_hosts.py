@@ -86,7 +86,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], environ: dict[str, s
 
 
 def test_chaos_says_where_hosts_may_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft_bench.hosts_rig.shutil.which", lambda name: None)
+    monkeypatch.setattr("chaos.hosts_rig.shutil.which", lambda name: None)
     code, _, err = weft_here("--hosts", "2", command=chaos)
     missing = "no namespaces here: the programs unshare, nsenter, mount, ip are missing"
     assert (code, err) == (2, f"weft: --hosts makes hosts of namespaces, as root with CAP_SYS_ADMIN: {missing}\n")

@@ -59,7 +59,7 @@ def soak(name: str, model: str, *arguments: str) -> Command:
     device = ("--device", "{device}", "--dtype", "float32")
     served = (*([f"{{scratch}}/{model}"] if model else []), *device, *arguments)
     options = ("--json", f"{{out}}/{name}.json", "--serve-arguments")
-    return Command(name, ("bench/scripts/soak.py", *small, *options, *served))
+    return Command(name, ("-m", "chaos.soak", *small, *options, *served))
 
 
 ELSEWHERE = ("emulated", "merge_emulated", "lanes", "compile", "triton_compile")  # on CPUs

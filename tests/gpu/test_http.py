@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from chaos.server_process import ServerProcess
 from e2e.here import weft_here
 from weft_bench import word_problems
-from weft_bench.server_process import ServerProcess
 
 GPUS = torch.cuda.device_count()
 LAYOUTS = {"1x1": "", "1x2": "--attn-tp 2 --ep 2 --moe-tp 1", "2x1": "--attn-dp 2"}

@@ -1,6 +1,6 @@
 """A thousand mixed requests over HTTP: cancellations, prefix hits and preemption; greedy answers as of each alone.
 
-    python bench/scripts/soak.py [--requests 1000] [--serve-arguments --attn-dp 2 --ep 2] [--json FILE]
+    PYTHONPATH=tests python -m chaos.soak [--requests 1000] [--serve-arguments --attn-dp 2 --ep 2] [--json FILE]
 
 First each distinct request is asked alone, one after the other. Then all are asked by many clients at once, each again
 and again in another company: greedy and sampled ones, streamed and whole, with prompts of several lengths of
@@ -28,8 +28,8 @@ from typing import Any
 
 import aiohttp
 
+from chaos.server_process import ServerProcess
 from weft.tune.host import describe_host
-from weft_bench.server_process import ServerProcess
 from weft_bench.streamed_completion import LoadError, StreamedCompletion
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=300)

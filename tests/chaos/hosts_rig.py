@@ -1,8 +1,8 @@
 """Hosts on one machine: namespaces with a network, a name, /etc/hosts, processes, shared memory of their own.
 
-`python -m weft_bench.hosts_rig COMMAND…` makes two hosts joined by a link, runs the command on both with `--nnodes 2
---node-rank 0 or 1 --master-addr 10.77.0.1 --cluster-key FILE`, and removes them. It takes root, or CAP_SYS_ADMIN and
-CAP_NET_ADMIN, and the programs unshare, nsenter, mount and ip.
+`PYTHONPATH=tests python -m chaos.hosts_rig COMMAND…` makes two hosts joined by a link, runs the command on both with
+`--nnodes 2 --node-rank 0 or 1 --master-addr 10.77.0.1 --cluster-key FILE`, and removes them. It requires root, or
+CAP_SYS_ADMIN and CAP_NET_ADMIN, and the programs unshare, nsenter, mount and ip.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Twice as many requests as a server can answer, for as long as wanted: its memory must stay flat.
 
-    python bench/scripts/overload.py --minutes 30 --json bench/results/overload.json
+    PYTHONPATH=tests python -m chaos.overload --minutes 30 --json bench/results/overload.json
 
 First clients that wait for each answer measure the capacity. Then requests come twice as fast as that, whether or not
 those before have been answered. Flat: in the second half, memory grows by less than 1 % of what it was, and 2 MiB.
@@ -22,9 +22,9 @@ from typing import Any
 
 import tyro
 
+from chaos.clients import Load, ask, questions
+from chaos.server_process import ServerProcess
 from weft.tune.host import describe_host
-from weft_bench.chaos_clients import Load, ask, questions
-from weft_bench.server_process import ServerProcess
 from weft_bench.streamed_completion import LoadError
 
 SAMPLE_S = 5.0

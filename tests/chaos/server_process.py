@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weft_bench.hosts_rig import Host, files_below, started_by
+from chaos.hosts_rig import Host, files_below, started_by
 
 SERVE = (sys.executable, "-m", "weft.serve.cli.main", "serve")
 START_S = 600.0

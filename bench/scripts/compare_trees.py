@@ -14,50 +14,30 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
+from weft.tune.call_times import MIXED
 from weft.tune.host import describe_host
+from weft_bench.collectives import EDGES
+from weft_bench.trees import alternate, run_python
 
-EDGES = ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv", "broadcast", "barrier", "all_reduce+norm")
-MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
 RUN = """
 import json, sys
 from functools import partial
 
-from weft_bench import collectives
-from weft_bench.collectives import Case, measure
-try:
-    from weft.tune.ranks import run_ranks
-except ImportError:  # a tree from before 2026-11-28
-    from weft_bench.ranks import run_ranks
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.kernels.build import cpu_kernels
+from weft.tune.ranks import run_ranks
+from weft_bench import harness
+from weft_bench.collectives import CpuCase, measure
 
 # Here, as the ranks' processes import this too.
-collectives.ShmTransport = partial(ShmTransport, **json.loads(sys.argv[2]))
+harness.ShmTransport = partial(ShmTransport, **json.loads(sys.argv[2]))
 if __name__ == "__main__":
     cpu_kernels()
-    cases = [Case(*case) for case in json.loads(sys.argv[1])]
+    cases = [CpuCase(*case) for case in json.loads(sys.argv[1])]
     print(json.dumps([t.row() for t in run_ranks(cases[0].ranks, measure, cases, [], ShmTuning())]))
 """
-
-
-def run(tree: Path, cases: list[tuple[int, str, str, int]], how: dict[str, object], script: Path) -> dict[str, float]:
-    """One run of a tree: µs by row."""
-    done = subprocess.run(
-        [sys.executable, str(script), json.dumps(cases), json.dumps(how)],
-        env=os.environ | {"PYTHONPATH": str(tree.resolve())},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found = {}
-    for row in json.loads(done.stdout):
-        for transport, us in row["us"].items():
-            found[f"{row['ranks']} ranks {row['edge']} {row['dtype']} {row['bytes']} {transport}"] = us
-    return found
 
 
 def main() -> None:
@@ -75,7 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    edges = options.edges or (*EDGES, *(MIXED if options.ranks >= 4 else ()))
+    edges = options.edges or [edge for edge in EDGES if options.ranks >= 4 or edge not in MIXED]
     cases = [
         (options.ranks, edge, dtype, size)
         for edge in edges
@@ -83,26 +63,26 @@ def main() -> None:
         for size in (options.sizes if edge != "barrier" else options.sizes[:1])
     ]
     how = {"isa": options.isa, "spins": options.spins}
-    trees = {"before": options.before, "after": options.after}
     script = Path(os.path.abspath("compare_trees_run.py"))
     script.write_text(RUN)  # a file, since the ranks' processes import it anew
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+
+    def run(tree: Path) -> dict[str, float]:
+        rows = json.loads(run_python(tree, str(script), json.dumps(cases), json.dumps(how)))
+        named = {f"{row['ranks']} ranks {row['edge']} {row['dtype']} {row['bytes']}": row["us"] for row in rows}
+        return {f"{name} {transport}": us for name, of in named.items() for transport, us in of.items()}
+
     try:
-        for index in range(options.runs):
-            for name in sorted(trees, reverse=bool(index % 2)):
-                runs[name].append(run(trees[name], cases, how, script))
-            print(f"run {index + 1} of {options.runs}", file=sys.stderr)
+        runs = alternate(options.runs, (options.before, options.after), run)
     finally:
         script.unlink()
     print(f"{'':52}{'before':>10}{'after':>10}{'ratio':>8}{'least':>10}{'least':>10}{'ratio':>8}")
     for row in runs["after"][0]:
-        before, after = ([r[row] for r in runs[name]] for name in trees)
+        before, after = ([r[row] for r in of] for of in runs.values())
         pairs = [(f(before), f(after)) for f in (statistics.median, min)]
         print(f"{row:52}" + "".join(f"{b:10.2f}{a:10.2f}{a / b:8.2f}" for b, a in pairs), flush=True)
     if options.json:
-        options.json.write_text(
-            json.dumps({"host": describe_host(), "ranks": options.ranks, **how, "runs": runs}) + "\n"
-        )
+        about = {"host": describe_host(), "ranks": options.ranks, **how}
+        options.json.write_text(json.dumps(about | {"runs": runs}) + "\n")
 
 
 if __name__ == "__main__":

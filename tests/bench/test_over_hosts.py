@@ -84,8 +84,7 @@ def test_groups_inside_hosts_and_across_are_measured_apart() -> None:
 @pytest.mark.parametrize("exchange", collectives_hosts.EXCHANGES)
 def test_flat_plans_are_of_all_ranks(exchange: str) -> None:
     mesh = tune_hosts.mesh_of(2, 2)
-    case = collectives_hosts.Case(exchange, 1 << 20)
-    plans = collectives_hosts.plans_of(case, mesh, "cpu")
+    plans = collectives_hosts.plans_of(exchange, 1 << 20, mesh, "cpu")
     flat, planned = ([(s.transport, e.group) for _, s, e in plans[by].moves()] for by in ("flat", "planned"))
     assert {by for by, _ in flat} == {GLOO.name} and {group for _, group in flat} == {"world"}
     assert {by for by, _ in planned} == {SHM.name, GLOO.name}

@@ -27,7 +27,7 @@ from weft_bench import reproduce
 from weft_bench.commands import cmd_reproduce
 from weft_bench.reproduce import Figures, Measured, better, config_of, measure
 from weft_bench.seeds import DEEPSEEK_V2_CACHE, SEEDS
-from weft_bench.setups import Load, Profile, Row, Seed, Setup
+from weft_bench.setups import Load, Profile, Seed, Setup, TableRow
 
 SETUPS = {f"{name} small": seed.small for name, seed in SEEDS.items()}
 SETUPS |= {f"{name} {n}": seed.large(n) for name, seed in SEEDS.items() for n in (2, 4, 8) if n >= seed.min_ranks}
@@ -113,9 +113,9 @@ TINY = Setup(
     {name: dict(executor="thread", attn_dp=2, plan=plan) for name, plan in (("naive", "naive"), ("ours", "cheapest"))},
     [Load(3, 9, 3, 2), Load(2, 5, 1, 2, times=3)],
     [
-        Row("tokens/s", 0, "naive", "ours", (100.0, 120.0)),
-        Row("MiB a step", 1, "naive", "ours"),
-        Row("collectives of a decode step, ms", 0, "naive", "ours"),
+        TableRow("tokens/s", 0, "naive", "ours", (100.0, 120.0)),
+        TableRow("MiB a step", 1, "naive", "ours"),
+        TableRow("collectives of a decode step, ms", 0, "naive", "ours"),
     ],
     ["two threads in place of GPUs"],
     Profile(2, 2, 4),

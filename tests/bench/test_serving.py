@@ -17,7 +17,7 @@ from aiohttp import web
 
 from e2e.here import weft_here
 from weft_bench.client_processes import send_from
-from weft_bench.serving import Job, Outcome, RequestSpec, Server, Workload, arrivals, send, summary
+from weft_bench.serving import Job, LoadedServer, Outcome, RequestSpec, Workload, arrivals, send, summary
 from weft_bench.streamed_completion import LoadError, StreamedCompletion
 
 Events = AsyncIterator[dict[str, Any] | str]
@@ -115,7 +115,7 @@ def test_what_is_sent_and_what_is_counted(stub: Stub) -> None:
 
 @pytest.mark.parametrize("limit", [1, 3, None])
 def test_as_many_requests_are_open_as_may_be(limit: int | None) -> None:
-    jobs = [Server("").job("model", ask) for ask in Workload(9, 4, 2).asks(100)]
+    jobs = [LoadedServer("").job("model", ask) for ask in Workload(9, 4, 2).asks(100)]
     open_now, max_open, order = 0, 0, []
 
     class Slow:
@@ -138,7 +138,7 @@ def test_requests_from_several_processes(stub: Stub) -> None:
     """Each is sent once, and outcomes are in order, also of more processes than requests of some."""
 
     async def ask() -> tuple[list[Outcome], list[int]]:
-        async with Server(stub.url, "key", extra={"seed": 5}) as server:
+        async with LoadedServer(stub.url, "key", extra={"seed": 5}) as server:
             specs = [RequestSpec([16] * n, n, 3) for n in range(1, 6)]
             jobs, done = [server.job("small", spec) for spec in specs], list[int]()
             outcomes, seconds = await send_from(2, server, jobs, 3, lambda at, outcome: done.append(at))
@@ -154,7 +154,7 @@ def test_requests_from_several_processes(stub: Stub) -> None:
 
 def test_a_process_with_clients_that_ends_is_an_error(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
-        async with Server(stub.url) as server:
+        async with LoadedServer(stub.url) as server:
             monkeypatch.setattr(server, "unconnected", lambda: "no server")
             await send_from(2, server, [server.job("small", RequestSpec([16], 1, 3))] * 2)
 

@@ -20,6 +20,8 @@ from chaos.hosts_rig import joined_hosts
 from e2e.here import weft_here
 from weft.engine.assets import embedded_model_dir
 from weft.engine.config.config import EngineConfig
+from weft.serve.cli import ray_hosts
+from weft.serve.cli.command import EngineArguments
 
 TWO = ("--attn-tp", "2", "--device", "cpu", "--nnodes", "2", "--ray")
 PROMPT = ("generate", "--prompt", "Tom has 3 apples", "--max-tokens", "8")

@@ -37,7 +37,7 @@ from results import Results
 from weft.engine.assets import embedded_model_dir
 from weft.serve.cli.command import stop_on_sigterm
 from weft_bench.client_processes import processes_for, send_from
-from weft_bench.serving import Outcome, RequestSpec, Server, Workload, summary
+from weft_bench.serving import LoadedServer, Outcome, RequestSpec, Workload, summary
 
 POINTS = ["1x1024x128x8", "16x1024x128x48", "64x1024x128x128", "256x1024x128x256"]
 POINTS += ["1x8192x16x4", "16x8192x16x16", "64x8192x16x64", "256x8192x16x256"]
@@ -76,7 +76,7 @@ class Point:
 
 async def load(url: str, model: str, prompts: list[RequestSpec], clients: int) -> tuple[list[Outcome], float]:
     """Sends requests as so many clients. Gives the outcomes, and seconds from the start to the last output."""
-    async with Server(url, extra={"temperature": 0.0, "ignore_eos": True}) as server:
+    async with LoadedServer(url, extra={"temperature": 0.0, "ignore_eos": True}) as server:
         jobs = [server.job(model, prompt) for prompt in prompts]
         return await send_from(processes_for(clients), server, jobs, clients)
 

@@ -16,6 +16,13 @@ from weft.planner.spec import Mesh
 from weft.tune.ranks import Report
 
 
+def groups_of(mesh: Mesh, rank: int) -> dict[str, Any]:
+    """Return torch.distributed's groups of a rank for attn_tp and attn_dp. Collective."""
+    partitions = [(name, ranks) for name in ("attn_tp", "attn_dp") for ranks in mesh.partitions[name]]
+    groups = [(name, ranks, dist.new_group(list(ranks))) for name, ranks in partitions]
+    return {name: group for name, ranks, group in groups if rank in ranks}
+
+
 class Gloo:
     """torch.distributed's own calls, in the compositions that engines use where it has no call of its own."""
 
@@ -23,13 +30,7 @@ class Gloo:
 
     def __init__(self, mesh: Mesh, rank: int, directory: Path):
         dist.init_process_group("gloo", init_method=f"file://{directory}/gloo", rank=rank, world_size=mesh.world)
-        self._mesh, self._rank = mesh, rank
-        self._groups = {}
-        for name in ("attn_tp", "attn_dp"):
-            for ranks in mesh.partitions[name]:
-                group = dist.new_group(list(ranks))
-                if rank in ranks:
-                    self._groups[name] = group
+        self._mesh, self._rank, self._groups = mesh, rank, groups_of(mesh, rank)
 
     def call(self, edge: str, x: Tensor, shares: tuple[int, ...]) -> Callable[[], object] | None:
         """The exchange of x as a call; shares: rows of each rank. None where gloo has none to compare with."""

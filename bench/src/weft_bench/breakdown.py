@@ -138,13 +138,13 @@ def _name_collectives(events: list[Event], moves: dict[int, Any], mesh: Mesh, ra
     return events
 
 
-Meeting = tuple[int, tuple[int, ...], int]
+CollectiveKey = tuple[int, tuple[int, ...], int]
 """A collective of all ranks: its step, its ranks, and how many of theirs come before it in that step."""
 
 
-def _collectives(events: Iterable[Event]) -> dict[Meeting, Event]:
+def _collectives(events: Iterable[Event]) -> dict[CollectiveKey, Event]:
     """By what is the same on every rank that takes part: others may run more or fewer in between."""
-    found: dict[Meeting, Event] = {}
+    found: dict[CollectiveKey, Event] = {}
     seen: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     for event in events:
         if event.kind == "collectives":
@@ -296,14 +296,18 @@ def break_down(recording: Recording, folder: Path) -> Found:
     return Found(recording, summarise(ranks), ranks)
 
 
+def random_prompts(engine: Engine, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """Return prompts of random tokens that the engine's model knows and that are no special ones."""
+    generator, limit = torch.Generator().manual_seed(seed), min(5000, engine.model_config.vocab_size)
+    return list(torch.randint(10, limit, (count, tokens), generator=generator).tolist())
+
+
 def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folder: Path) -> Found:
     """Lets an engine complete so many prompts of random tokens, and watches steps in which all of them decode.
 
     tokens: of each output, see `output_length`. Otherwise as `record` and `break_down`.
     """
-    generator = torch.Generator().manual_seed(batch)
-    vocabulary = engine.model_config.vocab_size
-    prompts = torch.randint(10, min(5000, vocabulary), (batch, context), generator=generator).tolist()
+    prompts = random_prompts(engine, batch, context, seed=batch)
     begun: set[int] = set()
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import gc
 import os
-import statistics
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,9 +19,10 @@ from torch import Tensor
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import Epilogue, finish
 from weft.planner.spec import Mesh
-from weft.tune.call_times import DTYPES, MIXED, mesh_of, time_phases
-from weft.tune.ranks import Report, all_cores, slowest
+from weft.tune.call_times import DTYPES, MIXED, mesh_of
+from weft.tune.ranks import Report, all_cores
 from weft_bench.baselines import DeepSpeed, Gloo
+from weft_bench.harness import ROUND_S, CpuRank, Implementation, Thunk, Timing
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 EDGES = (
@@ -36,12 +35,11 @@ EDGES = (
     *MIXED,
     "all_reduce+norm",
 )
-ROUNDS, ROUND_S = 5, 0.03
 FLOOR = "floor"
 
 
 @dataclass(frozen=True)
-class Case:
+class CpuCase:
     """bytes: of the largest tensor of the exchange: the input of sums and all_to_allv, the result of gathers."""
 
     ranks: int
@@ -53,47 +51,32 @@ class Case:
         return f"{self.ranks} ranks  {self.edge:26} {self.dtype} {show_size(self.bytes):>5}"
 
 
-@dataclass(frozen=True)
-class Timing:
-    """us: median µs of a call, by implementation: shm (any input), shm zero copy (input in the arena), shm in place,
-    and baselines."""
-
-    case: Case
-    us: dict[str, float]
-
-    def row(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self.case) | {"us": {k: round(v, 3) for k, v in self.us.items()}}
-
-
 def measure(
-    rank: int, directory: Path, report: Report, cases: list[Case], baselines: list[str], tuning: ShmTuning
+    rank: int, directory: Path, report: Report, cases: list[CpuCase], baselines: list[str], tuning: ShmTuning
 ) -> None:
     """A rank's part; rank 0 reports a Timing for each case."""
     mesh, capacity = mesh_of(cases[0].ranks), max(1 << 20, *(2 * c.bytes for c in cases))
-    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=capacity)
-    group = tuple(range(mesh.world))
-    # Between calls of gloo a rank must not spin: gloo's own thread has to get onto the rank's core.
-    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)
+    ranks = CpuRank(mesh, rank, directory, tuning=tuning, block_bytes=capacity)
     others: list[Gloo | DeepSpeed] = []
     if "gloo" in baselines:
         with all_cores():
             others.append(Gloo(mesh, rank, directory))
     if "deepspeed" in baselines:
-        others.append(DeepSpeed(mesh.world, rank, directory, lambda: shm.barrier(group)))
+        others.append(DeepSpeed(mesh.world, rank, directory, lambda: ranks.shm.barrier(ranks.group)))
     gc.disable()
     for case in cases:
-        timing = _case(shm, patient, mesh, others, case)
+        us = _case(ranks, mesh, others, case)
         if rank == 0:
-            report(timing)
+            report(Timing(case, us))
         gc.collect()
-    for transport in (*others, patient, shm):
+    for transport in (*others, ranks):
         transport.close()
 
 
-def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Gloo | DeepSpeed], case: Case) -> Timing:
-    rank, n = shm.rank, mesh.world
-    group, dtype = tuple(range(n)), DTYPES[case.dtype]
+def _case(ranks: CpuRank, mesh: Mesh, others: list[Gloo | DeepSpeed], case: CpuCase) -> dict[str, float]:
+    """µs by implementation; the shm of three: any input, zero copy (input in the arena), in place."""
+    shm, rank, n = ranks.shm, ranks.shm.rank, mesh.world
+    group, dtype = ranks.group, DTYPES[case.dtype]
     elements = case.bytes // dtype.itemsize
     width = max(1, min(2048, elements // 4))
     rows = elements // width
@@ -106,7 +89,7 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
     rotated = [shares[rank:] + shares[:rank]]  # rank i sends shares[(i + j) mod n] rows to rank j
     receive = tuple(shares[(i + rank) % n] for i in range(n))
 
-    def carry(x: Tensor) -> Callable[[], object]:
+    def carry(x: Tensor) -> Thunk:
         return {
             "all_reduce": lambda: shm.all_reduce(x, group),
             "reduce_scatterv": lambda: shm.reduce_scatterv(x, group, shares),
@@ -119,41 +102,37 @@ def _case(shm: ShmTransport, patient: ShmTransport, mesh: Mesh, others: list[Glo
             "all_reduce+norm": lambda: shm.all_reduce(x, group, epilogue),
         }[case.edge]
 
-    implementations: dict[str, tuple[Tensor, Callable[[], object]]] = {"shm": (private, carry(private))}
+    implementations = {"shm": Implementation(private, [carry(private)])}
     if case.edge != "barrier":
-        implementations["shm zero copy"] = (arena, carry(arena))
+        implementations["shm zero copy"] = Implementation(arena, [carry(arena)])
     if case.edge == "all_reduce":
-        implementations["shm in place"] = (arena, lambda: shm.all_reduce_(arena, group))
+        implementations["shm in place"] = Implementation(arena, [lambda: shm.all_reduce_(arena, group)])
     for other in others:
         plain = case.edge.removesuffix("+norm")
-        call = other.call(plain, private, shares)
-        if call is not None and plain != case.edge:
-            implementations[other.name] = (private, lambda call=call: (call(), finish(private, epilogue)))  # type: ignore[misc]
-        elif call is not None:
-            implementations[other.name] = (private, call)
+        if (call := other.call(plain, private, shares)) is None:
+            continue
+        if plain != case.edge:
+            call = partial(_normed, call, private, epilogue)
+        if other.name != Gloo.name:
+            implementations[other.name] = Implementation(private, [call])
+            continue
+        # Which suits gloo better depends on how many ranks share a core: it gets both, and keeps the better.
+        for cores in (False, True):
+            implementations[f"{Gloo.name} {cores}"] = Implementation(private, [call], over_gloo=True, all_cores=cores)
     # Below 64 KiB a call takes as long as its Python code; ranks that share a core would time each other.
-    alone = n <= (os.cpu_count() or 1)
-    floors = _floors(shm, arena, case.edge, mesh, shares, per_group, width) if case.bytes >= 1 << 16 and alone else []
-    budget = ROUND_S * (3 if case.bytes > 1 << 20 else 1)
-    found: dict[str, list[float]] = {}
-    for _ in range(ROUNDS):
-        for name, (x, call) in implementations.items():
-            if name != Gloo.name:
-                found.setdefault(name, []).extend(time_phases(shm, group, x, fresh, [call], budget)[0])
-                continue
-            # Which suits gloo better depends on how many ranks share a core: it gets both, and keeps the better.
-            for name, cores in (("gloo on its core", nullcontext()), ("gloo on every core", all_cores())):
-                with cores:
-                    found.setdefault(name, []).extend(time_phases(patient, group, x, fresh, [call], budget)[0])
-        for i, phases in enumerate(floors):
-            times = time_phases(shm, group, arena, fresh, phases, budget)
-            found.setdefault(f"{FLOOR} {i}", []).extend(map(sum, zip(*times, strict=True)))
-    medians = {name: statistics.median(times) * 1e6 for name, times in found.items()}
-    us = dict(zip(medians, slowest(medians.values(), shm, group), strict=True))
-    low = [us.pop(name) for name in list(us) if name.startswith(FLOOR)]
-    gloo_us = [us.pop(name) for name in list(us) if name.startswith(Gloo.name)]
-    us |= {Gloo.name: min(gloo_us)} if gloo_us else {}
-    return Timing(case, us | ({FLOOR: min(low)} if low else {}))
+    if case.bytes >= 1 << 16 and n <= (os.cpu_count() or 1):
+        for i, phases in enumerate(_floors(shm, arena, case.edge, mesh, shares, per_group, width)):
+            implementations[f"{FLOOR} {i}"] = Implementation(arena, phases)
+    us = ranks.medians_us(implementations, fresh, ROUND_S * (3 if case.bytes > 1 << 20 else 1))
+    for several in (Gloo.name, FLOOR):
+        if found := [us.pop(name) for name in list(us) if name.startswith(several)]:
+            us[several] = min(found)
+    return us
+
+
+def _normed(call: Thunk, x: Tensor, epilogue: Epilogue) -> None:
+    call()
+    finish(x, epilogue)
 
 
 def _floors(
@@ -164,7 +143,7 @@ def _floors(
     shares: tuple[int, ...],
     per_group: tuple[int, ...],
     width: int,
-) -> list[list[Callable[[], object]]]:
+) -> list[list[Thunk]]:
     """Moves an edge's bytes with no protocol at all, in one or more orders, each a list of phases. The fastest is the
     floor."""
     rank, n = shm.rank, mesh.world
@@ -176,12 +155,12 @@ def _floors(
     xs, outs = [p[0] for p in places], [p[1] for p in places]
     starts = [sum(shares[:i]) for i in range(n)]
 
-    def sum_of(begin: int, count: int, ranks: tuple[int, ...] = group, base: int = 0) -> Callable[[], object]:
+    def sum_of(begin: int, count: int, ranks: tuple[int, ...] = group, base: int = 0) -> Thunk:
         """Rows begin … begin + count from the inputs of `ranks`; their first row is row `base`."""
         sources = tuple(xs[r] - base * row_bytes for r in ranks)
         return lambda: shm.direct_sum(out, sources, begin * width, count * width)
 
-    def copies(of: list[int], places: list[int] = outs) -> Callable[[], object]:
+    def copies(of: list[int], places: list[int] = outs) -> Thunk:
         def run() -> None:
             for r in of:
                 shm.direct_sum(out, (places[r],), starts[r] * width, shares[r] * width)

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm.shm import ShmTuning
-from weft.comm.transport import Transport, offer_of
+from weft.comm.transport import Ranks, Transport, offer_of
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config.config import EngineConfig
 from weft.engine.worker.open_transports import cost_model, table_file
@@ -33,7 +32,7 @@ from weft.stream.hidden import Hidden
 from weft.stream.step_rows import StepRows
 from weft.stream.stream import Stream
 from weft.tune.cpu_costs import DTYPE, ROW_BYTES, WIDTH, opening_of
-from weft.tune.ranks import Here, Report, all_cores
+from weft.tune.ranks import Here, Report, all_cores, slowest
 from weft_bench.collectives import show_size
 
 EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "layer")
@@ -43,27 +42,21 @@ CALLS, ROUNDS = 5, 5
 
 
 @dataclass(frozen=True)
-class Case:
-    """bytes: of all ranks' rows together."""
+class RoundTimes:
+    """bytes: of all ranks' rows together. us: medians of µs, of the slowest rank, in each round. predicted_us: by the
+    cost model. steps: of the plan.
+    """
 
     exchange: str
     bytes: int
-
-
-@dataclass(frozen=True)
-class Timing:
-    """us: medians of µs, of the slowest rank, in each round. predicted_us: by the cost model. steps: of the plan."""
-
-    case: Case
     by: str
+    steps: list[str]
     us: list[float]
     predicted_us: float
-    steps: list[str]
 
     def row(self) -> dict[str, object]:
         """For JSON."""
-        rounded = {"us": [round(us, 1) for us in self.us], "predicted_us": round(self.predicted_us, 1)}
-        return asdict(self.case) | {"by": self.by, "steps": self.steps} | rounded
+        return vars(self) | {"us": [round(us, 1) for us in self.us], "predicted_us": round(self.predicted_us, 1)}
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class Flat:
 
 
 @dataclass
-class Norm:
+class ReadNorm:
     """A read's norm."""
 
     path: str
@@ -116,11 +109,11 @@ def chain_of(exchange: str, mesh: Mesh) -> Chain:
     return Chain(reads[exchange], WIDTH, DTYPE.itemsize)
 
 
-def plans_of(case: Case, mesh: Mesh, table: str) -> dict[str, Plan]:
+def plans_of(exchange: str, size: int, mesh: Mesh, table: str) -> dict[str, Plan]:
     """The plan of each kind. table: a cost model by name or path."""
-    model, chain = over_network(costs(table), ETHERNET), chain_of(case.exchange, mesh)
+    model, chain = over_network(costs(table), ETHERNET), chain_of(exchange, mesh)
     shm, gloo = (offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in (SHM, GLOO))
-    tokens = max(1, case.bytes // ROW_BYTES // mesh.attn_dp)
+    tokens = max(1, size // ROW_BYTES // mesh.attn_dp)
     offers = {FLAT: [replace(gloo, cost=Flat(gloo.cost, mesh.world))], PLANNED: [shm, gloo]}
     return {by: Planner(mesh, chain, some).plan((tokens,) * mesh.attn_dp) for by, some in offers.items()}
 
@@ -138,37 +131,38 @@ def cost_described(config: EngineConfig) -> dict[str, Any]:
     return {"cost": "cpu" if config.cost == "auto" else config.cost, "table": table, "tuning": asdict(tuning)}
 
 
-def line(flat: Timing, planned: Timing) -> str:
+def line(flat: RoundTimes, planned: RoundTimes) -> str:
     """A line for reading: µs of both, beside what was predicted, and how many times the planned one flat takes."""
     flat_us, us = statistics.median(flat.us), statistics.median(planned.us)
     ratio = statistics.median(a / b for a, b in zip(flat.us, planned.us, strict=True))
-    case = f"{planned.case.exchange:14} {show_size(planned.case.bytes):>5}"
+    case = f"{planned.exchange:14} {show_size(planned.bytes):>5}"
     found = f"flat {flat_us:9,.0f} µs (predicted {flat.predicted_us:9,.0f})"
     return f"{case}  {found}  planned {us:9,.0f} µs (predicted {planned.predicted_us:9,.0f})  {ratio:.2f}×"
 
 
 def measure(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
-    """A rank's part; rank 0 reports a Timing of each kind for each case.
+    """A rank's part; rank 0 reports RoundTimes of each kind for each case.
 
     said: cases as pairs of exchange and bytes, rounds, tuning of shm, cost: a cost model's name, table: the text of one
     in its place.
     """
-    mesh, cases, cost = here.mesh, [Case(*case) for case in said["cases"]], said["cost"]
+    mesh, cases, cost = here.mesh, said["cases"], said["cost"]
     if said["table"] is not None:
         (path := directory / "cost.json").write_text(said["table"])
         cost = str(path)
-    tuning, largest = ShmTuning(**said["tuning"]), max(case.bytes for case in cases)
+    tuning, largest = ShmTuning(**said["tuning"]), max(size for _, size in cases)
     opening = opening_of(mesh, rank, directory, torch.device("cpu"), largest, {"shm_tuning": tuning}, store=here.store)
     with all_cores():  # gloo's threads must not wait for this one
         opened = {entry.name: entry.open(opening) for entry in (SHM, GLOO)}
     gc.disable()
-    for case in cases:
-        plans = plans_of(case, mesh, cost)
+    group = tuple(range(mesh.world))
+    for exchange, size in cases:
+        plans = plans_of(exchange, size, mesh, cost)
         found: dict[str, list[float]] = {by: [] for by in plans}
         runs = {by: _run(plan, rank, opened) for by, plan in plans.items()}
         for round_ in range(said["rounds"] + 1):
             for by, run in runs.items():
-                us = _median_us(run)
+                us = _median_us(run, opened[GLOO.name], group)
                 if round_:  # the first warms up
                     found[by].append(us)
         gc.collect()
@@ -177,7 +171,7 @@ def measure(rank: int, directory: Path, report: Report, here: Here, said: dict[s
                 steps = [step for read in plan.reads for step in read.steps]
                 predicted = sum(step.us for step in steps)
                 moves = [f"{edge.kind} {edge.group} · {step.transport}" for _, step, edge in plan.moves()]
-                report(Timing(case, by, found[by], predicted, moves))
+                report(RoundTimes(exchange, size, by, moves, found[by], predicted))
     for transport in opened.values():
         transport.close()
 
@@ -195,7 +189,7 @@ def _run(plan: Plan, rank: int, transports: dict[str, Transport]) -> Callable[[]
             x = home.empty(mesh.row_count(placement.rows, rank, plan.counts), WIDTH, like=like).fill_(1 + rank)
             made.append(Hidden(x, placement, mesh, "delta"))
         deltas.append(made)
-    norms = [Norm(read.read.site, torch.ones(WIDTH, dtype=DTYPE)) for read in plan.reads]
+    norms = [ReadNorm(read.read.site, torch.ones(WIDTH, dtype=DTYPE)) for read in plan.reads]
 
     @torch.inference_mode()
     def run() -> None:
@@ -209,14 +203,12 @@ def _run(plan: Plan, rank: int, transports: dict[str, Transport]) -> Callable[[]
     return run
 
 
-def _median_us(run: Callable[[], object]) -> float:
+def _median_us(run: Callable[[], object], meeting: Transport, group: Ranks) -> float:
     """Of some calls, before each of which all ranks meet: of the slowest rank."""
     times = []
     for _ in range(CALLS):
-        dist.barrier()
+        meeting.barrier(group)
         began = time.perf_counter()
         run()
         times.append(time.perf_counter() - began)
-    slowest = torch.tensor([statistics.median(times) * 1e6], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    return slowest([statistics.median(times) * 1e6], meeting, group)[0]

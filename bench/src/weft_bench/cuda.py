@@ -10,7 +10,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Timer
 
@@ -37,23 +36,12 @@ from weft.tune.gpu_times import (
 )
 from weft.tune.ranks import Report
 from weft_bench.gpu_baselines import Baseline, Nccl, NcclWindow, SymmetricMemory, flashinfer_baselines
+from weft_bench.harness import Timing
 
 SUMS = ("all_reduce", "reduce_scatterv", *MIXED)
 EDGES = (*SUMS, "all_gatherv", "all_to_allv", *(f"{edge}+norm" for edge in SUMS))
 RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
 LIMIT_S = 40.0  # of an implementation in a case: less than the minute after which NCCL ends a rank that waits
-
-
-@dataclass(frozen=True)
-class Timing:
-    """us: median µs of a call, by implementation."""
-
-    case: Case
-    us: dict[str, float]
-
-    def row(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self.case) | {"us": {name: round(us, 2) for name, us in self.us.items()}}
 
 
 def measure(

@@ -8,10 +8,8 @@ result is compared with the definition before it is timed.
 from __future__ import annotations
 
 import gc
-import statistics
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,21 +17,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.torchdist import TorchDistTransport
+from weft.comm.shm import ShmTuning
 from weft.comm.transport import CommError, Ranks, Transport
 from weft.kernels.torch_reference import softmax_merge
 from weft.planner import exchange
 from weft.planner.exchange import merge_scatterv
 from weft.planner.spec import Mesh
 from weft.stream.block_exchanges import a2a, ag_rs
-from weft.tune.call_times import time_phases
 from weft.tune.gpu_times import SMALL, SMALL_CALLS, World, capture, replays_us
-from weft.tune.ranks import Report, all_cores, slowest
-from weft_bench.collectives import ROUND_S, ROUNDS
+from weft.tune.ranks import Report
+from weft_bench.harness import CpuRank, Implementation, Thunk, Timing
 
-Shape = Literal["deepseek-v2", "deepseek-v2-projected", "qwen3-235b"]
-SHAPES: dict[Shape, tuple[int, int]] = {
+MergeShape = Literal["deepseek-v2", "deepseek-v2-projected", "qwen3-235b"]
+SHAPES: dict[MergeShape, tuple[int, int]] = {
     "deepseek-v2": (128, 512),
     "deepseek-v2-projected": (128, 128),
     "qwen3-235b": (64, 128),
@@ -43,15 +39,14 @@ W_UV before the merge."""
 BARE = "reduce_scatterv"
 INPUTS, CALLS = 4, 20
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Case:
+class MergeCase:
     """A layer's merge of `batch` tokens over `ranks` ranks. dtype: bf16 or fp32."""
 
     ranks: int
-    shape: Shape
+    shape: MergeShape
     batch: int
     dtype: str
 
@@ -65,20 +60,7 @@ class Case:
         return self.batch * heads * dim * (2 if self.dtype == "bf16" else 4)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """us: median µs of a call, by algorithm and transport."""
-
-    case: Case
-    us: dict[str, float]
-
-    def row(self) -> dict[str, object]:
-        """For JSON."""
-        us = {name: round(us, 2) for name, us in self.us.items()}
-        return asdict(self.case) | {"bytes": self.case.bytes, "us": us}
-
-
-def given(case: Case, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def given(case: MergeCase, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A rank's outputs and lse, skewed."""
     heads, dim = SHAPES[case.shape]
     generator = torch.Generator().manual_seed(seed)
@@ -87,10 +69,10 @@ def given(case: Case, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return out.to(device, torch.bfloat16 if case.dtype == "bf16" else torch.float32), lse.to(device)
 
 
-def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> dict[str, Callable[[], object]]:
+def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> dict[str, Thunk]:
     """Each algorithm over a transport, and the bare sum, by name: `fused peer`."""
     n = len(group)
-    found: dict[str, Callable[[], object]] = {}
+    found: dict[str, Thunk] = {}
     if transport.entry.offers(merge_scatterv(n)):
         found["fused"] = partial(transport.merge_scatterv, out, lse, group)
     found["a2a"] = partial(a2a, transport, out, lse, group)
@@ -100,7 +82,7 @@ def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> di
     return {f"{algorithm} {transport.entry.name.removeprefix('torchdist/')}": call for algorithm, call in found.items()}
 
 
-def check(name: str, got: object, case: Case, rank: int, device: torch.device) -> None:
+def check(name: str, got: object, case: MergeCase, rank: int, device: torch.device) -> None:
     """Raises CommError where an algorithm's result is not what the definition makes of all ranks' parts."""
     if name.startswith(BARE):
         return
@@ -113,13 +95,13 @@ def check(name: str, got: object, case: Case, rank: int, device: torch.device) -
         raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
 
 
-def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[Case]) -> None:
+def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[MergeCase]) -> None:
     """A rank's part on GPUs; rank 0 reports a Timing for each case."""
     here = World.open(rank, cases[0].ranks, directory, 2 * max(case.bytes for case in cases))
     group = here.peer.on_host
     for case in cases:
         parts = [given(case, rank + 100 * i, here.device) for i in range(INPUTS)]
-        by_name: dict[str, list[Call]] = {}
+        by_name: dict[str, list[Thunk]] = {}
         for transport in (here.peer, here.torchdist):
             for out, lse in parts:
                 for name, call in calls_of(transport, out, lse, group).items():
@@ -131,37 +113,31 @@ def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[Cas
         us = dict(zip(by_name, replays_us(graphs), strict=True))
         here.peer.check()
         if rank == 0:
-            report(Timing(case, us))
+            report(Timing(case, us, {"bytes": case.bytes}))
         del graphs
         torch.cuda.empty_cache()
     here.close()
 
 
-def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[Case], tuning: ShmTuning) -> None:
+def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[MergeCase], tuning: ShmTuning) -> None:
     """A rank's part on CPUs; rank 0 reports a Timing for each case."""
     world = cases[0].ranks
-    mesh, group, largest = Mesh(1, world, world, 1), tuple(range(world)), max(case.bytes for case in cases)
-    shm = ShmTransport(mesh, rank, directory / "shm", tuning=tuning, block_bytes=4 * largest)
-    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
-    with all_cores():
-        gloo = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
+    largest = max(case.bytes for case in cases)
+    ranks = CpuRank(Mesh(1, world, world, 1), rank, directory, gloo=True, tuning=tuning, block_bytes=4 * largest)
+    assert ranks.gloo is not None
     gc.disable()
     for case in cases:
         fresh, lse = given(case, rank, torch.device("cpu"))
         out = fresh.clone()
-        calls = calls_of(shm, out, lse, group) | calls_of(gloo, out, lse, group)
+        calls = calls_of(ranks.shm, out, lse, ranks.group) | calls_of(ranks.gloo, out, lse, ranks.group)
         for name, call in calls.items():
             check(name, call(), case, rank, fresh.device)
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(ROUNDS):
-            for name, call in calls.items():
-                over_gloo = name.endswith("gloo")
-                with all_cores() if over_gloo else nullcontext():
-                    meeting = patient if over_gloo else shm
-                    times[name] += time_phases(meeting, group, out, fresh, [call], ROUND_S)[0]
-        us = slowest((statistics.median(found) * 1e6 for found in times.values()), shm, group)
+        over_gloo = {name: name.endswith("gloo") for name in calls}
+        implementations = {
+            name: Implementation(out, [call], over_gloo[name], over_gloo[name]) for name, call in calls.items()
+        }
+        us = ranks.medians_us(implementations, fresh)
         if rank == 0:
-            report(Timing(case, dict(zip(times, us, strict=True))))
+            report(Timing(case, us, {"bytes": case.bytes}))
         gc.collect()
-    for transport in (gloo, patient, shm):
-        transport.close()
+    ranks.close()

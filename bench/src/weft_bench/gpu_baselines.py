@@ -5,7 +5,7 @@ NCCL, NCCL over registered windows, torch's symmetric memory, and FlashInfer's k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from weft.comm.transport import CommError, Epilogue
 from weft.planner.spec import Mesh
+from weft_bench.baselines import groups_of
+from weft_bench.harness import Thunk
 
-Call = Callable[[], object]
 INSTALL_FLASHINFER = "pip install flashinfer-python==0.7.2.post1"  # as the extra bench-gpu has it
 
 
@@ -27,7 +28,7 @@ class Baseline:
     name: str
     gives_result = False
 
-    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Call]:
+    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Thunk]:
         """A call for each input, which goes on to norm where one is given; none where the peer does not serve the case.
 
         sizes: rows of each rank, or of each DP group for the mixed edges.
@@ -35,7 +36,7 @@ class Baseline:
         bare = self.bare(edge, xs, sizes)
         return bare if norm is None else [partial(_then_norm, call, norm) for call in bare]
 
-    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
         """The same with no norm."""
         raise NotImplementedError
 
@@ -43,7 +44,7 @@ class Baseline:
         """What it has to do once its calls are in a graph, before the first replay. Collective."""
 
 
-def _then_norm(call: Call, norm: Epilogue) -> None:
+def _then_norm(call: Thunk, norm: Epilogue) -> None:
     """What an engine does after a bare exchange: an addition, and torch's RMSNorm."""
     call()
     torch.nn.functional.rms_norm(norm.residual + norm.residual, norm.weight.shape, norm.weight, norm.eps)
@@ -55,14 +56,9 @@ class Nccl(Baseline):
     name = "nccl"
 
     def __init__(self, mesh: Mesh, rank: int):
-        self._mesh, self._rank, self._groups = mesh, rank, {}
-        for name in ("attn_tp", "attn_dp"):
-            for ranks in mesh.partitions[name]:
-                group = dist.new_group(list(ranks))
-                if rank in ranks:
-                    self._groups[name] = group
+        self._mesh, self._rank, self._groups = mesh, rank, groups_of(mesh, rank)
 
-    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
         """For every edge."""
         return [self._call(edge, x, sizes) for x in xs]
 
@@ -70,7 +66,7 @@ class Nccl(Baseline):
         """A result's memory."""
         return like.new_empty(rows, *like.shape[1:])
 
-    def _call(self, edge: str, x: Tensor, sizes: Sequence[int]) -> Call:
+    def _call(self, edge: str, x: Tensor, sizes: Sequence[int]) -> Thunk:
         equal, mine = len(set(sizes)) == 1, self._rank
         if edge == "all_reduce":
             return partial(dist.all_reduce, x)
@@ -111,7 +107,7 @@ class NcclWindow(Nccl):
     name = "nccl window"
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, arena_bytes: int):
-        self._mesh, self._rank, self._groups = mesh, rank, {}
+        self._mesh, self._rank = mesh, rank
         backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
         self._pool = torch.cuda.MemPool(backend.mem_allocator)
         with torch.cuda.use_mem_pool(self._pool):
@@ -119,7 +115,7 @@ class NcclWindow(Nccl):
         backend.register_mem_pool(self._pool, symm=True)
         self._used = 0
 
-    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
         """None for what windows do not serve."""
         if edge not in ("all_reduce", "all_gatherv", "reduce_scatterv") or len(set(sizes)) != 1:
             return []
@@ -143,11 +139,11 @@ class SymmetricMemory(Baseline):
         self._arena = symm.empty(arena_bytes // 2, dtype=torch.bfloat16, device=device)
         symm.rendezvous(self._arena, self._group)
 
-    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
         """Only all_reduce, on a copy in symmetric memory."""
         if edge != "all_reduce" or xs[0].dtype != self._arena.dtype:
             return []
-        found: list[Call] = []
+        found: list[Thunk] = []
         for i, x in enumerate(xs):
             mine = self._arena[i * x.numel() : (i + 1) * x.numel()].view(x.shape)
             mine.copy_(x)
@@ -227,7 +223,7 @@ class TrtLlm(Baseline):
     def __init__(self, shots: str, workspace: TrtLlmWorkspace):
         self.name, self._one, self._space = f"trtllm {shots}-shot", shots == "one", workspace
 
-    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Call]:
+    def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Thunk]:
         """Only all_reduce, of bf16; one shot up to what the workspace holds, two with more rows than ranks."""
         x, space = xs[0], self._space
         fits = space.world * x.nbytes <= space.lamport_bytes if self._one else x.shape[0] > space.world
@@ -279,11 +275,11 @@ class VllmCustom(Baseline):
         dist.barrier()
         self._handle = comm.vllm_init_custom_ar(self._signals.pointers, self._pointers, rank, True)
 
-    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Call]:
+    def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
         """Only all_reduce, on copies."""
         if edge != "all_reduce":
             return []
-        found: list[Call] = []
+        found: list[Thunk] = []
         for i, x in enumerate(xs):
             begin = i * self._max_bytes
             mine = self._inputs.mine[begin : begin + x.nbytes].view(x.dtype).view(x.shape)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from transformers import Qwen2MoeConfig
 
-from weft.comm.shm import ShmTransport, ShmTuning
-from weft.comm.torchdist import TorchDistTransport
+from weft.comm.shm import ShmTuning
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.attention.build_batch import SeqRows, build_batch
@@ -29,6 +28,7 @@ from weft.planner.cost import ETHERNET, Costs, costs, over_network
 from weft.planner.spec import Mesh
 from weft.tune.cpu_costs import opening_of
 from weft.tune.ranks import Here, Report, all_cores, slowest
+from weft_bench.harness import CpuRank
 
 PAGE = 16
 OVER_HOSTS = ("gloo", "shm+gloo")
@@ -53,7 +53,7 @@ RANDOM = Qwen2MoeConfig(
 
 
 @dataclass(frozen=True)
-class Request:
+class LatencyRun:
     """One sequence of `prompt` tokens, then `output` tokens. model: a directory; None: RANDOM, with random weights."""
 
     model: Path | None
@@ -83,27 +83,21 @@ def parameters() -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def measure(rank: int, directory: Path, report: Report, request: Request) -> None:
+def measure(rank: int, directory: Path, report: Report, request: LatencyRun) -> None:
     """A rank's part; rank 0 reports a Latency for each transport and round, after one round unreported."""
-    mesh = request.mesh
-    shm = ShmTransport(mesh, rank, directory / "shm", tuning=request.tuning, spins=None)
-    patient = ShmTransport(mesh, rank, directory / "patient", spins=0)  # see bench/collectives.py
-    opened: dict[str, Transport] = {"shm": shm}
-    if "gloo" in request.transports:
-        with all_cores():
-            opened["gloo"] = TorchDistTransport(mesh, rank, f"file://{directory}/gloo")
+    ranks = CpuRank(request.mesh, rank, directory, gloo="gloo" in request.transports, tuning=request.tuning, spins=None)
+    opened: dict[str, Transport | None] = {"shm": ranks.shm, "gloo": ranks.gloo}
     # The shm runner prices by the host's table; gloo's is the same plan that it would get alone.
-    sets = {name: [opened[name]] for name in request.transports}
-    _measure(rank, report, request, sets, shm, patient, shm, costs(request.cost))
-    for transport in (*opened.values(), patient):
-        transport.close()
+    sets = {name: [transport] for name in request.transports if (transport := opened[name]) is not None}
+    _measure(rank, report, request, sets, ranks.shm, ranks.patient, ranks.shm, costs(request.cost))
+    ranks.close()
 
 
 def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
     """The same of ranks on several hosts: by gloo alone, and by plans of shm inside hosts and gloo across.
 
-    said: the fields of a Request but for model and mesh; random: whether the model is RANDOM, or the host's; table: the
-    text of a cost table, in place of cost.
+    said: the fields of a LatencyRun but for model and mesh; random: whether the model is RANDOM, or the host's; table:
+    the text of a cost table, in place of cost.
     """
     random, table, tuning = said["random"], said["table"], ShmTuning(**said["tuning"])
     fields = {name: said[name] for name in ("dtype", "prompt", "output", "rounds", "cost")}
@@ -111,7 +105,7 @@ def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, s
         (path := directory / "cost.json").write_text(table)
         fields["cost"] = str(path)
     model = None if random else here.model
-    request = Request(**fields, model=model, mesh=here.mesh, transports=OVER_HOSTS, tuning=tuning)
+    request = LatencyRun(**fields, model=model, mesh=here.mesh, transports=OVER_HOSTS, tuning=tuning)
     opening = opening_of(
         here.mesh, rank, directory, torch.device("cpu"), LARGEST, {"shm_tuning": tuning}, store=here.store
     )
@@ -126,7 +120,7 @@ def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, s
 def _measure(
     rank: int,
     report: Report,
-    request: Request,
+    request: LatencyRun,
     sets: dict[str, list[Transport]],
     home: Transport,
     meeting: Transport,

@@ -27,8 +27,8 @@ from weft.engine.models.model_config import first_line
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.worker.memory import weight_bytes
 from weft.planner.spec import LayoutError
-from weft_bench.breakdown import SPARE_TOKENS, output_length, run
-from weft_bench.setups import Load, Metric, Profile, Row, Setup
+from weft_bench.breakdown import SPARE_TOKENS, output_length, random_prompts, run
+from weft_bench.setups import Load, Metric, Profile, Setup, TableRow
 
 WEIGHTS_SHARE = 0.6
 """Of a GPU's free memory, what weights may take; the rest is for caches and activations."""
@@ -56,12 +56,12 @@ class Measured:
     failed: dict[str, str] = field(default_factory=dict)
     layers: int | None = None
 
-    def ratio(self, row: Row) -> float | None:
+    def ratio(self, row: TableRow) -> float | None:
         """How many times better the second variant is; None where a figure was not measured."""
         before, after = (self.value(row, variant) for variant in (row.before, row.after))
         return None if before is None or after is None else better(row.metric, before, after)
 
-    def value(self, row: Row, variant: str) -> float | None:
+    def value(self, row: TableRow, variant: str) -> float | None:
         """A variant's figure of a row; None where it was not measured."""
         loads = self.figures.get(variant)
         return None if loads is None else loads[row.load].get(row.metric)
@@ -112,9 +112,7 @@ def _run_variant(setup: Setup, config: EngineConfig) -> list[Figures]:
 def run_load(engine: Engine, load: Load) -> Figures:
     """A load's figures: tokens that were read and written a second, medians of the times to the first token and between
     tokens, the most sequences that ran at once, and what a step exchanges. Raises TimeoutError, RuntimeError."""
-    vocabulary, shape = min(5000, engine.model_config.vocab_size), (load.requests, load.input)
-    generator = torch.Generator().manual_seed(load.requests * load.input)
-    prompts = torch.randint(10, vocabulary, shape, generator=generator).tolist()
+    prompts = random_prompts(engine, load.requests, load.input, seed=load.requests * load.input)
     events: queue.SimpleQueue[tuple[int, float, bool]] = queue.SimpleQueue()
     params = SamplingParams(max_tokens=load.output, temperature=0.0, ignore_eos=True)
     began: dict[int, float] = {}

@@ -15,7 +15,7 @@ import torch
 
 from weft.engine.attention.backend_registry import BACKENDS, BackendEntry, Needs
 from weft.engine.kv.cache_spec import Latent
-from weft_bench.setups import Load, Metric, Options, Profile, Row, Seed, Setup
+from weft_bench.setups import Load, Metric, Profile, Seed, Setup, TableRow, Variant
 
 EMBEDDED = "the embedded model (4 layers, 8 experts) in place of the pull request's; CPU ranks in place of GPUs"
 DEEPSPEED = "DeepSpeed's all-reduce is no transport of the engine; weft bench collectives times it"
@@ -45,7 +45,7 @@ FLOAT8 = {
 """The storage of FP8 checkpoints as their publishers release them, beside a preset of the same model in bfloat16."""
 
 
-def _four(ours: Options, theirs: Options, layout: Options) -> dict[str, Options]:
+def _four(ours: Variant, theirs: Variant, layout: Variant) -> dict[str, Variant]:
     """The naive plan and the cheapest, each by the transport that is usual and by Weft's own."""
     return {
         "all-reduce and slice, usual transport": {**NAIVE, **theirs, **layout},
@@ -55,16 +55,16 @@ def _four(ours: Options, theirs: Options, layout: Options) -> dict[str, Options]
     }
 
 
-def _compared(metric: Metric, load: int, names: Sequence[str], quoted: Quoted | None = None) -> list[Row]:
+def _compared(metric: Metric, load: int, names: Sequence[str], quoted: Quoted | None = None) -> list[TableRow]:
     """The last variant beside each other. quoted: figures of some of these."""
     *others, last = names
-    return [Row(metric, load, name, last, (quoted or {}).get(name)) for name in others]
+    return [TableRow(metric, load, name, last, (quoted or {}).get(name)) for name in others]
 
 
 def _reduce_scatterv(
     model: str | None,
-    changed: Options,
-    four: dict[str, Options],
+    changed: Variant,
+    four: dict[str, Variant],
     load: Load,
     profile: Profile,
     differs: Sequence[str],
@@ -74,9 +74,9 @@ def _reduce_scatterv(
         *_compared("tokens/s", 0, list(four), {first: (53_006, 57_115)}),
         *_compared("collectives of a decode step, ms", 0, list(four)),
         *_compared("collectives and waiting of a decode step, ms", 0, list(four), {first: (83.26, 71.93)}),
-        Row("collectives a decode step", 0, naive, ours, (49, 49)),
-        Row("collectives a step", 0, naive, ours),
-        Row("MiB a step", 0, naive, ours),
+        TableRow("collectives a decode step", 0, naive, ours, (49, 49)),
+        TableRow("collectives a step", 0, naive, ours),
+        TableRow("MiB a step", 0, naive, ours),
     ]
     return Setup(model, changed, four, [load], rows, differs, profile)
 
@@ -95,8 +95,8 @@ def _large_reduce_scatterv(gpus: int) -> Setup:
 
 def _mixed(
     model: str | None,
-    changed: Options,
-    variants: dict[str, Options],
+    changed: Variant,
+    variants: dict[str, Variant],
     quoted: Mapping[Metric, Quoted],
     load: Load,
     profile: Profile,
@@ -121,9 +121,9 @@ def _quoted_mixed(*rivals: str) -> dict[Metric, Quoted]:
 
 def _large_mixed(gpus: int) -> Setup:
     ep = max(2, gpus // 2)
-    layout: Options = dict(attn_dp=2, attn_tp=gpus // 2, ep=ep, moe_tp=gpus // ep, kv_dtype="fp8_e4m3")
+    layout: Variant = dict(attn_dp=2, attn_tp=gpus // 2, ep=ep, moe_tp=gpus // ep, kv_dtype="fp8_e4m3")
     nccl, windows = "planned, NCCL", "planned, NCCL on registered memory"
-    variants: dict[str, Options] = {
+    variants: dict[str, Variant] = {
         nccl: {**NCCL, **layout},
         windows: {"transport": "nccl_window", "plugins": ("weft_bench.nccl_window",), **layout},
         "naive plan": {**NAIVE, **layout},
@@ -134,13 +134,13 @@ def _large_mixed(gpus: int) -> Setup:
     return _mixed("qwen3.5-397b-a17b", FLOAT8, variants, _quoted_mixed(nccl, windows), load, profile, differs)
 
 
-def _deferred(model: str | None, changed: Options, layout: Options, load: Load, differs: Sequence[str]) -> Setup:
+def _deferred(model: str | None, changed: Variant, layout: Variant, load: Load, differs: Sequence[str]) -> Setup:
     before, after = "an all-reduce for each sum", "planned"
-    variants: dict[str, Options] = {before: {**NAIVE, **layout}, after: layout}
+    variants: dict[str, Variant] = {before: {**NAIVE, **layout}, after: layout}
     rows = [
-        Row("tokens/s", 0, before, after, (46_000, 56_000)),
-        Row("collectives a step", 0, before, after),
-        Row("MiB a step", 0, before, after),
+        TableRow("tokens/s", 0, before, after, (46_000, 56_000)),
+        TableRow("collectives a step", 0, before, after),
+        TableRow("MiB a step", 0, before, after),
     ]
     return Setup(model, changed, variants, [load], rows, differs)
 
@@ -151,13 +151,13 @@ def _large_deferred(gpus: int) -> Setup:
     return _deferred("step-3.5-flash", FLOAT8, layout, Load(200, 8192, 1, 64, times=3), differs)
 
 
-def _cpu_shm(model: str | None, changed: Options, load: Load, differs: Sequence[str]) -> Setup:
+def _cpu_shm(model: str | None, changed: Variant, load: Load, differs: Sequence[str]) -> Setup:
     before, after = "torch.distributed (gloo)", "shm"
     layout = dict(attn_tp=2, moe_tp=2)
-    variants: dict[str, Options] = {before: GLOO | layout, after: SHM | layout}
+    variants: dict[str, Variant] = {before: GLOO | layout, after: SHM | layout}
     rows = [
-        Row("first token, ms", 0, before, after, (1.0, 0.75)),
-        Row("next token, ms", 0, before, after, (1.0, 0.63)),
+        TableRow("first token, ms", 0, before, after, (1.0, 0.75)),
+        TableRow("next token, ms", 0, before, after, (1.0, 0.63)),
     ]
     return Setup(model, changed, variants, [load], rows, [*differs, DEEPSPEED])
 
@@ -187,18 +187,18 @@ QUOTED_FIRST = {
 
 
 def _dcp(
-    changed: Options,
-    layout: Options,
+    changed: Variant,
+    layout: Variant,
     ranks: int,
     loads: Sequence[Load],
     at_once: Sequence[int],
-    backends: Mapping[str, Options],
+    backends: Mapping[str, Variant],
     differs: Sequence[str],
 ) -> Setup:
     """at_once: of each load, the requests at once in the pull request. backends: attention backends with their options;
     a backend without a published figure is beside FlashInfer's."""
-    variants: dict[str, Options] = {}
-    rows: list[Row] = []
+    variants: dict[str, Variant] = {}
+    rows: list[TableRow] = []
     for backend, options in backends.items():
         first = f"{backend}: attention tensor-parallel"
         names = {recipe: f"{backend}: dcp, {recipe}" for recipe in RECIPES}
@@ -208,7 +208,7 @@ def _dcp(
         }
         quoted = QUOTED_TOKENS.get(backend, QUOTED_TOKENS["flashinfer"])
         rows += [
-            Row(
+            TableRow(
                 "tokens/s",
                 at,
                 first,
@@ -219,9 +219,9 @@ def _dcp(
             for recipe, name in names.items()
         ]
         by = names["ag_rs"]
-        rows += [Row("first token, ms", at, first, by, QUOTED_FIRST.get(at_once[at])) for at in range(len(loads))]
-        rows += [Row("next token, ms", at, first, by) for at in range(len(loads))]
-        rows += [Row("sequences at once", at, first, by) for at in range(len(loads)) if at_once[at] > 32]
+        rows += [TableRow("first token, ms", at, first, by, QUOTED_FIRST.get(at_once[at])) for at in range(len(loads))]
+        rows += [TableRow("next token, ms", at, first, by) for at in range(len(loads))]
+        rows += [TableRow("sequences at once", at, first, by) for at in range(len(loads)) if at_once[at] > 32]
     return Setup("deepseek-v2", changed, variants, loads, rows, differs)
 
 
@@ -235,7 +235,7 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
 """Options for attention backends; each backend takes the first that it lacks nothing for."""
 
 
-def _options_of(backend: BackendEntry, ranks: int) -> tuple[Options | None, str]:
+def _options_of(backend: BackendEntry, ranks: int) -> tuple[Variant | None, str]:
     """The options with which a backend runs DeepSeek-V2 with dcp over so many GPUs, and a line that says so; None for
     a backend that lacks something with any, and what that is."""
     capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None

@@ -23,8 +23,8 @@ import numpy as np
 
 from weft_bench.streamed_completion import LoadError, StreamedCompletion
 
-Backend = Literal["openai", "openai-chat"]
-PATHS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+ApiBackend = Literal["openai", "openai-chat"]
+PATHS: dict[ApiBackend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 FIRST_TOKEN = 16
 """Token ids below are mostly special ones."""
@@ -132,18 +132,18 @@ class Outcome:
         return {"ttft": [first], "tpot": tpot, "itl": [b - a for a, b in pairwise(self.times)], "e2el": [last]}
 
 
-class Server:
+class LoadedServer:
     """An OpenAI-compatible server. extra: fields of every request's body. An asynchronous context manager."""
 
-    def __init__(self, base_url: str, api_key: str = "", backend: Backend = "openai", extra: Mapping[str, Any] = {}):
+    def __init__(self, base_url: str, api_key: str = "", backend: ApiBackend = "openai", extra: Mapping[str, Any] = {}):
         self.base_url, self.backend, self.extra = base_url.rstrip("/").removesuffix("/v1"), backend, dict(extra)
         self._api_key = api_key
 
-    def unconnected(self) -> Server:
+    def unconnected(self) -> LoadedServer:
         """The same server, for another process."""
-        return Server(self.base_url, self._api_key, self.backend, self.extra)
+        return LoadedServer(self.base_url, self._api_key, self.backend, self.extra)
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> LoadedServer:
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         connector = aiohttp.TCPConnector(limit=0)
         self._session = aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, headers=headers)
@@ -211,7 +211,7 @@ def _line(error: BaseException) -> str:
 
 
 async def send(
-    server: Server,
+    server: LoadedServer,
     jobs: Sequence[Job],
     max_concurrency: int | None = None,
     done: Callable[[int, Outcome], None] = lambda at, outcome: None,

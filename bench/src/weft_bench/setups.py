@@ -20,7 +20,7 @@ Metric = Literal[
 """sequences at once: the most that had their tokens in the cache. MiB: that the busiest rank receives
 (`weft.stream.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks; the first without
 the waiting for the slowest rank."""
-Options = Mapping[str, Any]
+Variant = Mapping[str, Any]
 """Of `weft.engine.config.config.EngineConfig`."""
 
 
@@ -49,7 +49,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of the table: a metric of a load, by two variants. quoted: the pull request's figures for the two."""
 
     metric: Metric
@@ -68,10 +68,10 @@ class Setup:
     """
 
     model: str | None
-    changed: Options
-    variants: Mapping[str, Options]
+    changed: Variant
+    variants: Mapping[str, Variant]
     loads: Sequence[Load]
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
     differs: Sequence[str]
     profile: Profile | None = None
 

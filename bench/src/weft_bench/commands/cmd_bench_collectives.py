@@ -26,10 +26,10 @@ from weft_bench import collectives_hosts as over
 from weft_bench import cuda as gpu
 from weft_bench.baselines import build_deepspeed
 from weft_bench.gpu_baselines import INSTALL_FLASHINFER, has_flashinfer
-from weft_bench.write_results import write_results
+from weft_bench.harness import results_file
 
 OURS = ("shm", "peer")
-Work = tuple[str, int | None, Iterator[Any]]
+Measurement = tuple[str, int | None, Iterator[Any]]
 """What is done, how many cases that are (None: it is no measurement), and the Timing of each."""
 LABEL = 13
 """Width of the column that says which case a row is."""
@@ -92,23 +92,19 @@ class Command:
         if hosts is not None:
             return self._over_hosts(hosts)
         work = self._on_gpus() if self.device == "cuda" else self._on_cpus()
-        timings: list[Any] = []
-        try:
-            with progress_bar() as bar:
-                for what, cases, results in work:
-                    task = bar.add_task(what, total=cases)
-                    if not cases and bar.disable:
-                        print(what, file=sys.stderr, flush=True)
-                    for timing in results:
-                        if not timings or heading(timing) != heading(timings[-1]):
-                            print(heading(timing))
-                        timings.append(timing)
-                        print(line(timing), flush=True)
-                        bar.advance(task)
-                    bar.update(task, total=cases or 1, completed=cases or 1)
-        finally:
-            # Also what an interrupted run has found so far.
-            write_results(self.json, f"weft bench collectives --device {self.device}", timings)
+        measured_by = f"weft bench collectives --device {self.device}"
+        with results_file(self.json, measured_by) as timings, progress_bar() as bar:
+            for what, cases, results in work:
+                task = bar.add_task(what, total=cases)
+                if not cases and bar.disable:
+                    print(what, file=sys.stderr, flush=True)
+                for timing in results:
+                    if not timings or heading(timing) != heading(timings[-1]):
+                        print(heading(timing))
+                    timings.append(timing)
+                    print(line(timing), flush=True)
+                    bar.advance(task)
+                bar.update(task, total=cases or 1, completed=cases or 1)
         return 0
 
     def _over_hosts(self, config: Any) -> int:
@@ -120,8 +116,8 @@ class Command:
             )
         exchanges = self._edges(over.EXCHANGES)
         cases = [(exchange, parse_size(size)) for exchange in exchanges for size in self.sizes]
-        timings: list[over.Timing] = []
-        with progress_bar() as bar:
+        what = f"weft bench collectives --nnodes {config.mesh.hosts}"
+        with results_file(self.json, what) as timings, progress_bar() as bar:
             task = bar.add_task(f"{config.mesh.world} ranks on {config.mesh.hosts} hosts", total=2 * len(cases))
             say = partial(print, file=sys.stderr, flush=True)
             for timing in over_hosts(config, over.measure, lambda: over.described(config, cases), say):
@@ -129,10 +125,9 @@ class Command:
                 bar.advance(task)
                 if len(timings) % 2 == 0:
                     print(over.line(*timings[-2:]), flush=True)
-        write_results(self.json, f"weft bench collectives --nnodes {config.mesh.hosts}", timings)
         return 0
 
-    def _on_cpus(self) -> Iterator[Work]:
+    def _on_cpus(self) -> Iterator[Measurement]:
         baselines = self._baselines(("gloo",), ("gloo", "deepspeed"))
         edges = self._edges(cpu.EDGES)
         sizes = [parse_size(s) for s in self.sizes]
@@ -148,7 +143,7 @@ class Command:
         for ranks in numbers:
             mixed = ranks >= 4 and ranks % 2 == 0
             cases = [
-                cpu.Case(ranks, edge, dtype, size)
+                cpu.CpuCase(ranks, edge, dtype, size)
                 for edge in edges
                 if mixed or edge not in MIXED
                 for dtype in (dtypes if edge != "barrier" else dtypes[:1])
@@ -156,7 +151,7 @@ class Command:
             ]
             yield f"{ranks} ranks", len(cases), run_ranks(ranks, cpu.measure, cases, baselines, tuning)
 
-    def _on_gpus(self) -> Iterator[Work]:
+    def _on_gpus(self) -> Iterator[Measurement]:
         have, known = torch.cuda.device_count(), ("nccl", "window", "symm", "flashinfer")
         if have < 2:
             raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")

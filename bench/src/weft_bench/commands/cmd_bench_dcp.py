@@ -15,8 +15,8 @@ from weft.comm.transport_registry import SHM_RANKS
 from weft.planner.cost import host_table, read_tuning
 from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.tune.ranks import run_ranks
-from weft_bench.dcp_merge import SHAPES, Case, Shape, Timing, measure_cpus, measure_gpus
-from weft_bench.write_results import write_results
+from weft_bench.dcp_merge import SHAPES, MergeCase, MergeShape, measure_cpus, measure_gpus
+from weft_bench.harness import Timing, results_file
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Command:
     """Where the ranks are: processes on this machine's cores, or one on each of its GPUs."""
     ranks: tuple[int, ...] = ()
     """Sizes of a dcp group; left out, 2, or all GPUs."""
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[MergeShape, ...] = ()
     """Heads of the group and elements of a head: 128 × 512, 128 × 128 and 64 × 128; left out, all."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Tokens of a step."""
@@ -60,19 +60,17 @@ class Command:
         if not self.batches or min(self.batches) < 1:
             raise UserError("--batches takes numbers of 1 or more")
         stop_on_sigterm()
-        timings: list[Timing] = []
-        try:
+        with results_file(self.json, f"weft bench dcp --device {self.device}") as timings:
             for timing in (timing for n in ranks for timing in self._measure(n, on_gpus)):
                 print("\n".join(lines(timing, timings[-1] if timings else None)), flush=True)
                 timings.append(timing)
-        finally:
-            # Also what an interrupted run has found so far.
-            write_results(self.json, f"weft bench dcp --device {self.device}", timings)
         return 0
 
     def _measure(self, ranks: int, on_gpus: bool) -> Iterator[Timing]:
         dtype = self.dtype if self.dtype != "auto" else "bf16" if on_gpus else "fp32"
-        cases = [Case(ranks, shape, batch, dtype) for shape in self.shapes or tuple(SHAPES) for batch in self.batches]
+        cases = [
+            MergeCase(ranks, shape, batch, dtype) for shape in self.shapes or tuple(SHAPES) for batch in self.batches
+        ]
         if on_gpus:
             return run_ranks(ranks, measure_gpus, cases)
         return run_ranks(ranks, measure_cpus, cases, read_tuning(host_table(), "shm_tuning", ShmTuning))

@@ -19,7 +19,7 @@ from weft.serve.cli.progress import progress_bar
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.tune.host import describe_host
 from weft.tune.ranks import run_ranks
-from weft_bench.latency import OVER_HOSTS, Latency, Request, measure, measure_over_hosts, parameters
+from weft_bench.latency import OVER_HOSTS, Latency, LatencyRun, measure, measure_over_hosts, parameters
 
 TOKENS = ("first", "next")
 
@@ -98,7 +98,8 @@ class Command:
     def _on_one_host(self, model: Path | None) -> Iterator[Latency]:
         tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
         mesh = Mesh(1, self.tp, 1, self.tp)
-        request = Request(model, mesh, self.dtype, self.input, self.output, self.rounds, self.transports, tuning, "cpu")
+        tokens = self.input, self.output
+        request = LatencyRun(model, mesh, self.dtype, *tokens, self.rounds, self.transports, tuning, "cpu")
         yield from run_ranks(self.tp, measure, request)
 
     def _over_hosts(self, config: Any) -> Iterator[Latency]:

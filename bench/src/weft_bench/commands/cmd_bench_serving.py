@@ -18,7 +18,7 @@ from weft.planner.show import columns
 from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.serve.cli.progress import progress_bar
 from weft_bench.client_processes import processes_for, send_from
-from weft_bench.serving import LATENCIES, Backend, Server, Workload, arrivals, summary
+from weft_bench.serving import LATENCIES, ApiBackend, LoadedServer, Workload, arrivals, summary
 from weft_bench.streamed_completion import LoadError
 
 NAMES = {
@@ -50,7 +50,7 @@ class Command:
     """The server."""
     api_key: str | None = None
     """Sent as a Bearer token; left out, what OPENAI_API_KEY holds."""
-    backend: Backend = "openai"
+    backend: ApiBackend = "openai"
     """openai: /v1/completions; openai-chat: /v1/chat/completions, which takes texts."""
     model: str | None = None
     """Left out, the first that the server names in /v1/models."""
@@ -154,7 +154,7 @@ class Command:
         extra: dict[str, Any] = {"temperature": self.temperature} | ({"ignore_eos": True} if self.ignore_eos else {})
         key = (self.api_key or os.environ.get("OPENAI_API_KEY", "")).strip()  # mounted secrets end in a newline
         asks = workload.asks(vocabulary, tokenizer)
-        async with Server(self.base_url, key, self.backend, extra) as server:
+        async with LoadedServer(self.base_url, key, self.backend, extra) as server:
             model = await self._choose_model(server)
             if self.num_warmups:  # of other tokens, so that no prefix of what is measured is cached
                 other = replace(workload, num_prompts=self.num_warmups, seed=self.seed + 1)
@@ -179,7 +179,7 @@ class Command:
         head |= {"base_url": server.base_url, "model": model, "request_rate": rate, "client_processes": processes}
         return head | summary(outcomes, seconds, limits), [o.error for o in outcomes if o.error]
 
-    async def _choose_model(self, server: Server) -> str:
+    async def _choose_model(self, server: LoadedServer) -> str:
         served = await server.models()
         if self.model is None:
             if not served:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -46,6 +45,7 @@ from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.sockets import bind
+from weft_bench.trees import alternate, copy_of, run_python
 
 TOKEN = 70
 
@@ -155,12 +155,6 @@ def _load(url: str, asked: argparse.Namespace) -> Any:
     return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
-def _script_of(tree: Path) -> str:
-    """Return the copy of this script in the checkout of a tree, which may be older than the folder bench/."""
-    folders = (tree.parent / "bench" / "scripts", tree.parent / "benchmarks")
-    return str(next(path for folder in folders if (path := folder / Path(__file__).name).exists()))
-
-
 def compare(asked: argparse.Namespace) -> None:
     """Runs both trees in turn and prints the medians of their figures."""
     options = [
@@ -168,13 +162,9 @@ def compare(asked: argparse.Namespace) -> None:
         for name, value in vars(asked).items()
         if name not in ("trees", "runs") and value is not None
     ]
-    runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
-    for _ in range(asked.runs):
-        for name, tree in zip(runs, asked.trees, strict=True):
-            path = os.pathsep.join([str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-            where = os.environ | {"PYTHONPATH": path}
-            command = [sys.executable, _script_of(tree), *options]
-            runs[name].append(json.loads(subprocess.run(command, env=where, stdout=subprocess.PIPE, check=True).stdout))
+    runs = alternate(
+        asked.runs, asked.trees, lambda tree: json.loads(run_python(tree, copy_of(__file__, tree), *options))
+    )
     for figure in runs["before"][0]:
         before, after = (statistics.median(each[figure] for each in of) for of in runs.values())
         print(f"{figure:16}{before:10.2f}{after:10.2f}")

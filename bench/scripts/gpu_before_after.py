@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,9 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-EDGES = ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv", "all_reduce+norm", "reduce_scatterv+norm")
-MIXED = ("all_reduce+all_gatherv", "reduce_scatterv+all_reduce")
-RAGGED = ("reduce_scatterv ragged", "all_gatherv ragged")
+from weft_bench.trees import alternate, environment_of
+
 HERE = Path(__file__).resolve()
 
 
@@ -32,14 +30,10 @@ class Version:
     def __init__(self, source: Path, world: int, directory: Path, max_bytes: int):
         directory.mkdir()
         command = [sys.executable, str(HERE), "--rank"]
-        path = os.pathsep.join([str(source), *filter(None, [os.environ.get("PYTHONPATH")])])
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.ranks = [
             subprocess.Popen(
-                [*command, str(rank), str(world), str(directory), str(max_bytes)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": path},
+                [*command, str(rank), str(world), str(directory), str(max_bytes)], env=environment_of(source), **pipes
             )
             for rank in range(world)
         ]
@@ -92,39 +86,31 @@ def main() -> int:
 
     import torch
 
+    from weft_bench.cuda import EDGES, MIXED, RAGGED  # not in ranks, which import an earlier Weft
+
     world = torch.cuda.device_count()
-    names = [*EDGES, *RAGGED, *(MIXED if world >= 4 else ()), *(f"{e}+norm" for e in MIXED if world >= 4)]
+    names = [edge for edge in (*EDGES, *RAGGED) if world >= 4 or not edge.startswith(MIXED)]
     max_bytes = (world + 1) * world * max(given.rows) * given.hidden * 2
     rows = []
     with tempfile.TemporaryDirectory(prefix="weft-before-after-") as directory:
-        versions = {
-            name: Version(source.resolve(), world, Path(directory) / name, max_bytes)
-            for name, source in (("before", given.before), ("after", given.after))
-        }
-        for version in versions.values():
+        sources = (("before", given.before), ("after", given.after))
+        versions = [Version(source, world, Path(directory) / name, max_bytes) for name, source in sources]
+        for version in versions:
             for rank in version.ranks:
                 version._answer(rank)
         for edge in names:
             for count in given.rows:
                 case = {"ranks": world, "edge": edge, "dtype": "bf16", "hidden": given.hidden, "rows": count}
-                turns: dict[str, list[float]] = {name: [] for name in versions}
-                for index in range(given.turns):
-                    for name in sorted(versions, reverse=index % 2 == 0):
-                        turns[name].append(round(versions[name].us(case), 3))
+                turns = alternate(given.turns, versions, lambda version, case=case: round(version.us(case), 3))
                 us = {name: statistics.median(found) for name, found in turns.items()}
                 rows.append(case | {"us": us, "turns": turns})
-                print(
-                    f"{edge:32} × {count:<5} {us['before']:8.2f} {us['after']:8.2f}  {ratio(rows[-1]):.3f}", flush=True
-                )
-        for version in versions.values():
+                figures = f"{us['before']:8.2f} {us['after']:8.2f}  {ratio(rows[-1]):.3f}"
+                print(f"{edge:32} × {count:<5} {figures}", flush=True)
+        for version in versions:
             version.close()
     if given.json:
-        head = {
-            "what": "gpu_before_after",
-            "gpus": world,
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-        }
+        head = {"what": "gpu_before_after", "gpus": world}
+        head |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         given.json.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
     slow = [row for row in rows if ratio(row) > 1 + given.slower]
     for row in slow:

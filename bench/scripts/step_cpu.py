@@ -23,11 +23,9 @@ with the ratio, and writes what each run gave. Each tree is measured by its own 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +49,7 @@ from weft.engine.worker.worker import Worker
 from weft.planner.cost import costs
 from weft.stream.step_rows import PaddedRows
 from weft.tune.host import describe_host
+from weft_bench.trees import alternate, copy_of, run_python
 
 ROUND = 128
 """Steps that are timed together: a whole number of times that sequences take pages."""
@@ -178,35 +177,24 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
     return min(statistics.mean(times[i : i + ROUND]) for i in range(0, len(times) - ROUND + 1, ROUND))
 
 
-def _script_of(tree: Path) -> str:
-    """Return the copy of this script in the checkout of a tree, which may be older than the folder bench/."""
-    folders = (tree.parent / "bench" / "scripts", tree.parent / "benchmarks")
-    return str(next(path for folder in folders if (path := folder / Path(__file__).name).exists()))
-
-
 def compare(asked: argparse.Namespace) -> None:
     """Runs both trees in turn, prints the medians of their figures, and writes all runs."""
     options = ["--rounds", str(asked.rounds), "--world", str(asked.world), "--pause-ms", str(asked.pause_ms)]
     options += ["--sequences", *map(str, asked.sequences), *["--take"] * asked.take]
-    runs: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
-    for _ in range(asked.runs):
-        for name, tree in zip(runs, asked.trees, strict=True):
-            where = os.environ | {"PYTHONPATH": str(tree.resolve())}
-            command = [sys.executable, _script_of(tree), *options]
-            done = subprocess.run(command, env=where, stdout=subprocess.PIPE, text=True, check=True)
-            runs[name] += map(json.loads, done.stdout.splitlines())
+
+    def run(tree: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in run_python(tree, copy_of(__file__, tree), *options).splitlines()]
+
+    found = alternate(asked.runs, asked.trees, run)
+    runs = {name: list(itertools.chain.from_iterable(of)) for name, of in found.items()}
     for sequences in asked.sequences:
         for what in ("controller_us", "rank_us"):
             of_runs = ([r[what] for r in of if r["sequences"] == sequences] for of in runs.values())
             before, after = map(statistics.median, of_runs)
             print(f"{sequences:4} sequences, {what:14}{before:8.1f}{after:8.1f}{before / after:7.2f}")
     if asked.json:
-        about = {
-            "what": "bench/scripts/step_cpu.py",
-            "host": describe_host(),
-            "pause_ms": asked.pause_ms,
-            "take": asked.take,
-        }
+        about = {"what": "bench/scripts/step_cpu.py", "host": describe_host()}
+        about |= {"pause_ms": asked.pause_ms, "take": asked.take}
         asked.json.write_text(json.dumps(about | runs) + "\n")
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from weft_bench.trees import alternate
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "bench" / "scripts").rglob("*.py"))
 SCRIPTS = [script for script in SCRIPTS if "__main__" in script.read_text()]  # others are parts of these
@@ -27,6 +29,13 @@ def test_help(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(script), run_name="__main__")
     assert ended.value.code == 0 and "usage:" in capsys.readouterr().out
+
+
+def test_trees_take_turns() -> None:
+    order: list[str] = []
+    found = alternate(3, ("before", "after"), order.append)
+    assert order == ["before", "after", "after", "before", "before", "after"], "neither is always first"
+    assert {name: len(results) for name, results in found.items()} == {"before": 3, "after": 3}
 
 
 def test_cpu_time_of_a_step() -> None:

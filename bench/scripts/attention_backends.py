@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,8 @@ from weft.engine.attention.paged import PagedAttention
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent, PagedKV
 from weft.planner.spec import LayoutError
+from weft.tune.gpu_times import events_us
+from weft.tune.host import describe_host
 
 PAGE = 16
 POOL_BYTES = 4 << 30
@@ -130,31 +131,24 @@ def error_of(shape: Shape, step: Step, batch: Batch, cache: KVCache, q: Tensor, 
 
 
 def elapsed_us(run: Callable[[], Any], calls: int, device: torch.device, replays: int) -> float:
-    """Median microseconds of a call, of which `run` makes so many: in a CUDA graph on GPUs."""
-    if device.type != "cuda":
-        times = []
-        for _ in range(replays):
-            begin = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - begin) * 1e6 / calls)
-        return statistics.median(times)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
+    """Median microseconds of a call, of which `run` makes `calls`: in a CUDA graph on GPUs."""
+
+    def timed() -> float:
+        begin = time.perf_counter()
         run()
-    times = []
-    for index in range(replays + 2):
-        begin_event, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin_event.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if index >= 2:
-            times.append(begin_event.elapsed_time(end) * 1e3 / calls)
-        if sum(times) * calls > 4e5:  # 0.4 s
-            break
-    del graph
-    return statistics.median(times)
+        return (time.perf_counter() - begin) * 1e6
+
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            run()
+        timed = partial(events_us, torch.cuda.current_stream(), graph.replay)
+        timed(), timed()  # warm
+    times: list[float] = []
+    while len(times) < replays and sum(times) <= 4e5:  # 0.4 s
+        times.append(timed())
+    return statistics.median(times) / calls
 
 
 def measure(backend: PagedAttention, shape: Shape, step: Step, batch: Batch, q: Tensor, replays: int) -> dict[str, Any]:
@@ -193,11 +187,9 @@ def measure(backend: PagedAttention, shape: Shape, step: Step, batch: Batch, q: 
     }
 
 
-def host(device: torch.device) -> dict[str, Any]:
-    """What the figures are of."""
-    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
-    if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+def host() -> dict[str, Any]:
+    """Return the description of this host, with the versions of the kernels' libraries."""
+    found = describe_host()
     for name in ("triton", "flashinfer"):
         try:
             found[name] = __import__(name).__version__
@@ -235,6 +227,7 @@ class Bench:
         batch = make_batch(step, pool, self.device)
         width = shape.spec.width if isinstance(shape.spec, Latent) else shape.spec.dim
         q = torch.randn(step.sequences * step.rows, shape.heads, width, device=self.device, dtype=torch.bfloat16)
+        before = len(self.rows)
         for entry in self.entries:
             name = f"{entry.option}, {shape.name}"
             try:
@@ -253,30 +246,15 @@ class Bench:
                 | {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in found.items()}
             )
         self._ratios()
-        for row in self.rows[-len(self.entries) :]:
-            if (row["shape"], row["sequences"], row["rows"], row["tokens"]) == (
-                shape.name,
-                step.sequences,
-                step.rows,
-                step.tokens,
-            ):
-                print(json.dumps(row), flush=True)
+        for row in self.rows[before:]:
+            print(json.dumps(row), flush=True)
         self.write()
 
     def _needs(self, shape: Shape) -> Needs:
         gpu = self.device.type == "cuda"
         capability = torch.cuda.get_device_capability(self.device) if gpu else None
-        return Needs(
-            "cuda" if gpu else "cpu",
-            capability,
-            "bfloat16",
-            "auto",
-            lambda: [shape.spec],
-            PAGE,
-            1,
-            "auto",
-            graphs=False,
-        )
+        kind = "cuda" if gpu else "cpu"
+        return Needs(kind, capability, "bfloat16", "auto", lambda: [shape.spec], PAGE, 1, "auto", graphs=False)
 
     def _ratios(self) -> None:
         """Each row's time by Triton's of the same case: above 1, Triton is ahead."""
@@ -289,7 +267,7 @@ class Bench:
 
     def write(self) -> None:
         if self._out is not None:
-            found = {"host": host(self.device), "rows": self.rows, "left_out": self.left_out}
+            found = {"host": host(), "rows": self.rows, "left_out": self.left_out}
             self._out.write_text(json.dumps(found, indent=1) + "\n")
 
     def table(self) -> str:

@@ -49,6 +49,7 @@ from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
 from weft.serve.cli.command import stop_on_sigterm
 from weft.tune.host import describe_host
+from weft_bench.breakdown import random_prompts
 from weft_bench.step_bytes import decode_step_bytes
 
 WAIT_S = 120.0
@@ -66,9 +67,7 @@ def layout(text: str) -> dict[str, int]:
 
 def reply(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]], Outputs]:
     """Has prompts of random tokens answered: when that began, when each sequence's tokens came (seconds), and they."""
-    generator = torch.Generator().manual_seed(batch)
-    limit = min(5000, engine.model_config.vocab_size)
-    prompts = torch.randint(10, limit, (batch, context), generator=generator).tolist()
+    prompts = random_prompts(engine, batch, context, seed=batch)
     times: list[list[float]] = [[] for _ in prompts]
     ended: dict[int, RequestOutput] = {}
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)

@@ -23,13 +23,12 @@ ROOMS = {
     "bench": "weft_bench",
 }
 """Each room in the order of imports, with the beginnings of its paths."""
-BUDGETS = {"library": 10_031, "engine": 22_303, "serve": 8_726, "bench": 10_149}
+BUDGETS = {"library": 10_031, "engine": 22_303, "serve": 8_726, "bench": 7_122}
 """Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
 TWINS = """
-Agent Arguments Call Calls Case Combine Counts Graph Head Host InputMessage Job Join Kernel Layer
-Load Meeting Message Norm Options Parts Progress Report Request RotaryTable
-Routing Row Rule Server Shape Split Start Stored Stream Timing Window Work
+Agent Arguments Calls Combine Counts Graph Head InputMessage Job Join Kernel Layer Message Parts Progress Report
+Request RotaryTable Routing Rule Shape Split Start Stored Stream Window
 """
 KNOWN_TWINS = set(TWINS.split())
 

@@ -18,7 +18,7 @@ from weft.serve.cli.command import parse
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weft"
-FOLDERS = (".", "docs", "docs/api", "bench", "tests")
+FOLDERS = (".", "docs/guide", "docs/design", "docs/log", "docs/api", "bench", "tests")
 PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 
 
@@ -93,7 +93,12 @@ def test_tests_that_are_named_exist(page: Path) -> None:
 
 
 def test_the_design_page_has_the_order_of_imports() -> None:
-    assert f"`{' → '.join(ORDER)}`" in (ROOT / "docs" / "design.md").read_text()
+    assert f"`{' → '.join(ORDER)}`" in (ROOT / "docs" / "design" / "overview.md").read_text()
+
+
+def test_the_site_has_every_page_in_its_navigation() -> None:
+    listed = re.findall(r": ((?:guide|design|log|api)/\S+)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 
 
 def test_results_that_are_kept_are_cited() -> None:
@@ -112,7 +117,7 @@ def test_every_benchmark_is_in_the_list_of_them() -> None:
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.M | re.S)
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "docs" / "guide" / page).read_text(), re.M | re.S)
 
 
 def test_options_that_deployments_give_exist(tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_options_that_deployments_give_exist(tmp_path: Path) -> None:
     assert len(commands) == 2
     for arguments in (options, *map(shlex.split, commands)):
         assert parse(Command, "serve", arguments)
-    [text] = blocks("serving.md", "yaml")
+    [text] = blocks("serve.md", "yaml")
     text = text.replace("/models/Qwen3-30B-A3B", str(ROOT / "examples/tiny_model"))
     (file := tmp_path / "serve.yaml").write_text(text)
     assert parse(Command, "serve", ["--config", str(file)]).http.served_model_name == ("qwen3", "default")

@@ -1,6 +1,6 @@
 """Each class of fault that shipped in a widely used engine, injected here: it must end in PlacementError, not in text.
 
-The classes are listed in docs/known-failures.md.
+The classes are listed in docs/design/known-failures.md.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ KEPT = {
     "serve/cli/cmd_serve.py": "listener",
 }
 """Where such a word is the field's own."""
-PAGES = "docs/*.md", "README.md", "CONTRIBUTING.md"
+PAGES = "docs/*/*.md", "README.md", "CONTRIBUTING.md"
 TEXTS = {
     str(path.relative_to(folder)): path
     for folder, pattern in [(SOURCE, "**/*"), (BENCH.parent, "weft_bench/**/*"), *((ROOT, name) for name in PAGES)]

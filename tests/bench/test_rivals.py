@@ -37,6 +37,15 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
+def test_the_command_of_readme_is_understood(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (RIVALS.parents[2] / "README.md").read_text()
+    [command] = re.findall(r"^python (bench/scripts/rivals/compare.py .*)$", readme, re.MULTILINE)
+    monkeypatch.setattr(sys, "argv", command.split())
+    found = script("compare")["arguments"]()
+    assert (found.engines, found.ranks, found.num_layers, found.together) == (["weft", "vllm", "sglang"], 2, 16, True)
+    assert len(found.python) == 2
+
+
 def test_the_checkpoint_holds_the_weights_of_a_dummy_model(script: Any, tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "written"
     source.mkdir()

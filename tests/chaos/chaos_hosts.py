@@ -27,7 +27,7 @@ from weft.engine.hosts.agents import SILENT_S
 AGAIN_S = 1.0
 """How long an agent that has ended stays so."""
 REFUSED_S = 1.0
-"""The bound of an agent's refusal, from when it looks for node 0 (docs/hosts.md)."""
+"""The bound of an agent's refusal, from when it looks for node 0 (docs/guide/hosts.md)."""
 STRANGER_S = 120.0
 """How long a process that is to be refused may run."""
 

@@ -44,7 +44,7 @@ class Command:
     """Hosts that the ranks are on: namespaces of this machine, which takes root. Where no layout is given, two ranks on
     each: --attn-dp HOSTS --attn-tp 2."""
     bound_factor: float = 3.0
-    """How many times its bound (docs/hosts.md) a fault may take to be heard; a busy machine takes longer."""
+    """How many times its bound (docs/guide/hosts.md) a fault may take to be heard; a busy machine takes longer."""
     json: Path | None = None
     """Write the report to this file."""
 

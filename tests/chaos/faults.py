@@ -19,7 +19,7 @@ BACK_S = 300.0
 HEAR_S = 60.0
 """After so long a fault has not been heard."""
 RANK_S = 1.0
-"""The bound of a rank that was killed (docs/hosts.md)."""
+"""The bound of a rank that was killed (docs/guide/hosts.md)."""
 
 
 @dataclass(frozen=True)

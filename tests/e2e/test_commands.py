@@ -1,4 +1,4 @@
-"""Commands as a user runs them; README's are taken from README itself."""
+"""Commands as a user runs them, among them each one that README shows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -41,15 +42,19 @@ from weft_bench.commands import cmd_demo
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.split("#")[0].strip()
-    for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
 
 
-CLIENT = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
+def commands_in(page: str) -> list[list[str]]:
+    """Commands of a page's blocks, split into words."""
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+COMMANDS = commands_in(README)
+GUIDE = [c for page in ("serve", "plan") for c in commands_in((ROOT / "docs" / "guide" / f"{page}.md").read_text())]
+CLIENT, COLLECTIVES, FORWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PLAN, ERROR = (text.splitlines() for text in re.findall(r"```\n((?:layout|weft:).*?)```", README, re.DOTALL))
 
 
 def weft(*arguments: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -65,33 +70,68 @@ def environment(temporary: Path | None) -> dict[str, str]:
     return dict(os.environ) | {"COLUMNS": "80"} | ({"TMPDIR": str(temporary)} if temporary else {})
 
 
-def test_the_client_of_readme_is_that_of_the_page_on_serving() -> None:
-    assert f"```python\n{CLIENT}```" in (ROOT / "docs" / "serving.md").read_text()
+def commands_of(program: str) -> list[list[str]]:
+    """Arguments of README's commands of one program."""
+    return [arguments for first, *arguments in COMMANDS if first == program]
 
 
-def test_readme_holds_the_two_commands() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for command in COMMANDS:
-        program, *rest = shlex.split(command)
-        assert program in ("make", "weft"), command
-        if program == "make":
-            assert re.search(rf"^{rest[0]}:", makefile, re.MULTILINE), f"no make target {rest[0]}"
+def test_readme_and_the_page_on_serving_have_the_same_clients() -> None:
+    page = (ROOT / "docs" / "guide" / "serve.md").read_text()
+    [request] = re.findall(r"```sh\n(curl .*?)```", README, re.DOTALL)
+    assert f"```python\n{CLIENT}```" in page and f"```sh\n{request}```" in page
+
+
+def test_each_command_of_readme_has_a_test() -> None:
+    """Commands of other programs would need a test of their own. `bench/test_rivals.py` has python's."""
+    assert {command[0] for command in COMMANDS} == {"make", "weft", "pip", "curl", "python"}
+    assert [arguments[0] for arguments in commands_of("weft")] == ["serve", "plan"]
+
+
+def test_readme_installs_what_there_is() -> None:
+    """`tests/distribution` installs wheels; `test_the_demo` and CI run the target of make."""
+    [target] = commands_of("make")
+    assert re.search(rf"^{target[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for install, *packages in commands_of("pip"):
+        assert install == "install"
+        for package in packages:
+            name, _, extra = package.rstrip("]").partition("[")
+            assert (ROOT / name / "pyproject.toml").exists() if "." in name else name == project["name"]
+            assert not extra or extra in project["optional-dependencies"], package
+
+
+def test_the_collectives_of_readme_are_the_example() -> None:
+    """`library/test_planned.py` runs the example by the command that its docstring names, as README does."""
+    example = (ROOT / "examples" / "collectives.py").read_text()
+    docstring, _, lines = example.partition("\n\n")
+    assert lines == COLLECTIVES
+    [command] = re.findall(r"torchrun .*?\.py", docstring)
+    assert f"`{command}`" in README
+
+
+def test_the_plan_of_readme_is_what_the_command_prints() -> None:
+    """Lines between the shown ones may be omitted, but not changed or reordered."""
+    [command] = [arguments for arguments in commands_of("weft") if arguments[0] == "plan"]
+    code, out, err = weft_here(*command)
+    assert code == 0, err
+    printed = iter(out.splitlines())
+    assert len(PLAN) == 8 and all(line in printed for line in PLAN)
 
 
 @pytest.mark.usefixtures("forked_ranks")
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft") and " serve" not in c])
-def test_readme_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, *rest = shlex.split(command)[1:]
+@pytest.mark.parametrize("command", [c for c in GUIDE if c[0] == "weft" and not {"DIR", "cuda"} & set(c)], ids=" ".join)
+def test_commands_of_the_guide(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    code, out, err = weft_here(name, *rest)
+    code, out, err = weft_here(*command[1:])
     assert code == 0, err
     wanted = {"plan": "saving", "generate": "The answer is 7 (seven)", "eval": "exact match", "bench": "shm"}
-    assert wanted[name] in out
+    assert wanted[command[1]] in out
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("weft serve")])
-def test_readme_serves(command: str, tmp_path: Path) -> None:
-    arguments = shlex.split(command)[1:]
+@pytest.mark.parametrize("arguments", [a for a in commands_of("weft") if a[0] == "serve"], ids=" ".join)
+def test_readme_serves(arguments: list[str], tmp_path: Path) -> None:
+    """The request by curl, and the client, are asked of the server that the command starts."""
+    arguments = list(arguments)
     arguments[arguments.index("--port") + 1] = "0"
     server = subprocess.Popen(
         [sys.executable, "-m", "weft.serve.cli.main", *arguments],
@@ -110,6 +150,10 @@ def test_readme_serves(command: str, tmp_path: Path) -> None:
                 with contextlib.redirect_stdout(io.StringIO()) as printed:
                     exec(CLIENT.replace("http://127.0.0.1:8000", served[1]), {})
                 assert "The answer is 7 (seven)" in printed.getvalue()
+                [request] = commands_of("curl")
+                request = [word.replace("http://127.0.0.1:8000", served[1]) for word in request]
+                output = subprocess.run(["curl", "-s", *request], capture_output=True, text=True, check=True).stdout
+                assert "The answer is 7 (seven)" in json.loads(output)["choices"][0]["message"]["content"]
                 break
         else:
             pytest.fail(f"not healthy: {said}")
@@ -135,13 +179,21 @@ def commands() -> list[str]:
     return found
 
 
-def test_the_model_in_readme_is_the_one_that_the_command_loads() -> None:
-    [_, code] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code in (ROOT / "examples/tiny_model/model.py").read_text()
-    assert sum(1 for line in code.splitlines() if line) <= 30
+def test_the_error_in_readme_is_that_of_the_sum_that_it_forgets(tmp_path: Path) -> None:
+    """The layer in README is the example's; with its second read replaced by the norm, planning refuses it."""
+    example = (ROOT / "examples/tiny_model/model.py").read_text()
+    assert FORWARD in example
+    attends, experts = FORWARD.splitlines()[1:]
+    [forgets] = re.findall(r"`(self\.moe\(self\.post_norm\(attended\)\))`", README)
+    attended = attends.strip().removeprefix("stream.add(").removesuffix(")")
+    broken = f"        attended = {attended}\n        stream.add({forgets})"
+    (plugin := tmp_path / "model.py").write_text(example.replace(f"{attends}\n{experts}", broken))
+    model = str(ROOT / "examples/tiny_model")
+    code, _, err = weft_here("plan", model, "--plugins", str(plugin), "--attn-tp", "2", "--tokens", "1")
+    assert code == 2 and err.splitlines() == ERROR
 
 
-def test_the_model_in_readme_completes_as_the_embedded_one() -> None:
+def test_the_example_of_a_model_completes_as_the_embedded_one() -> None:
     plugin = "examples/tiny_model/model.py"
     words = f"generate {ROOT / 'examples/tiny_model'} --plugins {ROOT / plugin} --json --chat --max-tokens 40 --prompt"
     question = "A farmer has 12 hens and sells 5. How many hens does the farmer have now?"
@@ -150,14 +202,6 @@ def test_the_model_in_readme_completes_as_the_embedded_one() -> None:
     code, anew, err = weft_here(*words.split(), question, *layout)
     assert code == 0, err
     assert anew == alone and json.loads(anew)["text"]
-
-
-def test_the_figure_in_readme_is_what_the_command_prints() -> None:
-    figures = re.search(r"\*\*(\d+) µs in .* instead of (\d+)\*\*, in (\d+) collectives instead of (\d+)", README)
-    assert figures is not None
-    us, naive_us, calls, naive_calls = figures.groups()
-    _, out, _ = weft_here("plan", "--preset", "qwen3-30b-a3b", "--attn-dp", "2", "--attn-tp", "2", "--tokens", "1")
-    assert f"plan: {us} µs, {calls} collectives" in out and f"naive: {naive_us} µs, {naive_calls} collectives" in out
 
 
 BAD = [

@@ -451,7 +451,7 @@ def test_custom_ops_compile_without_a_break(tmp_path: Path) -> None:
 
 def documented_operations() -> None:
     """What the page says of dtypes is what `supports` says."""
-    page = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guide" / "library.md").read_text()
     table = page[page.index("| operation | CPU |") :].split("\n\n")[0].splitlines()[2:]
     said = {cells[0].strip(" `"): cells[1].strip() for cells in (line.strip("|").split("|") for line in table)}
     assert list(said) == list(OPS)

@@ -168,7 +168,7 @@ def test_a_table_that_comes_with_the_package() -> None:
         for kind in kinds:
             small, large = (found.of(transport, 4).collective_us(kind, 4, size) for size in (1 << 13, 1 << 26))
             assert 1 < small < 50 < large
-    assert found.of("peer", 4).collective_us(ALL_REDUCE, 4, 1 << 14) < 4  # µs, as docs/peer-memory.md says
+    assert found.of("peer", 4).collective_us(ALL_REDUCE, 4, 1 << 14) < 4  # µs, as docs/log/peer-memory.md says
 
 
 def plan(name: str) -> Plan:

@@ -30,7 +30,7 @@ from weft.serve.http import log, run
 from weft.serve.http.options import Options
 from weft.serve.http.sockets import bind_unix
 
-DEPLOY = Path(__file__).parents[2] / "docs" / "deploy.md"
+DEPLOY = Path(__file__).parents[2] / "docs" / "guide" / "deploy.md"
 
 
 def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get_their_turns(
@@ -62,7 +62,7 @@ def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Key and certificate by the command that docs/deploy.md names."""
+    """Key and certificate by the command that docs/guide/deploy.md names."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("tls")

@@ -80,7 +80,7 @@ def _load_deepspeed() -> Any:
         from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
     except ImportError as error:
         raise CommError(
-            f"DeepSpeed is not installed ({error}); docs/shared-memory.md says how, or leave it out of --baselines"
+            f"DeepSpeed is not installed ({error}); see docs/design/shared-memory.md, or omit it from --baselines"
         ) from error
     return ShareMemCommBuilder().load(verbose=False)
 

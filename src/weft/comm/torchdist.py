@@ -1,7 +1,7 @@
 """torch.distributed: gloo on CPUs, NCCL on GPUs. Works everywhere, on several hosts too.
 
 Over gloo, an exchange is one round of all_to_all and a sum on each rank, in rank order: gloo has no ragged collectives,
-its all_reduce takes 2(n-1) rounds, and rounds dominate the time (docs/LOG.md). Small sums take one round, in which each
+its all_reduce takes 2(n-1) rounds, and rounds dominate the time (docs/log/notes.md). Small sums take one round: each
 rank receives all terms of its result. Large sums take two rounds, in which no row is received twice. All ranks get the
 same bits.
 """

@@ -71,7 +71,7 @@ class Command:
     edges: tuple[str, ...] = ()
     """Which exchanges; left out, all."""
     baselines: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm", "flashinfer"], ...] = ()
-    """What to compare with. On CPUs gloo and deepspeed, which must be installed (docs/shared-memory.md); on GPUs NCCL,
+    """What to compare with. On CPUs gloo and deepspeed (to install: docs/design/shared-memory.md); on GPUs NCCL,
     NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels (TensorRT-LLM's and vLLM's), which
     must be installed. Left out, all but deepspeed, and FlashInfer's where they are installed."""
     json: Path | None = None

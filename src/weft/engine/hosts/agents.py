@@ -109,7 +109,7 @@ class Agents:
                 nodes = ", ".join(map(str, self.missing))
                 raise EngineError(
                     f"node {nodes} did not come to {self.where} within {timeout_s:g} s; start the same command there "
-                    "with --node-rank, and see what it says (docs/hosts.md)"
+                    "with --node-rank, and see what it says (docs/guide/hosts.md)"
                 )
             if self.socket.poll(100):
                 self.receive()

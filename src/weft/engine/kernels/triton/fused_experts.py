@@ -7,7 +7,7 @@
 Nothing is added atomically, so the bits are the same every time. Products accumulate in float32; between the kernels
 values have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program
 reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by
-11 µs for one row; and reading a product's weights while the previous kernel still runs (docs/gpu-engine.md).
+11 µs for one row; and reading a product's weights while the previous kernel still runs (docs/log/gpu-kernels.md).
 
 Weights in FP8 have blocks of 32, 64 or 128 columns, and the rows of both products are quantised by groups of as
 many columns. With few rows, programs split the depth of each product: each takes a tile's depth (0: as

@@ -10,7 +10,7 @@ Experts with biases or limits are left to those kernels: their last bits differe
 - The second product's programs stay: each computes one block after the other, and loads the next while it stores.
 
 A copy of the first product's rows in that order would be loaded by a descriptor as well. It is 5 to 12 % faster then,
-which the copy costs (docs/gpu-engine.md).
+which the copy costs (docs/log/gpu-kernels.md).
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ class HostAgent:
     def _serve(self) -> None:
         began, said, looked = time.monotonic(), 0.0, 0.0
         while True:
-            sources: list[Any] = [self._socket, self._monitor]
+            # The monitor first: node 0's last message is in the socket before the monitor reports that it is gone.
+            sources: list[Any] = [self._monitor, self._socket]
             if self._ranks.sockets:
                 sources.append(self._ranks.sockets.fileno())
             ready: dict[Any, int] = dict(zmq.zmq_poll([(source, zmq.POLLIN) for source in sources], TICK_MS))

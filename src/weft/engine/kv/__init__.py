@@ -1,1 +1,1 @@
-"""What layers keep of the tokens they have seen: declared, allocated, handed out to requests, and reused."""
+"""KV caches and recurrent states: declared by layers, allocated to requests, and reused by prefix."""

@@ -1,4 +1,4 @@
-"""The tensors of caches (paged: the layout of vLLM's paged attention, arXiv 2309.06180)."""
+"""Cache tensors (paged: the layout of vLLM's paged attention, arXiv 2309.06180)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from weft.kernels.float8 import FLOAT8, Fp8Vectors, Stored, to_vectors
 
 
 def token_bytes(spec: PagedKV | Window | Latent, dtype: torch.dtype) -> int:
-    """What a token takes in the cache of a layer. dtype: as of `KVCache`."""
+    """Return the bytes of a token in the cache of a layer. dtype: see `KVCache`."""
     vectors, width = (1, spec.width) if isinstance(spec, Latent) else (2 * spec.heads, spec.dim)
     return vectors * (width * dtype.itemsize + (dtype == FLOAT8))
 
 
 class KVCache:
-    """One rank's keys `[layers, slots, heads, dim]` and values, of layers that declared the same cache.
+    """Keys `[layers, slots, heads, dim]` and values of one rank, for layers that declared the same cache.
 
-    A slot is page · page_size + offset. Behind the `num_pages` that are handed out lies one page more, which takes
-    the rows that are to be stored nowhere, on devices where leaving them out would need the host. The values of a
-    latent cache are a part of its keys.
+    A slot is page · page_size + offset. One page more follows the `num_pages` that are allocated: it receives rows that
+    are not stored, since filtering them would need the host on GPUs. The values of a latent cache are a part of its
+    keys.
 
-    dtype: of the activations, or float8_e4m3fn. Then each key and each value has an exponent, as in `Fp8Vectors`:
-    `exponents` `[2, layers, slots, heads]`, of keys and of values; `[1, …]` of a latent cache, where the latent and the
-    rotated part of a vector have the same (down to a 2¹⁴-th of the largest element all have three bits of mantissa).
+    Args:
+        dtype: dtype of the activations, or float8_e4m3fn. In FP8 each key and value has an exponent (see `Fp8Vectors`):
+            `exponents` is `[2, layers, slots, heads]`, or `[1, …]` in a latent cache, where the latent and the rotated
+            part of a vector share one (3 bits of mantissa down to 2⁻¹⁴ of the largest element).
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class KVCache:
             self.exponents = torch.zeros(2 - latent, layers, slots, heads, dtype=torch.int8, device=device)
 
     def of_layer(self, layer: int) -> tuple[Stored, Stored]:
-        """Its keys and values, `[slots, heads, dim]` each."""
+        """Return the keys and values of a layer, `[slots, heads, dim]` each."""
         keys, values = self.keys[layer], self.values[layer]
         if self.exponents is None:
             return keys, values
@@ -54,24 +55,24 @@ class KVCache:
 
     @property
     def window(self) -> int | None:
-        """How many tokens a row sees, its own included; None: all up to itself."""
+        """Number of tokens that a row sees, including its own; None: all up to its own."""
         return self.spec.size if isinstance(self.spec, Window) else None
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that the cache holds, `[layers, slots, …]` each; FP8 as bytes, for which torch has every operation."""
+        """All tensors, `[layers, slots, …]` each. FP8 is viewed as bytes, because torch lacks operations on FP8."""
         kept = [self.keys] if isinstance(self.spec, Latent) else [self.keys, self.values]
         if self.exponents is None:
             return kept
         return [*(x.view(torch.uint8) for x in kept), *self.exponents]
 
     def readable(self, pages: Tensor) -> Tensor:
-        """Page tables that may be read whole, also before a window, for libraries that do so."""
+        """Return page tables that libraries may read whole, even before a window."""
         return pages if self.window is None else pages.clamp(min=0)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        """Stores `[T, heads, dim]` at slots `[T]`, nowhere for −1; values: None in a latent cache."""
-        slots = torch.where(slots < 0, self.num_pages * self.page_size, slots)  # which no sequence reads
+        """Store `[T, heads, dim]` at slots `[T]`; −1: not stored. values: None in a latent cache."""
+        slots = torch.where(slots < 0, self.num_pages * self.page_size, slots)  # a slot that no sequence reads
         rows = [keys] if values is None else [keys, values]
         if self.exponents is not None:
             vectors = [to_vectors(x) for x in rows]
@@ -80,17 +81,17 @@ class KVCache:
             kept[layer].index_copy_(0, slots, new)
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copies pages `[N]` onto others: all are read before any is written."""
+        """Copy pages `[N]` onto others. All sources are read before the first write."""
         for kept in self.tensors:
             pages = kept.unflatten(1, (-1, self.page_size))
             pages.index_copy_(1, destinations, pages.index_select(1, sources))
 
 
 class StateCache:
-    """One rank's recurrent states, of layers that declared the same: a float32 tensor `[layers, slots, …]` a shape.
+    """Recurrent states of one rank, for layers that declared the same: a float32 tensor `[layers, slots, …]` per shape.
 
-    Behind the slots that are handed out lie two more: one of zeros, which is where every sequence begins, and one that
-    takes the states of padding sequences.
+    Two slots follow the allocated ones: zeros, the initial state of every sequence, and a slot for the states of
+    padding sequences.
     """
 
     def __init__(self, spec: Recurrent, layers: int, slots: int, device: torch.device | str = "cpu"):
@@ -98,12 +99,12 @@ class StateCache:
         self.states = [torch.zeros(layers, slots + 2, *shape, device=device) for shape in spec.shapes]
 
     def load(self, layer: int, slots: Tensor) -> tuple[Tensor, ...]:
-        """The states of slots `[B]`, `[B, …]` each; −1: zeros."""
+        """Return the states of slots `[B]`, `[B, …]` each; −1: zeros."""
         at = torch.where(slots < 0, self.slots, slots)
         return tuple(s[layer].index_select(0, at) for s in self.states)
 
     def store(self, layer: int, slots: Tensor, states: tuple[Tensor, ...]) -> None:
-        """Writes states `[B, …]` to slots `[B]`; −1: nowhere."""
+        """Write states `[B, …]` to slots `[B]`; −1: not stored."""
         at = torch.where(slots < 0, self.slots + 1, slots)
         for kept, state in zip(self.states, states, strict=True):
             kept[layer].index_copy_(0, at, state.float())

@@ -1,8 +1,8 @@
-"""What a prefix cache has stored and removed, as events of vLLM's schema (`vllm/distributed/kv_events.py` of 0.25 to
-0.33), which routers read to send a prompt to the server that has most of it.
+"""Events of a prefix cache in vLLM's schema (`vllm/distributed/kv_events.py` of 0.25 to 0.33). Routers read them to
+send a prompt to the server that caches most of it.
 
-A block is a whole page of tokens of one cache group. Its hash depends on all tokens up to its end and on the salt, and
-on nothing else: servers with equal prefixes have equal hashes. Pages that are not full are no blocks.
+A block is a full page of tokens of one cache group. Its hash depends only on the salt and on all tokens up to its end,
+so servers with equal prefixes have equal hashes. Partly filled pages are no blocks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import msgspec
 from weft.engine.kv.cache_spec import Rule
 
 MEDIUM = "GPU"
-"""As vLLM calls the engine's own cache, wherever that is: routers know what else there is by other names."""
+"""vLLM's name for the engine's own cache, on any device. Routers know offloaded copies by other names."""
 HASH_BYTES = 8
 
 
 class _Event(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """A map with the name of its class as `type`; names without a default are always there."""
+    """Map with the class name as `type`. Fields without a default are always present."""
 
 
 class BlockStored(_Event):
-    """Consecutive blocks of one group. token_ids: of all of them; parent_block_hash: of the block before them, None
-    where they begin a prompt; extra_keys: what each block's hash depends on beside tokens, here the salt."""
+    """Consecutive blocks of one group. token_ids: tokens of all blocks. parent_block_hash: hash of the previous block,
+    None at the start of a prompt. extra_keys: other inputs of each block's hash, here the salt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -50,14 +50,14 @@ class BlockRemoved(_Event):
 
 
 class AllBlocksCleared(_Event):
-    """Nothing is stored any more."""
+    """Everything was removed."""
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events of one DP group in their order. ts: seconds since 1970."""
+    """Events of one DP group in order. ts: seconds since 1970."""
 
     ts: float
     events: list[CacheEvent]
@@ -65,12 +65,12 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 def salt_hash(salt: str) -> int:
-    """What stands for the parent of a prompt's first block."""
+    """Return the parent hash of a prompt's first block."""
     return _hash(salt.encode())
 
 
 def page_hash(parent: int, tokens: Sequence[int]) -> int:
-    """Of the page of these tokens behind its parent: 64 bits, as routers take them."""
+    """Return the hash of a page with these tokens after its parent: 64 bits, as routers expect."""
     return _hash(parent.to_bytes(HASH_BYTES, "big") + array("q", tokens).tobytes())
 
 
@@ -79,14 +79,14 @@ def _hash(content: bytes) -> int:
 
 
 class CacheEvents:
-    """The events of one DP group since they were taken last."""
+    """Events of one DP group since the last `take`."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
-        self._latest: dict[int, BlockStored | BlockRemoved] = {}  # of each group, to which more blocks may be added
+        self._latest: dict[int, BlockStored | BlockRemoved] = {}  # last event of each group, which may still grow
 
     def stored(self, group: int, rule: Rule, block: int, parent: int | None, tokens: Sequence[int], salt: str) -> None:
-        """A group has stored a block behind `parent`. salt: empty unless it counts and the block is the first."""
+        """Record a block of a group after `parent`. salt: empty, unless the block is the first and has a salt."""
         latest, extra = self._latest.get(group), (salt,) if salt else None
         if isinstance(latest, BlockStored) and latest.block_hashes[-1] == parent:
             latest.block_hashes.append(block)
@@ -113,7 +113,7 @@ class CacheEvents:
         )
 
     def removed(self, group: int, block: int) -> None:
-        """A group has a block no more."""
+        """Record the removal of a block."""
         latest = self._latest.get(group)
         if isinstance(latest, BlockRemoved):
             latest.block_hashes.append(block)
@@ -121,11 +121,11 @@ class CacheEvents:
             self._add(group, BlockRemoved([block], MEDIUM, group))
 
     def cleared(self) -> None:
-        """No group has any block; what happened before that and was not taken yet matters to nobody."""
+        """Record that all groups are empty, and drop earlier events."""
         self._events, self._latest = [AllBlocksCleared()], {}
 
     def take(self) -> list[CacheEvent]:
-        """What has happened since the last time."""
+        """Return and forget the events since the last call."""
         events, self._events, self._latest = self._events, [], {}
         return events
 

@@ -1,4 +1,4 @@
-"""The caches that layers declare, and the rule by which each is handed out to requests."""
+"""Caches that layers declare, and the rule that allocates each to requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """A key and a value `[heads, dim]` for every token. heads: those of one rank."""
+    """Key and value `[heads, dim]` per token. heads: heads of one rank."""
 
     heads: int
     dim: int
@@ -16,7 +16,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """As PagedKV, for attention in which a row sees itself and the size − 1 tokens before it."""
+    """PagedKV for sliding-window attention: a row sees itself and the size − 1 tokens before it."""
 
     size: int
     heads: int
@@ -25,13 +25,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """One vector of `width` for every token, all heads' key; its first `value_width` elements are all heads' value.
+    """One vector of `width` elements per token, the key of all heads. Its first `value_width` elements are their value.
 
-    Multi-head latent attention with its projections absorbed (DeepSeek-V2, arXiv 2405.04434).
+    Multi-head latent attention with absorbed projections (DeepSeek-V2, arXiv 2405.04434).
 
-    expanded: (elements of a head's own part of a key, elements of a head's value) where prompts may be computed with
-    keys and values of heads, expanded from the vectors; None: all rows attend to the vectors.
-    heads: of a rank, that share the vector. Kernels choose by it how they cut rows.
+    Attributes:
+        expanded: (elements of a head's own part of a key, elements of a head's value) if prompts may expand the vectors
+            to keys and values of heads; None: all rows attend to the vectors.
+        heads: heads of a rank, which share the vector. Kernels split rows by it.
     """
 
     width: int
@@ -42,12 +43,13 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """Float32 tensors of these shapes for each sequence, however long it is (linear attention, convolutions).
+    """Float32 tensors of these shapes per sequence, whatever its length (linear attention, convolutions).
 
-    A state stands for all tokens up to the last that has run: an earlier one is had only where it was kept.
+    A state covers all tokens that have run. Earlier states exist only if they were kept.
 
-    by_starts: the layer finds the rows of sequences by `Batch.starts` on the device, without `Batch.spans`. So CUDA
-    graphs may hold its steps with prompts.
+    Attributes:
+        by_starts: the layer reads `Batch.starts` on the device and not `Batch.spans`, so CUDA graphs may hold its
+            prompts.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -59,9 +61,11 @@ Spec = PagedKV | Window | Latent | Recurrent
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the caches of a group are handed out: all layers of a group use the same pages, or slots, of a request.
+    """Rule that allocates the caches of a group. All layers of a group use the same pages or slots of a request.
 
-    state: a slot a sequence instead of pages. window: pages hold only the last so many tokens that a row may see.
+    Attributes:
+        state: one slot per sequence instead of pages.
+        window: pages hold only the last `window` tokens, which a row may see.
     """
 
     state: bool = False
@@ -70,14 +74,14 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """A rule, and how many pages or slots there are of it in a DP group."""
+    """A rule, and its number of pages or slots in a DP group."""
 
     rule: Rule
     size: int
 
 
 def rule(spec: Spec) -> Rule:
-    """The rule of a cache; layers with equal rules share page tables, whatever a token takes in each."""
+    """Return the rule of a cache. Layers with equal rules share page tables, whatever their bytes per token."""
     return Rule(state=isinstance(spec, Recurrent), window=spec.size if isinstance(spec, Window) else None)
 
 
@@ -90,11 +94,11 @@ def cache_groups(
     max_batch_tokens: int,
     prefix_cache: bool = True,
 ) -> tuple[CacheGroup, ...]:
-    """The groups of a model's caches, and their sizes, the same on every rank.
+    """Return the groups of a model's caches with their sizes, the same on every rank.
 
-    Pages of whole sequences hold `kv_tokens` tokens. Windows get as much, or what `max_running` sequences need at the
-    most in a step of `max_batch_tokens` rows, where that is less. A running sequence has a state; there are as many
-    again to keep for the prefix cache.
+    Pages of whole sequences hold `kv_tokens` tokens. Windows get the same number, or the maximum that `max_running`
+    sequences need in a step of `max_batch_tokens` rows, if that is less. States get one slot per running sequence, and
+    the same number for the prefix cache.
     """
     groups = []
     for each in dict.fromkeys(map(rule, specs)):

@@ -1,9 +1,8 @@
-"""What the requests of one DP group hold in its caches: a page table, or a state's slots, of each group.
+"""Caches of the requests of one DP group: a page table per request and group, or slots of recurrent states.
 
-Who owns what: tokens [0, computed) of a request have run. Their pages may be shared with the prefix tree and other
-requests, and are never written again once full; rows are written in pages that the request alone holds. Of a page of
-which only the first tokens are reused a request gets a copy. A state is read from one slot and written to another where
-the first is shared, else in place.
+Ownership: tokens [0, computed) of a request have run. Full pages may be shared with the prefix tree and other requests
+and are never written again; new rows go to pages that the request alone holds. A page that is reused in part is copied
+first. A state is updated in place, unless its slot is shared: then it is written to another slot.
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from weft.engine.kv.prefix_run import ABSENT
 
 @dataclass(eq=False, slots=True)
 class CacheAllocation:
-    """What one request holds, of each group: its page table, or [slot of the state before the next rows, after them].
+    """Caches of one request.
 
-    ABSENT stands for pages that a window has passed, and for the state of a request that begins. Of the two slots the
-    first holds the state of now; they are the same one where it is updated in place. copy: (page, page): what the first
-    holds is to be copied to the second, before any row of the request's first step is written, or of any other's in it.
-    capacity: tokens for which `grow` need take nothing more. salt: under which prefixes are reused for it and of it.
+    Attributes:
+        tables: per group, the page table, or [slot of the state before the next rows, slot after them]. ABSENT marks
+            pages that a window has passed and the state of a new request. Both slots are equal for an update in place.
+        copy: (source page, destination page), to copy before any row of the request's first step is written.
+        capacity: tokens up to which `grow` allocates nothing.
+        salt: prefixes are reused only under an equal salt.
     """
 
     tables: list[list[int]]
@@ -35,8 +36,7 @@ class CacheAllocation:
 
 
 class CacheManager:
-    """The pages and slots of one DP group. groups: what there is; prefix_cache: whether equal prefixes are reused;
-    events: record what the prefix cache stores and removes."""
+    """Pages and slots of one DP group. prefix_cache: reuse equal prefixes. events: record changes of the cache."""
 
     def __init__(
         self,
@@ -54,41 +54,38 @@ class CacheManager:
         self._states = [g for g, rule in enumerate(self.rules) if rule.state]
         self._paged = [g for g, rule in enumerate(self.rules) if not rule.state]
         self.frees_on_advance = any(rule.state or rule.window is not None for rule in self.rules)
-        """Whether `advance` frees anything after rows that end no prompt."""
+        """True if `advance` may free something after rows that end no prompt."""
 
     @property
     def max_tokens(self) -> int:
-        """The longest request that can ever run here."""
+        """Maximum tokens of a request."""
         whole = [self.pools[g].total for g in self._paged if self.rules[g].window is None]
         return min(whole) * self.page_size if whole else 2**62
 
     @property
     def used(self) -> int:
-        """Of `total`, how many requests hold."""
+        """Pages or slots of `total` that requests hold."""
         return self.pools[0].used
 
     @property
     def total(self) -> int:
-        """Pages, or slots where the model has no pages, of the first group."""
+        """Pages of the first group, or slots if the model has no pages."""
         return self.pools[0].total
 
     @property
     def free(self) -> int:
-        """Of `total`, how many neither a request nor the prefix tree holds."""
+        """Pages or slots of `total` that neither a request nor the prefix tree holds."""
         return self.pools[0].free
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> int:
-        """How many leading tokens of a request would be reused. One at least has to run."""
+        """Return the number of leading tokens that a request would reuse. At least one token has to run."""
         return self.tree.longest(tokens[: len(tokens) - 1], salt) if self.tree else 0
 
     def admit(
         self, tokens: Sequence[int], rows: int, *, reuse: bool = True, salt: str = ""
     ) -> tuple[CacheAllocation, int] | None:
-        """Allocates for a request and its next `rows` tokens, and how many of its tokens it need not run.
-
-        None where there is too little, and then nothing is taken. reuse: whether it may begin with what others
-        computed, under the same salt.
-        """
+        """Allocate for a request and its next `rows` tokens. Return the allocation and the number of reused tokens, or
+        None and change nothing if memory is short. reuse: the request may start from a cached prefix under its salt."""
         known = tokens[: len(tokens) - 1] if reuse else []
         found = self.tree.match(known, salt) if self.tree else Match(0, [[] for _ in self.groups], 0, ABSENT)
         reused, tables = found.tokens + found.more, found.tables
@@ -96,17 +93,15 @@ class CacheManager:
             tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
         allocation = CacheAllocation(tables, salt=salt)
         if self.grow(allocation, len(tokens), min(len(tokens), reused + rows)):
-            if found.more:  # its place may be the page itself, evicted: it is read before anything is written
+            if found.more:  # its destination may be the page itself, evicted: it is read before any write
                 allocation.copy = found.page, tables[0][found.tokens // self.page_size]
             return allocation, reused
         self.release(allocation)
         return None
 
     def grow(self, allocation: CacheAllocation, tokens: int, end: int) -> bool:
-        """Allocates for all `tokens` of a request, of which those before `end` run next: windows need no more yet.
-
-        False where there is too little, and then nothing is taken.
-        """
+        """Allocate for all `tokens` of a request. Return False and change nothing if memory is short. end: tokens up to
+        the end of the next rows; windows need pages for these alone."""
         missing = {group: 1 for group in self._states if allocation.tables[group][1] == ABSENT}
         for group in self._paged:
             upto = tokens if self.rules[group].window is None else end
@@ -126,7 +121,7 @@ class CacheManager:
         return True
 
     def grow_all(self, ends: Sequence[tuple[CacheAllocation, int]]) -> None:
-        """Allocates for so many tokens of several requests each, while pages are free; not with `frees_on_advance`."""
+        """Grow each allocation to its number of tokens while pages are free. Requires not `frees_on_advance`."""
         for group, pool in enumerate(self.pools):
             missing = [-(-end // self.page_size) - len(allocation.tables[group]) for allocation, end in ends]
             if (count := sum(max(0, each) for each in missing) - pool.free) > 0 and self.tree:
@@ -141,18 +136,14 @@ class CacheManager:
         allocation.capacity = min((len(allocation.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
 
     def rows_to_border(self, computed: int, tokens: int) -> int:
-        """How many rows may run before a state has to be kept: at the last page's border before a prompt's last token.
-
-        A state is kept only where a step ends, and others can start from it only at a border.
-        """
+        """Return the maximum rows before a state has to be kept, at the last page border before a prompt's last token.
+        A state is kept only where a step ends, and others can start from it only at a page border."""
         border = self._border(tokens)
         return border - computed if self._states and self.tree and computed < border else tokens - computed
 
     def advance(self, allocation: CacheAllocation, tokens: Sequence[int], computed: int, *, keep: bool) -> None:
-        """After the first `computed` of a request's tokens have run: frees what no later row reads.
-
-        keep: whether others may start from here; from a border where a state is kept they may in any case.
-        """
+        """Free everything that no later row reads, after the first `computed` tokens of a request have run. keep:
+        others may start from here; they always may at a border where a state is kept."""
         for group in self._states:
             before, after = allocation.tables[group]
             if before not in (ABSENT, after):
@@ -169,16 +160,16 @@ class CacheManager:
                 table[:passed] = [ABSENT] * passed
 
     def remember(self, allocation: CacheAllocation, tokens: Sequence[int], *, ended: bool = False) -> None:
-        """Lets others start from what the request has run, `tokens`. ended: it runs no more, and its last page is kept
-        too, though it is not full.
-        """
+        """Let others start from `tokens`, which the request has run. ended: the request is finished, so its last page
+        is kept although it is not full."""
         if self.tree is None:
             return
         tables = [list(table) for table in allocation.tables]
         for group in self._states:
             table, at_border = allocation.tables[group], len(tokens) % self.page_size == 0
             if at_border and table[0] == table[1]:
-                # The next rows must not write over what others start from: without another slot, it is not kept.
+                # # The next rows must not overwrite a state that others start from: without a second slot, it is not
+                # kept.
                 if not self.pools[group].free:
                     self.tree.evict(group, 1)
                 table[1:] = self.pools[group].take(1) or table[1:]
@@ -186,13 +177,13 @@ class CacheManager:
         self.tree.insert(tokens, tables, part=ended, salt=allocation.salt)
 
     def release(self, allocation: CacheAllocation) -> None:
-        """Frees all that a request holds."""
+        """Free everything that a request holds."""
         for group, table in enumerate(allocation.tables):
             self.pools[group].release(page for page in dict.fromkeys(table) if page != ABSENT)
             allocation.tables[group] = []
 
     def forget(self) -> None:
-        """Frees what the prefix tree alone holds."""
+        """Free everything that the prefix tree alone holds."""
         for group, each in enumerate(self.pools if self.tree else []):
             assert self.tree is not None
             self.tree.evict(group, each.total)
@@ -203,7 +194,7 @@ class CacheManager:
         return (tokens - 1) // self.page_size * self.page_size
 
     def check_idle(self) -> None:
-        """AssertionError where anything is held that neither is free nor the tree's; for when no request is here."""
+        """Raise AssertionError if pages are neither free nor the tree's. Call it when no request is running."""
         held = self.tree.held if self.tree else [0] * len(self.pools)
         for pool, kept in zip(self.pools, held, strict=True):
             assert pool.free + kept == pool.total, (pool.free, kept, pool.total)

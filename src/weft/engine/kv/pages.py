@@ -1,4 +1,4 @@
-"""Pages of the key-value cache, counted by who holds them (paged attention: arXiv 2309.06180)."""
+"""Pages of the key-value cache, counted by holder (paged attention: arXiv 2309.06180)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Iterable
 class PagePool:
     """Page numbers 0 … total-1. A page is free when nobody holds it; sequences and the prefix tree hold pages.
 
-    used: pages that sequences hold, be they the prefix tree's too.
+    Attributes:
+        used: pages that sequences hold, including pages that the prefix tree holds too.
     """
 
     def __init__(self, total: int):
         self.total, self.used = total, 0
         self._free = list(range(total - 1, -1, -1))
         self._holders = [0] * total
-        self._cached = [0] * total  # how many of these are prefixes of the tree
+        self._cached = [0] * total  # prefixes of the tree per page
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages that nobody holds."""
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """`count` free pages, held once; None where there are fewer, and then none is taken."""
+        """Return `count` free pages, held once, or None and change nothing if fewer are free."""
         left = len(self._free) - count
         if left < 0:
             return None
@@ -35,7 +36,7 @@ class PagePool:
         return pages
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more sequence holds pages in use."""
+        """Add a sequence as a holder of pages in use."""
         for page in pages:
             if not self._holders[page]:
                 raise _is_free(page)
@@ -43,7 +44,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One sequence less; a page without any holder is free."""
+        """Remove a sequence as a holder; a page without holders becomes free."""
         for page in pages:
             if self._holders[page] == self._cached[page]:
                 raise ValueError(f"page {page} is released more often than it was held")
@@ -53,7 +54,7 @@ class PagePool:
                 self._free.append(page)
 
     def cache(self, pages: Iterable[int]) -> None:
-        """A prefix of the tree holds pages in use, too."""
+        """Add a prefix of the tree as a holder of pages in use."""
         for page in pages:
             if not self._holders[page]:
                 raise _is_free(page)
@@ -61,7 +62,7 @@ class PagePool:
             self._holders[page] += 1
 
     def uncache(self, pages: Iterable[int]) -> None:
-        """One prefix of the tree less; a page without any holder is free."""
+        """Remove a prefix of the tree as a holder; a page without holders becomes free."""
         for page in pages:
             if not self._cached[page]:
                 raise ValueError(f"page {page} is released more often than it was cached")
@@ -71,7 +72,7 @@ class PagePool:
                 self._free.append(page)
 
     def holders(self, page: int) -> int:
-        """How many hold a page."""
+        """Number of holders of a page."""
         return self._holders[page]
 
 

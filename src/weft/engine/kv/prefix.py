@@ -1,20 +1,18 @@
 """Prefix reuse: a radix tree over whole pages of tokens (the idea of RadixAttention, arXiv 2312.07104).
 
-Each node is a run of pages, up to where prefixes part; its path from the root is the whole prefix. So a prompt of any
-length costs a few nodes, and not one for each page: neither steps nor garbage collections grow with what is cached. A
-run holds, of each cache group, what each of its pages left there: its page, or the recurrent state after its last
-token. It may lack what only neighbours need: pages behind a window, states that were not kept. A prefix can be reused
-where every group has what goes on from there: all pages of the prefix, the last window of pages, the state at its end.
+Each node is a run of pages up to where prefixes diverge; its path from the root is the whole prefix. A prompt of any
+length costs a few nodes instead of one per page, so steps and garbage collections do not slow down as the cache fills.
+A run holds, per cache group, the page of each of its pages or the recurrent state after it. It may lack pages before a
+window and states that were not kept. A prefix can be reused if every group can continue from it: with all pages of the
+prefix, the last window of pages, or the state at its end.
 
-Where every cache is of whole sequences, a page may also be reused in part: its first tokens, where a prompt goes on
-otherwise after them, or where the page was not filled before its request ended, which makes a leaf with fewer tokens.
-The caller copies such a page.
+If all caches hold whole sequences, the first tokens of a page can be reused too: where a prompt diverges within the
+page, or where a request ended before the page was full (a leaf with fewer tokens). The caller copies such a page.
 
-Requests may name a salt. Each salt has a root of its own, so prefixes are reused under equal salts only; which of them
-are evicted is decided over all.
+Each salt has its own root, so prefixes are reused under equal salts only. Eviction is global.
 
-The tree holds its pages and states; a sequence that matches holds them too. What is shared is never written: a
-sequence writes only past what it matched, and a state is written to another slot than it was read from.
+The tree holds its pages and states, and so does a sequence that matches them. Shared data is never written: a sequence
+writes only after its match, and a state is written to another slot than it was read from.
 """
 
 from __future__ import annotations
@@ -33,9 +31,13 @@ from weft.engine.kv.tokens import TOKEN_BYTES, token_array, token_bytes
 
 
 class Match(NamedTuple):
-    """What of a prompt can be reused. tokens: in whole pages; tables: what a sequence goes on from after these.
+    """Reusable part of a prompt.
 
-    more: how many further tokens are the first ones of `page`, which is to be copied; ABSENT where there are none.
+    Attributes:
+        tokens: number of reusable tokens, in whole pages.
+        tables: per group, the page table or state to continue from.
+        more: number of further tokens that are the first ones of `page`.
+        page: page to copy, ABSENT if there is none.
     """
 
     tokens: int
@@ -45,8 +47,7 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """The cached prefixes of one DP group. rules, pools: of each cache group. events: record what it stores and
-    removes, where anybody wants to know."""
+    """Cached prefixes of one DP group. rules, pools: one per cache group. events: optional record of changes."""
 
     def __init__(
         self, rules: Sequence[Rule], pools: Sequence[PagePool], page_size: int, events: CacheEvents | None = None
@@ -56,20 +57,20 @@ class PrefixTree:
         self._whole = [g for g, r in enumerate(rules) if not r.state and r.window is None]
         self._tails = [g for g in range(len(rules)) if g not in self._whole]
         self._reach = {g: _reach(rules[g], page_size) for g in self._tails}
-        self._roots: dict[str, Run] = {}  # of the salts under which something is held
+        self._roots: dict[str, Run] = {}  # by salt, without empty ones
         self._clock, self._order = itertools.count(1), itertools.count()
-        self._leaves: list[tuple[int, int, Run]] = []  # a heap; entries may be out of date
+        self._leaves: list[tuple[int, int, Run]] = []  # a heap, which may have outdated entries
         self._kept: dict[int, dict[Run, None]] = {g: {} for g in self._tails}  # least recently used first
         self.held = [0] * len(rules)
-        """Pages or slots that the tree holds, of each group."""
+        """Pages or slots that the tree holds, per group."""
         self.nodes = 0
-        """Runs of pages."""
+        """Number of runs."""
 
     def _root(self, salt: str) -> Run:
         return self._roots.get(salt) or Run(None, b"", [[] for _ in self._rules], salt=salt)
 
     def _walk(self, root: Run, tokens: bytes) -> RunPath:
-        """The path of the full pages that are there."""
+        """Return the path of the full pages that the tree has."""
         path: RunPath = []
         run, at, size = root, 0, self._page_bytes
         while at + size <= len(tokens) and (child := run.children.get(tokens[at : at + size])) is not None:
@@ -82,7 +83,7 @@ class PrefixTree:
         return path
 
     def _reusable(self, root: Run, tokens: bytes) -> RunPath:
-        """The path of the longest prefix that every group can go on from."""
+        """Return the path of the longest prefix that every group can continue from."""
         path = self._walk(root, tokens)
         held = {g: [at for run, pages in path for at in run.held[g][:pages]] for g in self._tails}
         count = length = sum(pages for _, pages in path)
@@ -96,12 +97,12 @@ class PrefixTree:
         return path
 
     def _passed(self, group: int, pages: int) -> int:
-        """Of a prefix's pages, how many the tokens behind it need no more: all, where a window is one token."""
+        """Return the number of pages of a prefix that later tokens do not see: all, if a window is one token."""
         return max(0, pages - self._reach[group])
 
     def _part(self, root: Run, path: RunPath, tokens: bytes) -> tuple[int, RunPath]:
-        """How many tokens after a path's are the first ones of another page, and the path up to that page, if there is
-        any."""
+        """Return the number of tokens after a path that start another page, and the path up to that page, if there is
+        one."""
         size, at = self._page_bytes, self._page_bytes * sum(pages for _, pages in path)
         rest = tokens[at : at + size]
         run, pages = path[-1] if path else (root, 0)
@@ -116,16 +117,16 @@ class PrefixTree:
         return (count, [*path, (run.children[key], 1)]) if count else (0, path)
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> int:
-        """How many leading tokens can be reused; holds nothing."""
+        """Return the number of reusable leading tokens, without holding anything."""
         root, content = self._root(salt), token_bytes(tokens)
         path = self._reusable(root, content)
         return self._page_size * sum(pages for _, pages in path) + self._part(root, path, content)[0]
 
     def match(self, tokens: Sequence[int], salt: str = "") -> Match:
-        """How many leading tokens can be reused, and what a sequence goes on from, held for the caller.
+        """Return the reusable part of a prompt and hold it for the caller.
 
-        That is, of each group, its page table, ABSENT where a window has passed; or its state's slot, if any. A page
-        that is to be copied is not held: what it holds stays until a step that is scheduled from now on writes to it.
+        Tables have ABSENT for pages that a window has passed. A page to copy is not held: its content lasts until a
+        step that is scheduled from now on writes to it.
         """
         root, content = self._root(salt), token_bytes(tokens)
         path = self._reusable(root, content)
@@ -148,10 +149,10 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False, salt: str = ""
     ) -> None:
-        """Remembers the full pages of a computed prefix; tables as `match` gives them.
+        """Remember the full pages of a computed prefix. tables: as in `Match`.
 
-        A state is that after the last token, and is remembered where that ends a page. Where a prefix is there
-        already, its older page stays. part: also the last page, which is not full, and which nobody writes any more.
+        A state is that after the last token, and is kept only at the end of a page. Pages that the tree already has are
+        kept instead of newer ones. part: keep the last page too, which is not full and is never written again.
         """
         content, size = token_bytes(tokens), self._page_bytes
         full = len(content) // size
@@ -165,7 +166,7 @@ class PrefixTree:
             path.append((run, full - known))
         if part and not self._tails and (rest := content[full * size :]):
             run, pages = path[-1] if path else (root, 0)
-            if run.tokens[pages * size :].startswith(rest):  # the tree has a page that goes on from these tokens
+            if run.tokens[pages * size :].startswith(rest):  # the tree has a page that continues these tokens
                 path[-1] = run, pages + 1
             elif (longer := self._longer(run := self._end(path) if path else root, rest)) is not None:
                 path.append((longer, 1))
@@ -180,7 +181,7 @@ class PrefixTree:
     def _entries(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], first: int, pages: int
     ) -> list[Sequence[int]]:
-        """Of each group, what a sequence's tables have for so many pages from number `first` on."""
+        """Return, per group, the `pages` entries of a sequence's tables from number `first` on."""
         found: list[Sequence[int]] = []
         for rule, table in zip(self._rules, tables, strict=True):
             if rule.state:
@@ -191,11 +192,11 @@ class PrefixTree:
         return found
 
     def _hold(self, run: Run, entries: Sequence[Sequence[int]]) -> None:
-        """Holds, for the first pages of a run, those of the entries that it lacks."""
+        """Hold the entries that the first pages of a run lack."""
         stored: list[tuple[int, int]] = []
         for group, (held, found) in enumerate(zip(run.held, entries, strict=True)):
             if group in self._whole and held[0] != ABSENT:
-                continue  # then it has all of them
+                continue  # the run already has all of them
             lacking = [at for at, page in enumerate(found) if page != ABSENT and held[at] == ABSENT]
             self._pools[group].cache(found[at] for at in lacking)
             for at in lacking:
@@ -215,15 +216,15 @@ class PrefixTree:
         )
 
     def _end(self, path: RunPath) -> Run:
-        """The last run of a path, cut where the path ends."""
+        """Return the last run of a path, cut at the end of the path."""
         run, pages = path[-1]
         if pages < run.pages:
             path[-1] = self._cut(run, pages), pages
         return path[-1][0]
 
     def _cut(self, run: Run, pages: int) -> Run:
-        """Cuts a run behind so many of its pages. The first ones become a run of their own, which is returned and to
-        be touched; the others stay the run that they were."""
+        """Cut a run after its first `pages`. These become a new run, which is returned; the caller touches it. The rest
+        keeps the run's identity."""
         size, parent = pages * self._page_bytes, run.parent
         assert parent is not None
         head = Run(parent, run.tokens[:size], [held[:pages] for held in run.held], hashes=run.hashes[:pages])
@@ -239,16 +240,16 @@ class PrefixTree:
         return head
 
     def _key(self, run: Run) -> bytes:
-        """By which its parent has it."""
+        """Return the key of a run in its parent."""
         return run.tokens[: self._page_bytes]
 
     def _longer(self, run: Run, key: bytes) -> Run | None:
-        """The child that goes on from these tokens of a page, if there is one."""
+        """Return the child with a page that starts with these tokens, if there is one."""
         at = bisect.bisect_left(run.order, key)
         return run.children[run.order[at]] if run.order[at : at + 1] and run.order[at].startswith(key) else None
 
     def _add(self, parent: Run, tokens: bytes) -> Run:
-        """A new child, in the place of one that it goes on from. It holds nothing yet."""
+        """Add an empty child, which replaces a child that is a prefix of it."""
         pages, key = -(-len(tokens) // self._page_bytes), tokens[: self._page_bytes]
         at = bisect.bisect(parent.order, key)
         if at and key.startswith(before := parent.order[at - 1]):
@@ -269,10 +270,8 @@ class PrefixTree:
         return child
 
     def evict(self, group: int, count: int) -> int:
-        """Frees up to `count` pages or slots that only the tree holds, least recently used first.
-
-        Of whole sequences' pages leaves go first, and take with them what other groups have there.
-        """
+        """Free up to `count` pages or slots that only the tree holds, least recently used first. Leaves of whole
+        sequences go first, together with their pages in other groups."""
         return self._evict_leaves(group, count) if group in self._whole else self._evict_tails(group, count)
 
     def _evict_leaves(self, group: int, count: int) -> int:
@@ -306,7 +305,7 @@ class PrefixTree:
         return freed
 
     def _prune(self, run: Run) -> None:
-        """Takes the last pages out of a leaf that hold nothing, and what it leaves so."""
+        """Remove the last empty pages of a leaf, and of its ancestors that become leaves."""
         while run.parent is not None and not run.children:
             left = run.pages
             while left and all(held[left - 1] == ABSENT for held in run.held):
@@ -318,7 +317,7 @@ class PrefixTree:
             run = self._remove(run)
 
     def _shorten(self, run: Run, pages: int) -> None:
-        """Takes all pages but the first ones out of a leaf, and frees what they hold."""
+        """Cut a leaf to its first pages, and free the others."""
         for group, held in enumerate(run.held):
             self._drop(run, group, [at for at in range(run.pages - 1, pages - 1, -1) if held[at] != ABSENT])
         run.tokens = run.tokens[: pages * self._page_bytes] if pages else self._key(run)
@@ -326,7 +325,7 @@ class PrefixTree:
         del run.hashes[pages:]
 
     def _drop(self, run: Run, group: int, places: Sequence[int]) -> None:
-        """Frees what a group holds at these places of a run."""
+        """Free the pages or slots of a group at these places of a run."""
         held = run.held[group]
         self._pools[group].uncache([held[at] for at in places])
         for at in places:
@@ -340,7 +339,7 @@ class PrefixTree:
                     self._events.removed(group, run.hashes[at])
 
     def _remove(self, run: Run) -> Run:
-        """Takes a leaf out; gives its parent."""
+        """Remove a leaf and return its parent."""
         parent, key = run.parent, self._key(run)
         assert parent is not None
         del parent.children[key]
@@ -373,11 +372,12 @@ class PrefixTree:
 
 
 def _reach(rule: Rule, page_size: int) -> int:
-    """The pages before a page's border that the tokens behind it still see; of a state, that which ends there."""
+    """Return the number of pages before a page border that later tokens still see, or 1 for a state."""
     return 1 if rule.window is None else -(-(rule.window - 1) // page_size)
 
 
 def _current(entry: tuple[int, int, Run]) -> bool:
-    """Whether its run is still a leaf of the tree and was not used since: else it is in the heap again, or gone."""
+    """Check that the run is still a leaf and was not used since. Otherwise it was offered to the heap again, or
+    removed."""
     used, _, run = entry
     return run.parent is not None and not run.children and run.used == used

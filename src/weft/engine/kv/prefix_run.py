@@ -1,4 +1,4 @@
-"""A node of the prefix tree: a run of pages, with the tokens that it is found by."""
+"""Node of the prefix tree: a run of pages with its tokens."""
 
 from __future__ import annotations
 
@@ -9,43 +9,42 @@ ABSENT = -1
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """Consecutive pages. Only a leaf of one page may be not full."""
+    """Consecutive pages. Only a leaf of one page may be partly filled."""
 
     parent: Run | None
     tokens: bytes
-    """Of all its pages (`weft.engine.kv.tokens`)."""
+    """Tokens of all its pages (`weft.engine.kv.tokens`)."""
     held: list[list[int]]
-    """Of each group, for each page: a page or a slot, or ABSENT."""
+    """Page, slot or ABSENT, per group and page."""
     children: dict[bytes, Run] = field(default_factory=dict)
-    """By the tokens of their first page."""
+    """Children by the tokens of their first page."""
     order: list[bytes] = field(default_factory=list)
-    """The children's keys, sorted: next to any tokens stand those that begin with most of them."""
+    """Keys of the children, sorted: the longest common prefix with any tokens is at a neighbour of their place."""
     used: int = 0
     salt: str = ""
-    """Of a root; the runs below are of the same."""
+    """Salt of a root; the runs below it share it."""
     hashes: list[int] = field(default_factory=list)
-    """Of each full page and all before it, where events are recorded."""
+    """Hash of each full page with all pages before it, if events are recorded."""
 
     @property
     def pages(self) -> int:
-        """How many."""
         return len(self.held[0])
 
     def holds(self, group: int) -> bool:
-        """Whether it holds anything of a group."""
+        """True if the run holds a page or slot of a group."""
         return self.held[group].count(ABSENT) < self.pages
 
 
 RunPath = list[tuple[Run, int]]
-"""From the root on, runs and how many of their first pages: of all runs but the last one, all."""
+"""Runs from the root on, each with its number of matching pages; only the last run may match in part."""
 
 
 def common_length(one: bytes, other: bytes) -> int:
-    """How many bytes both begin with."""
+    """Return the length of the common prefix."""
     alike, end = 0, min(len(one), len(other))
     if one[:end] == other[:end]:
         return end
-    while end - alike > 1:  # those before `alike` are equal, those from there to `end` are not
+    while end - alike > 1:  # equal before `alike`, different somewhere from there to `end`
         middle = (alike + end) // 2
         if one[alike:middle] == other[alike:middle]:
             alike = middle

@@ -1,7 +1,7 @@
-"""Token ids side by side as int32: so sequences, prefixes and messages hold them.
+"""Token ids as int32 arrays, the form that sequences, prefixes and messages hold.
 
-A prompt is copied, compared, hashed and sent at once then, where a list of numbers is looked at one by one: of 8,192
-that takes a good part of a millisecond, each time.
+An array is copied, compared, hashed and sent in one operation. A list costs one operation per token, a good part of a
+millisecond for 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from array import array
 from collections.abc import Sequence
 
 TOKEN_TYPE = "i"
-"""Of `array`."""
+"""Type code of int32 for `array`."""
 TOKEN_BYTES = array(TOKEN_TYPE).itemsize
 
 
 def token_array(tokens: Sequence[int] | bytes) -> array[int]:
-    """Tokens, or their bytes, as an array. Raises OverflowError for what is no int32."""
+    """Return tokens, or their bytes, as an array. Raises OverflowError if a token does not fit int32."""
     return array(TOKEN_TYPE, tokens)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """The bytes of `token_array`."""
+    """Return the bytes of `token_array`."""
     return token_array(tokens).tobytes()

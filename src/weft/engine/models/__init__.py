@@ -1,1 +1,1 @@
-"""Models, written with `read` and `add` alone: no collective, no rank arithmetic, no layout branch."""
+"""Models written with `read` and `add` alone: no collectives, no rank arithmetic, no layout branches."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention, with the additions of families: norms of heads, a window, a gate on the output, sinks."""
+"""Grouped-query attention with the families' additions: norms of heads, windows, output gates, sinks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weft.stream.hidden import Hidden
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Norms of queries and keys, head by head. less_one: as `RMSNorm`. whole: of all heads together, not less_one."""
+    """Norms of queries and keys per head. less_one: as in `RMSNorm`. whole: over all heads jointly, not less_one."""
 
     eps: float
     less_one: bool = False
@@ -32,14 +32,16 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of a layer, summed over all ranks. dim: elements of a head.
+    """Heads of a layer, summed over all ranks. dim: elements of a head.
 
-    window: a row sees itself and the window − 1 tokens before it.
-    bias: of query, key and value. output_bias: of the output.
-    gate: a sigmoid of another projection, which scales each head of the output ("head", checkpoint `g_proj`) or each
-        element of it ("element", stored head by head behind the queries in `q_proj`).
-    sinks: each query head has a learnt score of a token without a value, which takes a part of a row's attention (arXiv
-        2309.17453).
+    Args:
+        window: a row sees itself and the window − 1 tokens before it.
+        bias: biases of query, key and value.
+        output_bias: bias of the output.
+        gate: sigmoid of another projection that scales each head of the output ("head", checkpoint `g_proj`) or each
+            element ("element", stored per head after the queries in `q_proj`).
+        sinks: each query head has a learnt score for a token without a value, which takes a share of the softmax (arXiv
+            2309.17453).
     """
 
     query: int
@@ -54,16 +56,15 @@ class Heads:
 
 
 SQUARES = Gather("sums of squares", 8)
-"""Of a row's queries and keys, float32."""
+"""Float32 sums of squares of a row's queries and of its keys."""
 
 
 class WholeNorms(Layer):
-    """RMSNorm of all query heads together, and of all key heads, where heads are split over attn_tp.
+    """RMSNorm over all query heads jointly, and over all key heads, with heads split over attn_tp.
 
-    The mean of squares is over the heads of all ranks: they gather their sums of squares (`weft.planner.recipes`). Of
-    neighbouring ranks that hold the same heads, the first one's counts.
-
-    outs: the outputs of the projection that are queries and keys.
+    The mean of squares is over the heads of all ranks, which gather their sums of squares (`weft.planner.recipes`). Of
+    neighbouring ranks with the same heads, only the first one counts. outs: outputs of the projection for queries and
+    keys.
     """
 
     def __init__(self, b: Builder, path: str, outs: Sequence[Out], eps: float):
@@ -80,7 +81,7 @@ class WholeNorms(Layer):
             start += size
 
     def forward(self, qkv: Tensor, x: Hidden) -> Tensor:
-        """Normalises queries and keys `[T, features]` in place. x: what they were projected from."""
+        """Normalise queries and keys `[T, features]` in place. x: input of their projection."""
         squares = sums_of_squares(qkv, self.sizes)
         if self.ranks > 1:
             assert x.exchanges is not None
@@ -90,10 +91,8 @@ class WholeNorms(Layer):
 
 
 class Attention(Layer):
-    """Attention of each query head to the keys and values of its group's head; heads are split over attn_tp.
-
-    Where there are fewer key-value heads than ranks, several ranks hold the same one.
-    """
+    """Attention of each query head to the keys and values of its group's head. Heads are split over attn_tp. With fewer
+    key-value heads than ranks, several ranks hold the same one."""
 
     def __init__(self, b: Builder, path: str, width: int, heads: Heads):
         super().__init__(path)

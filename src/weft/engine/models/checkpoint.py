@@ -1,4 +1,4 @@
-"""Checkpoints: slices of safetensors; weights that are stored in eight or four bits are dequantised on reading."""
+"""Checkpoints: slices of safetensors. Weights stored in eight or four bits are dequantised when read."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.uint8: "U8"}
-"""Names in safetensors."""
+"""Names of dtypes in safetensors."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor's name in its file."""
+    """Name of a tensor in its file."""
 
     name: str
     path: Path
@@ -39,13 +39,14 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """A directory's tensors, read slice by slice. A context manager: the files stay open inside.
+    """Tensors of a directory, read slice by slice. A context manager that keeps the files open.
 
-    float8_block: (rows, columns) of a weight that share a scale, where config.json says that weights are stored in FP8:
-        as `name`, float8_e4m3fn, with `name_scale_inv`, float32, the factor of each block (DeepSeek-V3, arXiv
-        2412.19437).
-    mxfp4: weights may be stored as `name_blocks`, two values a byte, the lower four bits first, and `name_scales`, the
-        power of two of each 32 values plus 127 (OCP Microscaling Formats 1.0).
+    Args:
+        float8_block: (rows, columns) of a weight that share a scale, if config.json says that weights are stored in
+            FP8: `name`, float8_e4m3fn, with `name_scale_inv`, float32, the factor of each block (DeepSeek-V3, arXiv
+            2412.19437).
+        mxfp4: weights may be stored as `name_blocks`, two values a byte with the lower four bits first, and
+            `name_scales`, the power of two of each 32 values plus 127 (OCP Microscaling Formats 1.0).
     """
 
     def __init__(self, directory: Path, float8_block: tuple[int, int] | None = None, mxfp4: bool = False):
@@ -54,10 +55,10 @@ class Checkpoint:
         with ExitStack() as stack:
             for path in weight_files(directory):
                 file = stack.enter_context(_open(path))
-                # Of a name that two files have, transformers reads the later one, whatever the index says.
+                # Like transformers, read a name that two files have from the later file, whatever the index says.
                 self._stored |= {name: StoredTensor(name, path, file) for name in file.keys()}  # noqa: SIM118
             self._stack = stack.pop_all()
-        # Those of a model that was saved without its head lack the prefix; transformers adds it.
+        # Models saved without their head lack the prefix; transformers adds it.
         for name, stored in list(self._stored.items()):
             self._stored.setdefault(f"model.{name}", stored)
 
@@ -68,7 +69,7 @@ class Checkpoint:
         self._stack.close()
 
     def read(self, source: Source) -> Tensor:
-        """The slice of a source, float32 where it is stored quantised. Raises ModelError."""
+        """Return the slice of a source, float32 if it is stored quantised. Raises ModelError."""
         shape, take = source.stored()
         if not self.has(source.name) and self._mxfp4 and self.has(f"{source.name}_blocks"):
             return source.restore(self._four_bits(source.name, shape, take))
@@ -78,29 +79,27 @@ class Checkpoint:
         return source.restore(part)
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Check if a tensor exists."""
         return name in self._stored
 
     def names(self, read: Collection[str] = ()) -> dict[str, Path]:
-        """The names of all tensors as they are stored, each with its file. read: names that weights have."""
+        """Return the stored names of all tensors, each with its file. read: names that weights have."""
         return {stored.name: stored.path for stored in self._stored.values()}
 
     def has_scales(self, name: str) -> bool:
-        """Whether a weight is stored in FP8."""
+        """Check if a weight is stored in FP8."""
         return self.has(f"{name}_scale_inv")
 
     def read_float8(self, source: Source, unit: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """The slice of a source as it is stored: float8_e4m3fn, and a float32 scale for each (rows, columns) of unit.
-
-        unit divides the blocks, and the places in them where the slice begins. Raises ModelError.
-        """
+        """Return the stored slice of a source, float8_e4m3fn, and a float32 scale per (rows, columns) of unit. unit
+        divides the blocks and the offsets of the slice in them. Raises ModelError."""
         shape, take = source.stored()
         part = self._weight(source.name, shape)[take]
         scales = self._scales(source.name, shape, take, unit[1])
         return source.restore(part), source.restore(scales)[..., :: unit[0], :]
 
     def _scales(self, name: str, shape: Shape, take: Slices, columns: int = 1) -> Tensor:
-        """One scale for each row and each so many columns of a slice."""
+        """Return a scale for each row and each `columns` columns of a slice."""
         if self._block is None:
             raise ModelError(f"{name} is stored in FP8, but config.json has no weight_block_size")
         if len(shape) < 2:
@@ -150,9 +149,9 @@ class Checkpoint:
 
 
 def open_checkpoint(model: Path, storage: Storage) -> Checkpoint | GgufFile:
-    """The tensors of a directory, or of a GGUF file. Raises ModelError."""
+    """Open the tensors of a directory or a GGUF file. Raises ModelError."""
     if is_gguf(model):
-        from weft.engine.models.gguf_file import GgufFile  # an extra brings its package
+        from weft.engine.models.gguf_file import GgufFile  # the package is an optional dependency
 
         return GgufFile(model)
     return Checkpoint(model, storage.float8_block, storage.mxfp4)
@@ -166,9 +165,8 @@ def _open(path: Path) -> Any:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The files of a checkpoint that transformers reads, in its order. Raises ModelError where there is none, or one is
-    missing.
-    """
+    """Return the files of a checkpoint that transformers reads, in its order. Raises ModelError if there is none or one
+    is missing."""
     if is_gguf(model_dir):
         from weft.engine.models.gguf_file import GgufFile
 

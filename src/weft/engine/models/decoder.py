@@ -1,4 +1,4 @@
-"""The decoder that families share: norm, attention, norm, experts or an MLP, layer after layer, then the head."""
+"""Decoder that families share: per layer norm, attention, norm, then experts or an MLP; at the end the head."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from weft.stream.stream import GROUP, Stream, TraceStream
 
 @dataclass(frozen=True)
 class DecoderConfig(ModelConfig):
-    """The config of a family with a `Decoder` as its model: it says what each layer is."""
+    """Config of a family with a `Decoder` as its model; it builds each layer."""
 
     @property
     def ropes_of_layers(self) -> Sequence[Rope]:
-        """The rotary embeddings from which layers choose, by number."""
+        """Rotary embeddings from which layers choose, by index."""
         return (self.rope,)
 
     @abstractmethod
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
-        """Layer number index; its weights' names begin with path. Raises LayoutError as `build`."""
+        """Build layer `index`, with weights' names that begin with `path`. Raises LayoutError, see `build`."""
 
     def build(self, b: Builder) -> Decoder:
         return Decoder(b, self)
@@ -38,11 +38,13 @@ class DecoderConfig(ModelConfig):
 class DecoderLayer(Layer):
     """Attention on the DP group's tokens, then experts or an MLP on the rows that it `takes`.
 
-    attention: (Hidden, RotaryTable, StepCaches) → Hidden. mlp: Hidden → Hidden. rope: number of the decoder's rotary
-    embedding for its queries and keys.
+    Args:
+        attention: (Hidden, RotaryTable, StepCaches) → Hidden.
+        mlp: Hidden → Hidden.
+        rope: index of its rotary embedding in the decoder.
 
-    forward returns whether the stream has only the rows `wanted` from now on (`Stream.keep`), so that the mlp computes
-    these alone; None: all are wanted.
+    forward keeps only the rows `wanted` in the stream if it can (`Stream.keep`), so that the mlp computes these alone,
+    and returns True if it did. wanted: None for all rows.
     """
 
     def __init__(self, b: Builder, path: str, c: ModelConfig, attention: Layer, mlp: FeedForward, rope: int = 0):
@@ -67,9 +69,8 @@ class DecoderLayer(Layer):
 
 
 class Decoder(LanguageModel):
-    """The decoder and its head. forward returns logits `[S, vocabulary]` of the batch's sampled rows, in the weights'
-    dtype; where the vocabulary is split, those of this rank's share.
-    """
+    """Decoder and its head. forward returns logits `[S, vocabulary]` of the batch's sampled rows, in the weights'
+    dtype, or this rank's share of a split vocabulary."""
 
     def __init__(self, b: Builder, c: DecoderConfig):
         super().__init__("model")
@@ -99,5 +100,5 @@ def _norm(b: Builder, path: str, c: ModelConfig) -> RMSNorm:
 
 
 def on_group_rows(path: str, x: Hidden) -> None:
-    """Raises PlacementError unless x has the rows of one DP group: attention reads that group's cache."""
+    """Raise PlacementError unless x has the rows of one DP group: attention reads that group's cache."""
     x.require_placement(x.mesh.placement(GROUP), path)

@@ -17,17 +17,18 @@ from weft.engine.models.rotary import RotaryTable
 from weft.engine.models.source import Source
 from weft.stream.hidden import Hidden
 
-LATENT_EPS = 1e-6  # of the norms inside attention, for all values of the config
+LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says
 
 
 @dataclass(frozen=True)
 class DeepseekConfig(FirstDenseConfig):
     """Widths in elements.
 
-    q_rank: of the latent vector from which queries are computed; None: they are computed from the hidden state.
-    kv_rank: of the latent vector of keys and values.
-    A head's key is `nope_dim` elements of it and `rope_dim` rotated ones, which all heads share; its value has
-    `value_dim`.
+    Args:
+        q_rank: width of the latent vector of queries; None: queries are projected from the hidden state.
+        kv_rank: width of the latent vector of keys and values.
+        nope_dim, rope_dim: elements of a head's key from the latent vector, and rotated elements that all heads share.
+        value_dim: elements of a head's value.
     """
 
     q_rank: int | None
@@ -41,7 +42,7 @@ class DeepseekConfig(FirstDenseConfig):
 
 
 def read(fields: Fields) -> DeepseekConfig:
-    """Reads a config of DeepSeek-V2, V2-Lite, Coder-V2, V3, R1 or Kimi-K2. Raises ModelError."""
+    """Read a config of DeepSeek-V2, V2-Lite, Coder-V2, V3, R1 or Kimi-K2. Raises ModelError."""
     v3 = fields.family != "deepseek_v2"
     for name in ("attention_bias", "mlp_bias"):
         fields.only(name, False)
@@ -55,9 +56,9 @@ def read(fields: Fields) -> DeepseekConfig:
         fields.only("rope_interleave", True)
     fields.only("num_key_value_heads", fields.size("num_attention_heads"))
     nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
-    interleaved = fields.flag("rope_interleave", not v3)  # null is false; a missing one transformers has filled in
+    interleaved = fields.flag("rope_interleave", not v3)  # null is false; transformers has filled in a missing value
     fields.only("qk_head_dim", nope + rope)
-    fields.only("head_dim", rope)  # so transformers calls it
+    fields.only("head_dim", rope)  # transformers' meaning of head_dim
     grouped = v3 or fields.get("topk_method", "greedy") != "greedy"
     return DeepseekConfig(
         **common_fields(fields, nope + rope, rope, interleaved=interleaved),
@@ -71,12 +72,11 @@ def read(fields: Fields) -> DeepseekConfig:
 
 
 class LatentAttention(Layer):
-    """Attention with one latent vector and one rotated key for each cached token, whole on all ranks, for all heads.
+    """Attention with one latent vector and one rotated key per cached token, whole on all ranks, for all heads.
 
-    Heads are split over attn_tp. The projections from the latent vector to keys and values are absorbed into the
-    query and the output: q·(U c) = (Uᵀ q)·c. For prompts of many rows cached vectors are expanded instead, where that
-    takes fewer operations (`weft.engine.attention.expansion`). The ranks of a dcp group hold the projections of all
-    its heads.
+    Heads are split over attn_tp. The projections from the latent vector to keys and values are absorbed into the query
+    and the output: q·(U c) = (Uᵀ q)·c. For prompts of many rows cached vectors are expanded instead, if that takes
+    fewer operations (`weft.engine.attention.expansion`). Ranks of a dcp group hold the projections of all its heads.
     """
 
     def __init__(self, b: Builder, path: str, c: DeepseekConfig):
@@ -87,7 +87,7 @@ class LatentAttention(Layer):
         q = Out(f"{path}.{name}", c.num_heads * c.head_dim, unit=c.head_dim, shared_by=b.queries_shared_by)
         cached = c.kv_rank + c.rope_dim
         kv = Out(f"{path}.kv_a_proj_with_mqa", cached, unit=cached, replicate=True)
-        # Of what reads the hidden state there is one product.
+        # All projections of the hidden state are one product.
         self.q_norm = self.q_up = None
         if c.q_rank is None:
             self.project = ColumnLinear(b, f"{path}.in_proj", c.hidden_size, [q, kv], over="attn_tp")

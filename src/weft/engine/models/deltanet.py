@@ -19,10 +19,11 @@ from weft.stream.hidden import Hidden
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The heads of a layer, summed over all ranks. Neighbouring value heads share a key head and its query.
+    """Heads of a layer, summed over all ranks. Neighbouring value heads share a key head and its query.
 
-    window: tokens that the convolution reads, a row's own included.
-    by_key_head: checkpoints store the projections in two tensors, key head by key head (Qwen3-Next).
+    Args:
+        window: tokens that the convolution reads, including a row's own.
+        by_key_head: checkpoints store the projections in two tensors, grouped by key head (Qwen3-Next).
     """
 
     key: int
@@ -34,11 +35,10 @@ class DeltaHeads:
 
 
 class GatedDeltaNet(Layer):
-    """A short convolution over each feature of queries, keys and values, the gated delta rule, and a norm after a gate.
+    """Short convolution over each feature of queries, keys and values, the gated delta rule, and a gated norm.
 
     Value heads are split over attn_tp, and with them the state: float32 `[value heads, key_dim, value_dim]`, and the
-    last window − 1 inputs of the convolution. Where there are fewer key heads than ranks, several ranks hold the same
-    one.
+    last window − 1 inputs of the convolution. With fewer key heads than ranks, several ranks hold the same one.
     """
 
     def __init__(self, b: Builder, path: str, width: int, heads: DeltaHeads, eps: float):
@@ -92,7 +92,8 @@ class GatedDeltaNet(Layer):
 
 
 def _one_after_another(path: str, heads: DeltaHeads, fused: list[Fused]) -> list[Out]:
-    """The projections to queries, keys, values, the output's gate, the corrections' strength and the decay."""
+    """Return the projections to queries, keys, values, output gate, correction strength and decay, in consecutive
+    tensors."""
     keys, values, name = heads.key * heads.key_dim, heads.value * heads.value_dim, f"{path}.in_proj_qkv"
     return [
         Out(name, keys, heads.key_dim, replicate=True, views=(fused[0],)),
@@ -105,7 +106,7 @@ def _one_after_another(path: str, heads: DeltaHeads, fused: list[Fused]) -> list
 
 
 def _by_key_head(path: str, heads: DeltaHeads) -> list[Out]:
-    """The same projections."""
+    """Return the same projections, grouped by key head."""
     keys, values, share = heads.key * heads.key_dim, heads.value * heads.value_dim, heads.value // heads.key
     key, value, (qkvz, ba) = heads.key_dim, share * heads.value_dim, (f"{path}.in_proj_qkvz", f"{path}.in_proj_ba")
     starts, stride = (0, key, 2 * key, 2 * key + value), 2 * key + 2 * value

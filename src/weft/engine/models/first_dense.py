@@ -1,4 +1,4 @@
-"""The common structure of DeepSeek's and GLM's models: the first layers have an MLP, all others routed and shared
+"""Structure that DeepSeek's and GLM's models share: the first layers have an MLP, all others routed and shared
 experts."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.engine.models.routing import Routing
 
 @dataclass(frozen=True)
 class FirstDenseConfig(DecoderConfig):
-    """Widths in elements. dense_layers: the first so many have an MLP instead of experts."""
+    """Widths in elements. dense_layers: number of first layers with an MLP instead of experts."""
 
     intermediate_size: int
     dense_layers: int
@@ -26,7 +26,7 @@ class FirstDenseConfig(DecoderConfig):
 
     @abstractmethod
     def attention(self, b: Builder, path: str) -> Layer:
-        """The attention of each layer."""
+        """Build the attention of a layer."""
 
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
         mlp: FeedForward
@@ -38,10 +38,9 @@ class FirstDenseConfig(DecoderConfig):
 
 
 def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> dict[str, Any]:
-    """FirstDenseConfig's own fields. sigmoid: routing by sigmoids with a bias, which ranks groups by their best two
-    experts (DeepSeek-V3), not by a softmax (V2); grouped: experts are chosen among groups, if there are more than one.
-    Raises ModelError.
-    """
+    """Read FirstDenseConfig's own fields. Raises ModelError. sigmoid: routing by sigmoids with a bias, which ranks
+    groups by their best two experts (DeepSeek-V3), instead of a softmax (V2). grouped: experts are chosen among groups,
+    if there are several."""
     inner = fields.size("moe_intermediate_size")
     groups, top_groups = fields.size("n_group", 1), fields.size("topk_group", 1)
     routing = Routing(

@@ -1,4 +1,4 @@
-"""GGUF files, as llama.cpp writes them: the config, the tokenizer and the weights of a model in one file."""
+"""GGUF files of llama.cpp: config, tokenizer and weights of a model in one file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weft.engine.models.rotary import Rope
 from weft.engine.models.source import Source
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-"""The model type of each architecture that GGUF files may have."""
+"""Model type of each supported GGUF architecture."""
 FIELDS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -44,24 +44,22 @@ FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""Metadata behind the architecture's name, and the field of config.json that has the same meaning."""
+"""Metadata after the architecture's name, with the equivalent field of config.json."""
 STRETCHED = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-"""The same behind `rope.scaling.`."""
+"""Metadata after `rope.scaling.`, with the equivalent rotary parameter."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Llama 3.1 to 3.3 stretch their rotary embedding with these. A file holds the resulting factors only."""
+"""Rotary parameters of Llama 3.1 to 3.3. A file holds only the resulting factors."""
 END_TOKENS = ("eos", "eot", "eom")
 SPLITS: dict[str, PreTokenizer] = {
     "gpt-2": ByteLevel(add_prefix_space=False),
     "smollm": Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
 }
-"""Splits of a text before merges, by their name in the file, where transformers' default does not serve."""
+"""Pre-tokenizers by their name in the file, for texts that transformers' default splits wrongly."""
 
 
 class _Reader(GGUFReader):
-    """A GGUFReader that keeps lists of numbers as one array and skips lists of texts.
-
-    The library makes three arrays for each token and merge, which takes seconds for a vocabulary.
-    """
+    """GGUFReader that keeps lists of numbers as one array and skips lists of texts. The library makes three arrays per
+    token and merge, which takes seconds for a vocabulary."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
@@ -78,10 +76,10 @@ class _Reader(GGUFReader):
 
 
 class GgufFile:
-    """The tensors of a GGUF file, by the names of Hugging Face's checkpoints. They are read slice by slice from the
-    mapped file, and dequantised to float32. A context manager, as `weft.engine.models.checkpoint.Checkpoint` is.
+    """Tensors of a GGUF file, by the names of Hugging Face's checkpoints. They are read slice by slice from the mapped
+    file and dequantised to float32. A context manager, like `weft.engine.models.checkpoint.Checkpoint`.
 
-    Raises ModelError for a file that cannot be read, another architecture, or a type that `gguf` does not dequantise.
+    Raises ModelError for a file that cannot be read, another architecture, or a type that `gguf` cannot dequantise.
     """
 
     def __init__(self, path: Path):
@@ -108,31 +106,31 @@ class GgufFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The map of the file goes with the last view of it."""
+        """Do nothing: the file is unmapped with its last view."""
 
     def field(self, name: str) -> Any:
-        """The architecture's metadata of this name, None where it is missing."""
+        """Return the architecture's metadata of this name, or None."""
         return self.metadata.get(f"{self.architecture}.{name}")
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Check if a tensor exists."""
         return self._find(name)[0] in self.tensors
 
     def names(self, read: Collection[str]) -> dict[str, Path]:
-        """The names of all tensors but rotary factors, those of `read` where they are read by these."""
+        """Return the names of all tensors but rotary factors; tensors that weights read have their name in `read`."""
         known = {self._find(name)[0]: name for name in read}
         stored = (name for name in self.tensors if name != "rope_freqs.weight")
         return {known.get(name, re.sub(r"^blk\.", "model.layers.", name)): self.path for name in stored}
 
     def has_scales(self, name: str) -> bool:
-        """Whether a weight is stored in FP8 with scales: never here."""
+        """Return False: GGUF files have no FP8 weights with scales."""
         return False
 
     def read_float8(self, source: Source, unit: tuple[int, int]) -> tuple[Tensor, Tensor]:
         raise ModelError(f"{self.path} has no {source.name} in FP8")
 
     def read(self, source: Source) -> Tensor:
-        """The slice of a source in float32. Raises ModelError."""
+        """Return the slice of a source in float32. Raises ModelError."""
         shape, take = source.stored()
         name, expert = self._find(source.name)
         if (tensor := self.tensors.get(name)) is None:
@@ -155,15 +153,15 @@ class GgufFile:
         return source.restore(torch.from_numpy(values))
 
     def _find(self, name: str) -> tuple[str, int | None]:
-        """The name of a tensor in the file, and the expert's number in it: all experts of a layer share a tensor."""
+        """Return the name of a tensor in the file, and the expert's index in it: the experts of a layer share a
+        tensor."""
         expert = re.search(r"\.experts\.(\d+)\.", name)
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         return str(self._names.get_name(name, (".weight", ".bias"))), int(expert[1]) if expert else None
 
     def _rows(self, name: str, take: slice) -> Any:
-        """The stored rows. Rotary embeddings of `llama` rotate neighbours here, and an element of each half in the
-        checkpoints of Hugging Face, so that rows of queries and keys stand in another order.
-        """
+        """Return the stored rows. Rotary embeddings of `llama` rotate neighbouring elements here, but pairs across
+        halves in Hugging Face's checkpoints, so rows of queries and keys are permuted."""
         heads = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}.get(name.split(".")[-2])
         if self.architecture != "llama" or heads is None:
             return take
@@ -173,7 +171,7 @@ class GgufFile:
         return head * dim + 2 * pair + half
 
     def values(self) -> dict[str, Any]:
-        """The fields of config.json, from the metadata. Raises ModelError for metadata that are not understood."""
+        """Return the fields of config.json from the metadata. Raises ModelError for unknown metadata."""
         try:
             return self._values()
         except Exception as error:  # metadata may have any type
@@ -188,7 +186,7 @@ class GgufFile:
         if self.architecture == "llama" and values.get("num_experts"):
             values |= {"model_type": "mixtral", "num_local_experts": values.pop("num_experts")}
         if self.architecture == "qwen3moe":
-            values["norm_topk_prob"] = True  # no metadata say so: llama.cpp always renormalises them
+            values["norm_topk_prob"] = True  # not in the metadata: llama.cpp always renormalises
         for field in ("hidden_size", "num_attention_heads"):
             if not values.get(field):
                 raise ModelError(f"the metadata have no {field} ({', '.join(k for k in FIELDS if FIELDS[k] == field)})")
@@ -199,7 +197,7 @@ class GgufFile:
         left.pop("vocab_size", None)  # the embedding may have more rows
         values["vocab_size"] = int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else None
         values["tie_word_embeddings"] = "output.weight" not in tensors
-        if "blk.0.attn_q.bias" in tensors and not self.architecture.startswith("qwen2"):  # which always has them
+        if "blk.0.attn_q.bias" in tensors and not self.architecture.startswith("qwen2"):  # qwen2 always has biases
             values["attention_bias"] = True
         if "blk.0.ffn_down.bias" in tensors:
             values["mlp_bias"] = True
@@ -211,7 +209,7 @@ class GgufFile:
         return values
 
     def _rope(self, left: dict[str, Any], dim: int) -> dict[str, Any]:
-        """The parameters of the rotary embedding. left: metadata, from which what is read is taken."""
+        """Return the rotary parameters, and remove what was read from `left`, the unread metadata."""
         base = left.pop("rope.freq_base", 10000.0)
         kind = left.pop("rope.scaling.type", "none")
         left.pop("rope.scaling.finetuned", None)
@@ -228,7 +226,7 @@ class GgufFile:
 
 
 def read_tokenizer(path: Path) -> Any:
-    """The tokenizer of the metadata, with their chat template. Raises ModelError for a split that is not known."""
+    """Return the tokenizer of the metadata, with its chat template. Raises ModelError for an unknown pre-tokenizer."""
     where = dict(gguf_file=path.name, name_or_path=str(path.parent))
     tokenizer = PreTrainedTokenizerFast(**where)  # type: ignore[no-untyped-call]
     split = GgufFile(path).metadata.get("tokenizer.ggml.pre")
@@ -240,7 +238,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def _check_type(path: Path, tensor: ReaderTensor) -> None:
-    """Raises ModelError for a type that cannot be dequantised."""
+    """Raise ModelError for a type that cannot be dequantised."""
     kind = GGMLQuantizationType(tensor.tensor_type)
     try:
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)

@@ -12,7 +12,7 @@ from weft.engine.models.model_config import Fields, common_fields, rope_of
 
 @dataclass(frozen=True)
 class GlmConfig(FirstDenseConfig):
-    """heads: of each layer."""
+    """heads: heads of each layer."""
 
     heads: Heads
 
@@ -21,11 +21,11 @@ class GlmConfig(FirstDenseConfig):
 
 
 def read(fields: Fields) -> GlmConfig:
-    """Reads a config of GLM-4.5, GLM-4.5-Air or GLM-4.6. Raises ModelError."""
+    """Read a config of GLM-4.5, GLM-4.5-Air or GLM-4.6. Raises ModelError."""
     fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # draft layers, which are not run
     dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     parameters = fields.section("rope_parameters")
-    # A missing one transformers has filled in, null it leaves out.
+    # transformers has filled in a missing value, but not null.
     part = parameters.number("partial_rotary_factor", 1.0, high=1.0)
     fields.only("partial_rotary_factor", part)
     rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)

@@ -1,4 +1,4 @@
-"""GPT-OSS (arXiv 2508.10925): windows and full attention in alternation, sinks, biases everywhere, experts in MXFP4."""
+"""GPT-OSS (arXiv 2508.10925): alternating window and full attention, sinks, biases everywhere, experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class GptOssConfig(DecoderConfig):
-    """heads: of each layer. moe: of every layer."""
+    """heads: one per layer. moe: shared by all layers."""
 
     heads: tuple[Heads, ...]
     moe: MoEConfig
@@ -28,10 +28,10 @@ class GptOssConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> GptOssConfig:
-    """Raises ModelError."""
+    """Read a config of GPT-OSS. Raises ModelError."""
     chosen = fields.size("num_experts_per_tok")
     fields.only("experts_per_token", chosen)
-    fields.get("initial_context_length")  # the same as rotary's
+    fields.get("initial_context_length")  # equal to the rotary embedding's
     kinds = fields.items("layer_types", str)
     for kind in kinds:
         if kind not in (FULL, SLIDING):
@@ -61,7 +61,8 @@ def read(fields: Fields) -> GptOssConfig:
             fields.size("num_local_experts", high=MAX_EXPERTS),
             fields.size("intermediate_size"),
             Routing(chosen, renormalise=True, offset=True),
-            # In MXFP4 an output's inputs lie together, as they share scales; otherwise an input's outputs.
+            # MXFP4 stores an output's inputs contiguously, since they share scales; other formats store an input's
+            # outputs so.
             stored=ExpertStorage(
                 "router", layout="interleaved" if common["storage"].mxfp4 else "interleaved_transposed"
             ),

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub, by name: what a command needs of them, in huggingface_hub's cache."""
+"""Models of the Hugging Face hub, by name: the files that a command needs, in huggingface_hub's cache."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ CONFIG = ("config.json",)
 TEXT = ("generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*_tokens*.json", "chat_template*")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FOLDERS = "*/*"
-"""Folders of a repository hold its weights in other forms."""
+"""Folders of a repository, which hold its weights in other formats."""
 
 
 def snapshot(name: str, revision: str | None, *, weights: bool = True) -> Path:
-    """Download a model, unless the cache has it, and return its directory.
+    """Download a model, unless the cache has it, and return its directory. Raises ValueError in one line with a remedy.
+    huggingface_hub shows the progress, and reads HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
 
     Args:
         name: ORG/NAME.
         revision: branch, tag or commit; None: the main branch.
-        weights: whether its safetensors and its tokenizer are needed, too, or config.json only.
-
-    Raises ValueError in one line that says what to do. huggingface_hub shows the progress, and reads HF_ENDPOINT,
-    HF_HOME, HF_TOKEN and HF_HUB_OFFLINE.
+        weights: download safetensors and tokenizer too, not only config.json.
     """
     forks = get_context("fork")
     found, sender = forks.Pipe(duplex=False)
@@ -57,16 +55,16 @@ def snapshot(name: str, revision: str | None, *, weights: bool = True) -> Path:
 
 
 def _send_snapshot(sender: Connection, name: str, revision: str | None, weights: bool) -> None:
-    """Send the directory and None, or None and one line about an error. In a process of its own."""
-    signal(SIGINT, SIG_IGN)  # of a terminal, which the parent gets too
+    """Send the directory and None, or None and one line about an error. Runs in a process of its own."""
+    signal(SIGINT, SIG_IGN)  # Ctrl-C in a terminal reaches the parent too
     if not sys.stderr.isatty():  # no thread writes a log here, and bars are for terminals
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     wanted = [*CONFIG, *TEXT, INDEX] if weights else [*CONFIG]
     try:
         directory = Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=FOLDERS))
         if weights and (files := _weights(directory)):
-            snapshot_download(name, revision=directory.name, allow_patterns=files)  # of the same commit
-    except Exception as error:  # those of its HTTP client and of Xet share no base
+            snapshot_download(name, revision=directory.name, allow_patterns=files)  # the same commit
+    except Exception as error:  # errors of its HTTP client and of Xet share no base
         return sender.send((None, _line(name, revision, error)))
     if not (directory / "config.json").is_file():
         advice = f"for a GGUF file of it, run `hf download {name} FILE.gguf`, and name the file that it prints"
@@ -75,7 +73,7 @@ def _send_snapshot(sender: Connection, name: str, revision: str | None, weights:
 
 
 def _weights(directory: Path) -> list[str]:
-    """The files of the weights, by their index. None where it is broken: its reader names the fault."""
+    """Return the files of the weights in their index. None if the index is broken: its reader reports the fault."""
     if not (directory / INDEX).is_file():
         return [WEIGHTS]
     try:
@@ -85,7 +83,7 @@ def _weights(directory: Path) -> list[str]:
 
 
 def _line(name: str, revision: str | None, error: Exception) -> str:
-    """One line about an error of huggingface_hub. A subclass stands before its base."""
+    """Return one line about an error of huggingface_hub. Subclasses come before their base."""
     hub, login = constants.ENDPOINT, "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, HfHubHTTPError):
         error = error.__cause__

@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, which are input: each is read here."""
+"""Reader of a checkpoint's JSON files, which are untrusted input."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from weft.engine.models.model_config import ModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises ModelError, in one line that names the file, for any other content."""
+    """Return the object in a JSON file. Raises ModelError, in one line that names the file, for any other content."""
     try:
         value = json.loads(path.read_bytes(), object_pairs_hook=_object)
     except RecursionError as error:
         raise ModelError(f"{path} is nested too deeply to be read") from error
-    except (OSError, ValueError) as error:  # also of bytes that are not UTF-8
+    except (OSError, ValueError) as error:  # including bytes that are not UTF-8
         raise ModelError(f"{path} cannot be read: {error}; is the download complete?") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object")

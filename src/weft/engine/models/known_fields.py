@@ -1,4 +1,4 @@
-"""Fields of config.json that transformers reads: of a model type's configuration class, and of any class."""
+"""Fields of config.json that transformers reads, for one configuration class or for any class."""
 
 from __future__ import annotations
 
@@ -31,15 +31,12 @@ READ_OF_ANY_CLASS: Mapping[str, Any] = {
     "use_bidirectional_attention": False,
 }
 """Fields that transformers' shared code (masks, caches, rotary embeddings, loading) reads from a config of any class,
-each with the value that has no effect. `tests/models/test_known_fields.py` compares them with transformers' sources.
-"""
+each with the value that has no effect. `tests/models/test_known_fields.py` compares them with transformers' sources."""
 
 
 def known_fields(kind: type[PretrainedConfig]) -> dict[str, Any]:
     """Return the fields that transformers reads for a configuration class, each with its default, or its own fields.
-
-    A field that is not among them cannot change what transformers computes, unless a checkpoint brings its own code.
-    """
+    Other fields cannot change what transformers computes, unless a checkpoint brings its own code."""
     own = {field.name: field.default for field in fields(kind)}
     sections = {name: known_fields(section) for name, section in kind.sub_configs.items()}
     aliases = {alias: own.get(name) for alias, name in kind.attribute_map.items()}

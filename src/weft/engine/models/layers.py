@@ -1,4 +1,4 @@
-"""Typed layers. Each layer declares how its weight is sharded, and maps placements by rule:
+"""Typed layers. Each layer declares the sharding of its weight and maps placements by rule:
 
 | layer | takes | gives |
 |---|---|---|
@@ -33,30 +33,31 @@ from weft.stream.hidden import Hidden
 
 
 class Workspace(Protocol):
-    """Makes an unfilled tensor of like's dtype and device, in memory that ranks can sum fastest."""
+    """Factory of unfilled tensors in memory that ranks can sum fastest, with the dtype and device of `like`."""
 
     def __call__(self, *shape: int, like: Tensor) -> Tensor: ...
 
 
 UNEVEN = 16
-"""Features of an uneven share are a multiple of so many: tensor cores multiply 16 at a time."""
+"""Unit of features for uneven shares: tensor cores multiply 16 at a time."""
 
 
 def torch_empty(*shape: int, like: Tensor) -> Tensor:
-    """An unfilled tensor in torch's own memory."""
+    """Return an unfilled tensor in torch's own memory."""
     return like.new_empty(shape)
 
 
 @dataclass(frozen=True)
 class Builder:
-    """The arguments that all layers are built with: the rank, its weights' dtype and device, and the layout's choices.
+    """Arguments that all layers are built with: the rank, its weights' dtype and device, and the layout's choices.
 
-    workspace: makes tensors that the ranks will sum.
-    queries_shared_by: number of neighbouring ranks that each compute the queries of all their heads, for attention over
-        sharded tokens.
-    shape_only: weights have their shapes and take no memory, for a pass over zero rows.
-    experts: the forms in which a mixture of experts may take its rows.
-    float8: whether products with the weight of a name are computed in FP8; None: none are.
+    Args:
+        workspace: makes tensors that the ranks will sum.
+        queries_shared_by: number of neighbouring ranks that each compute the queries of all their heads, for attention
+            over sharded tokens.
+        shape_only: build weights without memory, for a pass over zero rows.
+        experts: allowed exchanges of rows for mixtures of experts.
+        float8: decides by a weight's name if its products are in FP8; None: no products are.
     """
 
     mesh: Mesh
@@ -70,7 +71,7 @@ class Builder:
     float8: Callable[[str], bool] | None = None
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An unfilled weight, of the model's dtype by default."""
+        """Return an unfilled weight, of the model's dtype by default."""
         weight = torch.empty(() if self.shape_only else shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(weight.expand(shape) if self.shape_only else weight, requires_grad=False)
 
@@ -84,13 +85,14 @@ class Builder:
         shared_by: int = 1,
         uneven: bool = False,
     ) -> slice:
-        """This rank's share of `size` features, which are split over a group in whole `unit`s.
+        """Return this rank's share of `size` features, which a group splits in whole `unit`s. Raises LayoutError if the
+        units do not divide among the ranks.
 
-        replicate: where there are fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
-        shared_by: number of neighbouring ranks that hold the same share.
-        uneven: shares may differ, in whole runs of 16 features, or of 128 where weights are in FP8; the first rank's is
-            one of the largest.
-        Raises LayoutError where the units do not divide among the ranks.
+        Args:
+            replicate: with fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
+            shared_by: number of neighbouring ranks that hold the same share.
+            uneven: shares may differ, in units of 16 features, or 128 for FP8 weights. The first rank has one of the
+                largest.
         """
         ranks = self.mesh.size(self.mesh.canonical(over)) // shared_by
         place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank) // shared_by
@@ -110,10 +112,8 @@ class Builder:
 
 
 class Layer(nn.Module):
-    """A module with a qualified name and, for each of its weights, the sources that fill it.
-
-    units: of the weights that are in FP8, the (rows, columns) that share a scale of `{name}_scales`.
-    """
+    """Module with a qualified name and the sources of each of its weights. units: for FP8 weights, the (rows, columns)
+    that share a scale of `{name}_scales`."""
 
     def __init__(self, path: str):
         super().__init__()
@@ -122,11 +122,11 @@ class Layer(nn.Module):
         self.units: dict[str, tuple[int, int]] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """`forward`, without torch's search for hooks: layers have none."""
+        """Call `forward` without torch's search for hooks: layers have none."""
         return self.forward(*args, **options)
 
     def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: list[Source]) -> None:
-        """An unfilled weight, with FP8 scales where all its sources are to stay in FP8. Raises LayoutError."""
+        """Add an unfilled weight, with scales if all its sources stay in FP8. Raises LayoutError."""
         self.sources[name] = sources
         if b.float8 is None or not all(b.float8(source.name) for source in sources):
             self.register_parameter(name, b.empty(*shape))
@@ -137,16 +137,14 @@ class Layer(nn.Module):
         self.register_parameter(f"{name}_scales", b.empty(*blocks, dtype=torch.float32))
 
     def declared(self, name: str) -> Tensor | Fp8Weight:
-        """The weight, as `weft.engine.models.products.product` takes it."""
+        """Return the weight in the form that `weft.engine.models.products.product` accepts."""
         weight, unit = getattr(self, name), self.units.get(name)
         return weight if unit is None else Fp8Weight(weight, getattr(self, f"{name}_scales"), unit)
 
 
 class Linear(Layer):
-    """y = x Wᵀ, whole on every rank (routers, gates). x: complete `[rows, inputs]`; y: complete.
-
-    plain: never in FP8.
-    """
+    """y = x Wᵀ, whole on every rank (routers, gates). x, y: complete, `[rows, inputs]` and `[rows, outputs]`. plain:
+    never in FP8."""
 
     weight: nn.Parameter
 
@@ -163,10 +161,14 @@ class Linear(Layer):
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """One of a ColumnLinear's outputs: checkpoint prefix, features, and the unit that is never split (a head).
+    """Output of a ColumnLinear.
 
-    views: from the weight to its stored form. shared_by: number of neighbouring ranks that hold the same features.
-    uneven: as `Builder.share` takes it.
+    Args:
+        name: checkpoint prefix.
+        unit: features that are never split (a head).
+        views: transformations from the weight to its stored form.
+        shared_by: number of neighbouring ranks that hold the same features.
+        replicate, uneven: as in `Builder.share`.
     """
 
     name: str
@@ -181,9 +183,8 @@ class Out:
 class ColumnLinear(Layer):
     """Several outputs of one input in one product, each split over a group by features; over None: whole on all ranks.
 
-    x: complete `[rows, inputs]`; returns `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError where
-    the group's ranks hold different rows. Neighbouring outputs share a product if all their weights are in FP8, or
-    none.
+    x: complete `[rows, inputs]`. Returns `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError if the
+    group's ranks hold different rows. Neighbouring outputs share a product if all or none of their weights are in FP8.
     """
 
     weight: nn.Parameter
@@ -216,8 +217,8 @@ class ColumnLinear(Layer):
         return Hidden(self._product(x), self._placement(x), x.mesh, self.path)
 
     def feed(self, x: Hidden, function: Callable[[Tensor | SplitKPartials], Tensor], origin: str) -> Hidden:
-        """`self(x).elementwise(function, origin)`; the function gets the product's parts, if there are, and adds
-        them."""
+        """Return `self(x).elementwise(function, origin)`. If the product has split-K partials, the function gets and
+        sums them."""
         placement = self._placement(x)
         if len(self.products) > 1:
             return Hidden(function(self._product(x)), placement, x.mesh, origin)
@@ -243,10 +244,8 @@ class ColumnLinear(Layer):
 
 
 class RowLinear(Layer):
-    """y = x Wᵀ with the input features split over a group: y `[rows, outputs]` owes the sum over it.
-
-    Only the group's first rank adds a bias, so that the sum holds it once.
-    """
+    """y = x Wᵀ with input features split over a group: y `[rows, outputs]` owes the sum over it. Only the group's first
+    rank adds a bias, so that the sum holds it once."""
 
     weight: nn.Parameter
 
@@ -283,9 +282,7 @@ class RowLinear(Layer):
 
 class RMSNorm(Layer):
     """`weft.kernels.torch_reference.rms_norm` over all features of complete hidden states; else PlacementError.
-
-    less_one: checkpoints store the weight minus one. One is added in float32, and the weight stays in float32.
-    """
+    less_one: checkpoints store the weight minus one. One is added in float32, and the weight stays in float32."""
 
     def __init__(self, b: Builder, path: str, width: int, eps: float, less_one: bool = False):
         super().__init__(path)
@@ -298,7 +295,7 @@ class RMSNorm(Layer):
 
 
 class HeadNorm(Layer):
-    """`RMSNorm` of queries or keys `[T, heads, head_dim]`, head by head: a rank holds whole heads."""
+    """`RMSNorm` of queries or keys `[T, heads, head_dim]`, per head. A rank holds whole heads."""
 
     def __init__(self, b: Builder, path: str, head_dim: int, eps: float, less_one: bool = False):
         super().__init__(path)
@@ -315,16 +312,14 @@ def _norm_source(path: str, width: int, less_one: bool) -> Source:
 
 
 def vocabulary_share(mesh: Mesh, rank: int, vocabulary: int) -> slice:
-    """The rank's tokens of a vocabulary that is split over attn_tp; the numbers differ by one at most."""
+    """Return the rank's tokens of a vocabulary split over attn_tp. Shares differ by at most one token."""
     place, ranks = mesh.peers("attn_tp", rank).index(rank), mesh.attn_tp
     return slice(vocabulary * place // ranks, vocabulary * (place + 1) // ranks)
 
 
 class Embedding(Layer):
-    """Token embeddings: int64 `[rows]` → `[rows, width]` of the DP group, whole on all ranks and complete.
-
-    split: over attn_tp by tokens; the result owes the sum over it, in which a token has one term that is not zero.
-    """
+    """Token embeddings: int64 `[rows]` → `[rows, width]` of the DP group, whole on all ranks and complete. split: shard
+    over attn_tp by tokens; the result owes the sum over it, with one nonzero term per token."""
 
     def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool = False):
         super().__init__(path)
@@ -340,16 +335,16 @@ class Embedding(Layer):
 
 
 class Head(Layer):
-    """Logits `[rows, vocabulary]` of complete rows; where the vocabulary is split, of the rank's share of it.
+    """Logits `[rows, vocabulary]` of complete rows, or of the rank's share of a split vocabulary.
 
-    tied: the embedding with its weight. It is split as `Embedding` is. source: of its own weight, which a checkpoint of
-    a tied model may have, too.
+    Args:
+        tied: the embedding with the shared weight, split in the same way.
     """
 
     def __init__(self, b: Builder, path: str, vocabulary: int, width: int, split: bool, tied: Embedding | None):
         super().__init__(path)
         self.split = split and b.mesh.attn_tp > 1
-        self._tied = [] if tied is None else [tied]  # in a list, so that it is not a part of this layer
+        self._tied = [] if tied is None else [tied]  # in a list, so that it does not become a submodule
         share = vocabulary_share(b.mesh, b.rank, vocabulary) if self.split else slice(0, vocabulary)
         self.source = Source(f"{path}.weight", (vocabulary, width), (share,))
         if tied is None:
@@ -358,11 +353,11 @@ class Head(Layer):
 
     @property
     def tied(self) -> bool:
-        """Whether it uses the embedding's weight."""
+        """True if the head uses the embedding's weight."""
         return bool(self._tied)
 
     def untie(self, weight: Tensor) -> None:
-        """Uses a weight of its own from now on, if it differs from the embedding's."""
+        """Switch to a weight of its own if it differs from the embedding's."""
         other = self._tied[0].weight
         own = weight.to(other)
         if not torch.equal(own, other):

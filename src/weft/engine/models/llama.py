@@ -16,9 +16,8 @@ from weft.engine.models.routing import Routing
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """Widths in elements. heads: of every layer. intermediate_size: inner features of the MLP. moe: the experts of
-    Mixtral's layers, in place of it.
-    """
+    """Widths in elements. heads: heads of every layer. intermediate_size: inner features of the MLP. moe: experts of
+    Mixtral's layers, which replace the MLP."""
 
     heads: Heads
     intermediate_size: int
@@ -34,7 +33,7 @@ class LlamaConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> LlamaConfig:
-    """Reads a config of all three. Raises ModelError."""
+    """Read a config of Llama, Mistral or Mixtral. Raises ModelError."""
     bias, window, moe, inner = False, None, None, fields.size("intermediate_size")
     if fields.family == "llama":
         bias = fields.flag("attention_bias")

@@ -1,4 +1,4 @@
-"""Weights: each rank reads its own slices of a checkpoint, or makes them up, directly into its parameters."""
+"""Weights: each rank reads its own slices of a checkpoint, or generates them, directly into its parameters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from weft.kernels.float8 import LARGEST
 from weft.planner.spec import LayoutError, Mesh, PlacementError
 
 if TYPE_CHECKING:
-    from weft.engine.models.gguf_file import GgufFile  # an extra brings its package
+    from weft.engine.models.gguf_file import GgufFile  # the package is an optional dependency
 
 Progress = Callable[[int, int], None]
 NORMS = (RMSNorm, HeadNorm, WholeNorms)
-"""Layers of which made-up weights are 1."""
+"""Layers with dummy weights of 1."""
 DUMMY_BLOCK, DUMMY_BLOCK_CPU = 1 << 24, 1 << 16
-"""Elements that `dummy_model` makes at a time; on CPUs temporaries of 20 bytes for each must fit a cache."""
+"""Elements that `dummy_model` generates at a time. On CPUs, temporaries of 20 bytes per element must fit a cache."""
 
 
 def build_model(
@@ -40,13 +40,15 @@ def build_model(
     shape_only: bool = False,
     in_float8: Callable[[str], bool] | None = None,
 ) -> LanguageModel:
-    """The model of one rank with unfilled weights (without memory on the `meta` device).
+    """Build the model of one rank with unfilled weights (without memory on the `meta` device).
 
-    workspace: makes the tensors that the ranks will sum. shape_only: weights take no memory, for a pass over zero rows.
-    in_float8: which weights are stored in FP8, where products in FP8 are requested; None: as config.json says.
+    Args:
+        workspace: makes the tensors that the ranks will sum.
+        shape_only: build weights without memory, for a pass over zero rows.
+        in_float8: decides by name which weights are stored in FP8, if FP8 products are requested; None: as in
+            config.json.
 
-    Raises LayoutError where the model's heads, experts or features do not divide over the layout, ModelError for sizes
-    that no model can have.
+    Raises LayoutError if heads, experts or features do not divide over the layout, ModelError for impossible sizes.
     """
     queries = mesh.dcp if config.replicate_queries else 1
     stored = (in_float8 or config.storage.in_float8) if config.float8 else None
@@ -54,7 +56,7 @@ def build_model(
         return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
     except (LayoutError, PlacementError, ModelError):
         raise
-    except Exception as error:  # sizes that torch has no tensor for, or what a plugin does wrong
+    except Exception as error:  # sizes that torch rejects, or a plugin's mistake
         plugin = plugin_line(error, type(config))
         what = f"{plugin} builds no model" if plugin else "no model can be built"
         raise ModelError(f"{what} from config.json: {type(error).__name__}: {first_line(error)}") from error
@@ -70,11 +72,9 @@ def load_model(
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
 ) -> LanguageModel:
-    """The model of one rank with its weights. progress(done, total) counts tensors. workspace: as `build_model`.
-
-    Raises ModelError for tensors that are missing, misshapen, of another dtype than floats, or of no weight;
-    LayoutError as `build_model`.
-    """
+    """Load the model of one rank. progress(done, total) counts tensors. workspace: see `build_model`. Raises
+    LayoutError as `build_model`, and ModelError for tensors that are missing, misshapen, not floats, or not read by any
+    weight."""
     with open_checkpoint(model_dir, config.storage) as checkpoint:
 
         def in_float8(name: str) -> bool:
@@ -94,8 +94,8 @@ def load_model(
                 weight.copy_(checkpoint.read(source))
             if progress:
                 progress(done + 1, len(jobs))
-        # A head in the checkpoint is used even if config.json says that it is tied, as in transformers: fine-tuning may
-        # have changed it alone.
+        # Use a head in the checkpoint even if config.json says that it is tied, like transformers: fine-tuning may have
+        # changed it alone.
         for head in model.modules():
             if isinstance(head, Head) and head.tied and checkpoint.has(head.source.name):
                 head.untie(checkpoint.read(head.source))
@@ -103,10 +103,8 @@ def load_model(
 
 
 def check_tensors(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> None:
-    """Raises ModelError for a tensor that no weight of the whole model reads, unless it is a known spare.
-
-    Spares are frequencies of rotary embeddings, layers after the last one, which draft tokens, and `config.spares`.
-    """
+    """Raise ModelError for a tensor that no weight of the whole model reads, unless it is a known spare: frequencies of
+    rotary embeddings, draft layers after the last one, and `config.spares`."""
     whole = build_model(replace(config, float8=False), Mesh(), 0, torch.float32, torch.device("meta"))
     read = {source.name for _, _, source in _jobs(whole)}
     read |= {layer.source.name for layer in whole.modules() if isinstance(layer, Head)}
@@ -135,13 +133,12 @@ def dummy_model(
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
 ) -> LanguageModel:
-    """The model of one rank with made-up weights, to measure a shape without its checkpoint.
+    """Build the model of one rank with dummy weights, to measure a shape without its checkpoint.
 
-    A weight's value is a hash of its tensor's name and its place there. So all layouts, ranks and devices have parts of
-    the same model, and each rank makes only its part. Matrices are uniform with a standard deviation of 1 / √inputs,
-    rounded where products are in FP8; other vectors are within ± 0.1; the weights of norms are 1.
-    progress, workspace: as `load_model`.
-    Raises LayoutError as `build_model`.
+    A value is a hash of the tensor's name and the index in it. So all layouts, ranks and devices have parts of the same
+    model, and each rank generates only its part. Matrices are uniform with a standard deviation of 1 / √inputs, rounded
+    if products are in FP8; other vectors are within ± 0.1; the weights of norms are 1. Args and errors: see
+    `load_model`.
     """
     model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
     jobs = list(_jobs(model))
@@ -161,13 +158,13 @@ def dummy_model(
 
 @dataclass(frozen=True)
 class DummyTensor:
-    """A whole tensor of a checkpoint, which holds what `dummy_model` makes of it."""
+    """Whole tensor of a checkpoint with the values of `dummy_model`."""
 
     source: Source
     ones: bool
 
     def make(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Its values, of `source.shape`."""
+        """Return its values, of `source.shape`."""
         whole = torch.ones(self.source.shape, dtype=dtype, device=device)
         if not self.ones:
             _make_up(whole, self.source)
@@ -175,10 +172,8 @@ class DummyTensor:
 
 
 def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
-    """The tensors of a checkpoint with the weights of `dummy_model`.
-
-    Raises ModelError for a family that stores a tensor in another form than it is used in, or in FP8.
-    """
+    """Return the tensors of a checkpoint with the weights of `dummy_model`. Raises ModelError for a family that stores
+    tensors in another form than it uses, or in FP8."""
     tensors = {}
     for layer, name, source in _jobs(build_model(config, Mesh(), 0, torch.float32, torch.device("meta"))):
         if source.views or name in layer.units:
@@ -188,7 +183,7 @@ def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
 
 
 def float8_says(model: LanguageModel) -> str:
-    """One line: the products that a model computes in FP8, and their bytes; empty where there are none."""
+    """Return one line about the products that a model computes in FP8, and their bytes; empty if there are none."""
     names, size = dict[str, None](), 0
     for layer in model.modules():
         for weight in layer.units if isinstance(layer, Layer) else ():
@@ -201,7 +196,7 @@ def float8_says(model: LanguageModel) -> str:
 
 
 def _scales_of(layer: Layer, name: str, source: Source) -> torch.Tensor:
-    """The scales of the part of an FP8 weight that comes from a source."""
+    """Return the scales of the part of an FP8 weight that comes from a source."""
     scales, rows = layer.get_parameter(f"{name}_scales").data, layer.units[name][0]
     *before, last = (*source.at, *[slice(None)] * (scales.dim() - 1))[: scales.dim() - 1]
     if isinstance(last, slice) and last.stop is not None:
@@ -210,7 +205,7 @@ def _scales_of(layer: Layer, name: str, source: Source) -> torch.Tensor:
 
 
 def _jobs(model: Layer) -> Iterator[tuple[Layer, str, Source]]:
-    """All weights, by name, with each of their sources."""
+    """Yield all weights, by name, with each of their sources."""
     for layer in model.modules():
         if isinstance(layer, Layer):
             for attribute, sources in layer.sources.items():
@@ -219,19 +214,19 @@ def _jobs(model: Layer) -> Iterator[tuple[Layer, str, Source]]:
 
 
 def _bound(source: Source) -> float:
-    """The greatest magnitude of a made-up tensor's values."""
+    """Return the maximum magnitude of a dummy tensor."""
     return float((3 / source.shape[-1]) ** 0.5) if len(source.shape) > 1 else 0.1
 
 
 def _make_up(part: torch.Tensor, source: Source, bound: float | None = None) -> None:
-    """Fills a slice of a tensor with hashes of the whole tensor's indices. bound: of values; None: `_bound`."""
+    """Fill a slice of a tensor with hashes of the whole tensor's indices. bound: maximum magnitude; None: `_bound`."""
     width = source.shape[-1]
     bound = _bound(source) if bound is None else bound
     name = f"{source.name}{source.views or ''}".encode()
     seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
     starts = [take.start for take in source.used]
     columns = torch.arange(part.shape[-1], device=part.device) + starts[-1]
-    row = torch.zeros(1, dtype=torch.int64, device=part.device)  # each row's number in the whole tensor
+    row = torch.zeros(1, dtype=torch.int64, device=part.device)  # index of each row in the whole tensor
     for start, size, whole in zip(starts[:-1], part.shape[:-1], source.shape[:-1], strict=True):
         row = (row[:, None] * whole + torch.arange(start, start + size, device=part.device)).flatten()
     blocks = (part,) if part.is_contiguous() else part.unbind(0)  # rows of several experts are not evenly spaced

@@ -15,7 +15,7 @@ from weft.engine.models.routing import Routing
 
 @dataclass(frozen=True)
 class MiniMaxConfig(DecoderConfig):
-    """heads, moe: of every layer."""
+    """heads, moe: shared by all layers."""
 
     heads: Heads
     moe: MoEConfig
@@ -26,9 +26,9 @@ class MiniMaxConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> MiniMaxConfig:
-    """Raises ModelError."""
+    """Read a config of MiniMax-M2. Raises ModelError."""
     for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
-        fields.get(name)  # of draft layers, which are not run
+        fields.get(name)  # draft layers, which are not run
     if set(kinds := fields.items("attn_type_list", int, ())) - {1}:
         raise ModelError(f"attn_type_list={kinds} is not supported for {fields.family!r}; supported: 1, full attention")
     fields.only("shared_intermediate_size", 0)
@@ -39,7 +39,7 @@ def read(fields: Fields) -> MiniMaxConfig:
     dim = fields.size("head_dim")
     parameters = fields.section("rope_parameters")
     rotated = fields.size("rotary_dim", dim, high=dim)
-    # Newer transformers fill it in from rotary_dim.
+    # Newer versions of transformers derive it from rotary_dim.
     part = parameters.number("partial_rotary_factor", rotated / dim, high=1.0)
     if fields.get("rotary_dim", int(dim * part)) != int(dim * part):
         raise ModelError(f"rotary_dim and partial_rotary_factor={part} differ for heads of {dim} elements")

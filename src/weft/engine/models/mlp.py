@@ -1,4 +1,4 @@
-"""Feed-forward blocks for all tokens alike: the gated MLP, with split features or whole on all ranks."""
+"""Feed-forward blocks without routing: the gated MLP, with features split over ranks or whole on all."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from weft.stream.hidden import Hidden
 
 
 class FeedForward(Layer):
-    """The block after a decoder layer's attention. takes: the rows that it may read (`weft.stream.stream.Takes`)."""
+    """Block after a decoder layer's attention. takes: rows that it may read (`weft.stream.stream.Takes`)."""
 
     takes: tuple[Rows, ...] = (Rows.WORLD,)
 
     def beside(self, x: Hidden) -> Tensor | None:
-        """What it computes of rows before they travel in a format (`weft.stream.stream.Beside`)."""
+        """Compute values of the rows to send with them in another format (`weft.stream.stream.Beside`)."""
         return None
 
 
 class GatedMLP(FeedForward):
-    """down(silu(gate(x)) · up(x)), features split over the whole world, evenly or not; owes a sum over it.
-
-    limit: see `weft.engine.kernels.model_reference.gated`. score: a layer of one output; its sigmoid scales each row.
-    """
+    """down(silu(gate(x)) · up(x)), with features split over the world, evenly or not; owes a sum over it. limit: see
+    `weft.engine.kernels.model_reference.gated`. score: a layer of one output; its sigmoid scales each row."""
 
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
         super().__init__(path)
@@ -41,10 +39,10 @@ class GatedMLP(FeedForward):
 
 
 class WholeMLP(Layer):
-    """The gated MLP with all features on all ranks, for rows of either form (`weft.planner.experts`).
+    """Gated MLP with all features on all ranks, for both exchanges of rows (`weft.planner.experts`).
 
-    For rows that all ranks hold, a rank computes its own features' share: the result owes a sum over the world. For its
-    own rows it computes all features: complete. gate_up: rank by rank, the rank's features of gate, then of up.
+    For rows that all ranks hold, a rank computes its share of the features: the result owes a sum over the world. For
+    its own rows it computes all features: complete. gate_up: rank by rank, the rank's features of gate, then of up.
     """
 
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
@@ -74,5 +72,5 @@ class WholeMLP(Layer):
 
 
 def _score(x: Hidden, score: Linear | None) -> tuple[Tensor, Tensor] | None:
-    """The score, as `weft.engine.kernels.ops.gated` takes it."""
+    """Return the score in the form that `weft.engine.kernels.ops.gated` accepts."""
     return None if score is None else (x.require_complete(score.path), score.weight)

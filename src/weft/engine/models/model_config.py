@@ -1,4 +1,4 @@
-"""Model configs, and how config.json is read without skipping any field."""
+"""Model configs, and a reader of config.json that skips no field."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ HARMLESS = (
     | {"_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"}
     | {"aux_loss_alpha", "seq_aux", "router_jitter_noise", "pretraining_tp", "ep_size"}
 )
-"""Fields that may have any value, as they do not change the logits: names, a library's outputs, training."""
+"""Fields that may have any value, because they do not change the logits: names, a library's outputs, training."""
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS, MAX_NUMBER = 2**31 - 1, 4096, 16384, 1e30
-"""Limits of what a config may count: a larger one is a mistake, and would fill the memory before it is noticed."""
+"""Limits on the sizes in a config. A larger value is a mistake, and would fill the memory before it is noticed."""
 MAX_ROTATED, TINY = 2**16, 1e-30
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -45,28 +45,28 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "rope_scaling": {},
     "quantization_config": {"dequantize": False, "modules_to_convert": None, "expert_dtype": "fp8"},
 }
-"""Fields that transformers reads of the objects inside of any config and Weft does not, each with its default."""
+"""Fields of nested objects that transformers reads and Weft does not, each with its default."""
 
 
 class ModelError(ValueError):
-    """A model directory that cannot be served: one line that says what to do."""
+    """Model directory that cannot be served. The message is one line with a remedy."""
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's error; its class where it has no text."""
+    """Return the first line of a library's error, or its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
 
 
 class Fields:
-    """The fields of a JSON object of a checkpoint, such as config.json. A reader asks for those that it understands;
-    `finish` refuses the others, unless they cannot change what the model computes.
+    """Fields of a JSON object of a checkpoint, such as config.json. A reader asks for the fields that it supports;
+    `finish` rejects the others, unless they cannot change what the model computes.
 
-    Every method that reads raises ModelError, which names the field, for a value of a wrong type or out of range.
+    Methods that read raise ModelError, which names the field, for a value of a wrong type or out of range.
 
     Args:
         values: the object, with the `model_type` that errors name.
-        known: the fields that the model's definition reads, each with its default; None: any field may matter.
-        prefix: of the names in errors.
+        known: fields that the model's definition reads, each with its default; None: any field may matter.
+        prefix: prefix of field names in errors.
     """
 
     def __init__(self, values: Mapping[str, Any], known: Mapping[str, Any] | None = None, prefix: str = ""):
@@ -77,20 +77,20 @@ class Fields:
         self._sections: dict[str, Fields] = {}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field of any type, or the default where it is missing or null."""
+        """Return a field of any type, or the default if it is missing or null."""
         self._read.add(name)
         value = self._values.get(name)
         return default if value is None else value
 
     def need(self, name: str) -> Any:
-        """The field of any type. Raises ModelError where it is missing or null."""
+        """Return a field of any type. Raises ModelError if it is missing or null."""
         value = self.get(name)
         if value is None:
             raise ModelError(f"a config of model type {self.family!r} needs a value for {self._prefix + name!r}")
         return value
 
     def size(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
-        """A field that counts something, or the default. Without a default it is required."""
+        """Return an integer, or the default. Required without a default."""
         value = self.need(name) if default is None else self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self._wrong(name, f"an integer of {low} or more")
@@ -99,28 +99,28 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = MAX_NUMBER) -> float:
-        """A finite number, or the default. Without a default it is required."""
+        """Return a finite number, or the default. Required without a default."""
         value = self.need(name) if default is None else self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
             raise self._wrong(name, f"a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A field that is true or false, or the default."""
+        """Return a boolean, or the default."""
         value = self.get(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false")
         return value
 
     def items(self, name: str, kind: type[T], default: Sequence[T] | None = None) -> Sequence[T]:
-        """A list of values of one type, or the default. Without a default it is required."""
+        """Return a list of values of one type, or the default. Required without a default."""
         value = self.need(name) if default is None else self.get(name, default)
         if not isinstance(value, list | tuple) or any(type(each) is not kind for each in value):
             raise self._wrong(name, f"a list of {kind.__name__}")
         return value
 
     def only(self, name: str, *supported: Any) -> None:
-        """Reads a field of which some values are supported. A missing field and null are. Raises ModelError."""
+        """Read a field with a limited choice of values. Missing and null are accepted. Raises ModelError."""
         value = self.get(name)
         alike = (value == each and isinstance(value, bool) == isinstance(each, bool) for each in supported)
         if value is not None and not any(alike):
@@ -131,8 +131,8 @@ class Fields:
             )
 
     def section(self, name: str, **defaults: Any) -> Fields:
-        """The fields of an object inside of this one, empty where it is missing; `finish` includes them. defaults: of
-        fields that it lacks."""
+        """Return the fields of a nested object, empty if it is missing. `finish` includes them. defaults: values of
+        missing fields."""
         if name not in self._sections:
             value = self.get(name, {})
             if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
@@ -144,10 +144,8 @@ class Fields:
         return self._sections[name]
 
     def finish(self) -> list[str]:
-        """The names of fields that are ignored: they were not read, and the model's definition does not read them.
-
-        Raises ModelError for a field that was not read and may change what the model computes.
-        """
+        """Return the names of ignored fields: not read here, and not by the model's definition either. Raises
+        ModelError for an unread field that may change what the model computes."""
         ignored = []
         for name, value in self._values.items():
             if name in self._read or name in HARMLESS or value is None:
@@ -173,10 +171,11 @@ _SHOWN.maxstring = _SHOWN.maxother = 60
 
 @dataclass(frozen=True)
 class Storage:
-    """How a checkpoint may store weights, as `weft.engine.models.checkpoint.Checkpoint` takes it.
+    """Storage formats of a checkpoint's weights (see `weft.engine.models.checkpoint.Checkpoint`).
 
-    plain: modules that are not in FP8, as config.json lists them: names, parts of names between dots, or patterns with
-    `*`.
+    Args:
+        plain: modules that are not in FP8, as config.json lists them: names, parts of names between dots, or patterns
+            with `*`.
     """
 
     float8_block: tuple[int, int] | None = None
@@ -184,38 +183,38 @@ class Storage:
     plain: tuple[str, ...] = ()
 
     def in_float8(self, name: str) -> bool:
-        """Whether products with the weight may be computed in FP8: 128 × 128 blocks, and not listed as plain."""
+        """Check if products with the weight can be computed in FP8: stored in 128 × 128 blocks, and not plain."""
         module = f".{name.removesuffix('.weight')}."
         return self.float8_block == (128, 128) and not _pattern(self.plain).match(module)
 
 
 @cache  # a checkpoint names thousands of experts
 def _pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
-    """Of modules `.a.b.c.` that one of `Storage.plain` names."""
+    """Return a pattern of the modules `.a.b.c.` that one of `Storage.plain` names."""
     return re.compile("|".join(translate(f"*.{name}.*") for name in plain) or r"(?!)")
 
 
 @dataclass(frozen=True)
 class ModelConfig(ABC):
-    """The fields that all families have; each family adds its own. Widths are in elements.
+    """Fields that all families have; each family adds its own. Widths are in elements.
 
-    norms_less_one: norms store their weights minus one.
-    prefix: of the decoder's weights.
-    spares: prefixes of tensors that the model does not use, of drafts and pictures.
-    family: its model type in the registry.
-    max_position: maximum tokens of a sequence.
-    dtype: the checkpoint's.
-    rope: the rotary embedding of queries and keys, where a layer names no other.
-    storage: of the weights.
-    ignored: fields of config.json that cannot change what the model computes.
+    Args:
+        norms_less_one: norms store their weights minus one.
+        prefix: prefix of the decoder's weights.
+        spares: prefixes of tensors that the model does not use, such as drafts and vision towers.
+        family: model type in the registry.
+        max_position: maximum tokens of a sequence.
+        dtype: dtype of the checkpoint.
+        rope: rotary embedding of queries and keys, unless a layer names another.
+        storage: storage format of the weights.
+        ignored: fields of config.json that cannot change what the model computes.
 
-    The layout sets these; config.json does not have them:
-    split_vocabulary: embedding and head are split over attn_tp by tokens of the vocabulary.
-    replicate_queries: each rank of a dcp group computes the queries of all ranks.
-    experts: the forms in which mixtures of experts may take their rows (`weft.planner.experts`).
-    float8: products with weights that are stored in FP8 are computed in FP8 (`weft.engine.models.products`); otherwise
-    the
-        weights are dequantised.
+    The layout sets these fields; config.json does not have them:
+        split_vocabulary: shard embedding and head over attn_tp by tokens of the vocabulary.
+        replicate_queries: each rank of a dcp group computes the queries of all its ranks.
+        experts: allowed exchanges of rows for mixtures of experts (`weft.planner.experts`).
+        float8: compute products with FP8 weights in FP8 (`weft.engine.models.products`) instead of dequantising the
+            weights.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -243,13 +242,12 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def build(self, b: Builder) -> LanguageModel:
-        """The model on one rank, with unfilled weights. Raises LayoutError where it does not divide over the layout."""
+        """Build one rank's model with unfilled weights. Raises LayoutError if it does not divide over the layout."""
 
 
 class LanguageModel(Layer):
-    """A model on one rank. forward: (stream, batch, caches) → logits `[S, vocabulary]` of the sampled rows, or of this
-    rank's share of the vocabulary where it is split.
-    """
+    """Model on one rank. forward: (stream, batch, caches) → logits `[S, vocabulary]` of the sampled rows, or this
+    rank's share of a split vocabulary."""
 
     config: ModelConfig
     embed: Embedding
@@ -263,11 +261,13 @@ def common_fields(
     rope: Rope | None = None,
     eps: float | None = None,
 ) -> dict[str, Any]:
-    """ModelConfig's own fields. Raises ModelError.
+    """Read the fields of ModelConfig itself. Raises ModelError.
 
-    rope_dim: number of a head's elements that are rotated; None: all. interleaved: as `Rope`.
-    rope: for a family that does not read it from `rope_parameters`.
-    eps: of the norms, where a config may leave it out.
+    Args:
+        rope_dim: number of a head's elements that are rotated; None: all.
+        interleaved: as in `Rope`.
+        rope: rotary embedding of a family that does not read it from `rope_parameters`.
+        eps: default of the norms' epsilon.
     """
     fields.only("hidden_act", "silu")
     fields.only("is_encoder_decoder", False)
@@ -302,14 +302,14 @@ def common_fields(
 
 
 def tokens(fields: Fields, name: str) -> tuple[int, ...]:
-    """A field that holds a token, a list of tokens, or nothing. Raises ModelError."""
+    """Return a field that holds a token, a list of tokens, or nothing. Raises ModelError."""
     if isinstance(fields.get(name, ()), list | tuple):
         return tuple(fields.items(name, int, ()))
     return (fields.size(name, low=-MAX_SIZE),)
 
 
 def full_attention(fields: Fields) -> None:
-    """Reads the kinds of layers of a family that has full attention alone. Raises ModelError for another kind."""
+    """Read the layer types of a family with full attention only. Raises ModelError for another type."""
     for kind in fields.items("layer_types", str, ()):
         if kind != "full_attention":
             raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: full_attention")
@@ -332,18 +332,15 @@ def _storage(fields: Fields) -> Storage:
         )
     method.only("activation_scheme", "dynamic")
     method.only("fmt", "e4m3", "float8_e4m3fn")
-    method.only("scale_fmt", "float", "ue8m0")  # scales are read in the dtype that they are stored in
+    method.only("scale_fmt", "float", "ue8m0")  # scales are read in their stored dtype
     return Storage(float8_block=(block[0], block[1]), plain=plain)
 
 
 def rope_of(
     parameters: Fields, dim: int, max_position: int, interleaved: bool = False, part: float | None = None
 ) -> Rope:
-    """The rotary embedding of a section of parameters, as transformers names them.
-
-    dim: elements of a head that are rotated. part: of a head, where the family reads `partial_rotary_factor`.
-    Raises ModelError.
-    """
+    """Return the rotary embedding of a section of parameters in transformers' names. Raises ModelError. dim: elements
+    of a head that are rotated. part: their fraction, if the family reads `partial_rotary_factor`."""
     kind = parameters.get("type", "default")
     kind = parameters.get("rope_type", kind)
     if not isinstance(kind, str) or kind not in ROPES:
@@ -364,7 +361,7 @@ def rope_of(
     rope = Rope(found, dim, max_position, interleaved)
     try:
         finite = all(bool(torch.as_tensor(each).isfinite().all()) for each in rope.frequencies())
-    except Exception as error:  # of a parameter that is missing, or of a division by zero
+    except Exception as error:  # a missing parameter, or a division by zero
         raise ModelError(f"rope parameters {found} cannot be used: {type(error).__name__}: {error}") from error
     if not finite:
         raise ModelError(f"rope parameters {found} cannot be used: not all frequencies are finite")

@@ -1,4 +1,4 @@
-"""The mixture of experts, with the shared expert of some models."""
+"""Mixture of experts, with the shared expert of some models."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ class Experts(Layer):
     """Routed experts: whole experts over `ep`, their inner features over `moe_tp`.
 
     Rows are gathered or dispatched (`weft.planner.experts`). For rows that all ranks hold, the result owes a sum over
-    ep and moe_tp, the world. A rank's own rows are dispatched to the ranks of their experts and back: complete.
+    ep and moe_tp, which is the world. A rank's own rows are dispatched to the ranks of their experts and back:
+    complete.
 
-    layout: as `ExpertStorage`. limit, alpha: as `weft.engine.kernels.model_reference.gated` takes them.
-    bias: products have biases; only the first rank of moe_tp adds the last one, so that the sum holds it once.
+    Args:
+        layout: as in `ExpertStorage`.
+        limit, alpha: as in `weft.engine.kernels.model_reference.gated`.
+        bias: products have biases. Only the first rank of moe_tp adds the last one, so that the sum holds it once.
 
-    Both products are in FP8, or neither. The constructor raises LayoutError where the split leaves sizes that grouped
-    products do not take.
+    Both products are in FP8, or neither. Raises LayoutError for sizes that grouped products do not support.
     """
 
     gate_up: nn.Parameter
@@ -82,10 +84,8 @@ class Experts(Layer):
                 self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (experts, width), (mine,))]
 
     def forward(self, x: Hidden, router: Router, shared: Callable[[], Hidden] | None = None) -> Hidden:
-        """The sum over the experts that the router chooses for x, complete rows.
-
-        Rows after x's live ones are undefined. shared: makes a term of the sum, which is overwritten.
-        """
+        """Return the sum over the experts that the router chooses for x, complete rows. Rows after x's live ones are
+        undefined. shared: computes another term of the sum, which is overwritten."""
         if self._dispatches(x):
             assert x.exchanges is not None
             added, wait = beside(shared, x.value) if shared else (None, nothing)
@@ -109,7 +109,7 @@ class Experts(Layer):
         return Hidden(out, placement, x.mesh, self.path)
 
     def _sum_of_chosen(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
-        """The sum over this rank's experts for rows; expert: counted over all ranks, −1 for none."""
+        """Return the sum over this rank's experts. expert: counted over all ranks, −1 for none."""
         return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, bool(self.units)))
 
     def _sum(
@@ -120,8 +120,8 @@ class Experts(Layer):
         added: Tensor | None = None,
         wait: Callable[[], None] = nothing,
     ) -> Tensor:
-        """The sum over this rank's experts for rows, of like's dtype; added: a term of it, overwritten with it, which
-        may be read once wait was called."""
+        """Return the sum over this rank's experts, of like's dtype. added: another term, overwritten by the result; it
+        may be read after a call of `wait`."""
         return ops.experts(
             x,
             chosen,
@@ -137,11 +137,11 @@ class Experts(Layer):
         )
 
     def _dispatches(self, x: Hidden) -> bool:
-        """Whether the rows are this rank's own, to be dispatched to their experts."""
+        """Check if the rows are this rank's own, to be dispatched to their experts."""
         return x.exchanges is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
 
     def _world_rows(self, x: Hidden) -> Tensor | Fp8Rows:
-        """The rows, if they are complete and all ranks hold the same; else PlacementError."""
+        """Return the rows if they are complete and equal on all ranks; else raise PlacementError."""
         taken = x.taken(self.declared("gate_up"), self.path)
         if not x.mesh.same_rows(x.placement.rows, "world"):
             wanted = x.mesh.placement(Rows.WORLD)
@@ -151,11 +151,14 @@ class Experts(Layer):
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts. Raises ModelError where its routing cannot choose among so many experts.
+    """Mixture of experts. Raises ModelError for a routing that cannot choose among `experts`.
 
-    inner: inner features of each expert. shared: of the shared expert; 0: there is none. shared_gate: it has a sigmoid
-    gate. limit, shared_limit, alpha: of the routed experts and of the shared one, as
-    `weft.engine.kernels.model_reference.gated` takes them. bias: the routed experts' products have biases.
+    Args:
+        inner: inner features of each expert.
+        shared: inner features of the shared expert; 0: there is none.
+        shared_gate: the shared expert has a sigmoid gate.
+        limit, shared_limit, alpha: limits and alpha of `weft.engine.kernels.model_reference.gated`, routed and shared.
+        bias: the routed experts' products have biases.
     """
 
     experts: int
@@ -174,10 +177,11 @@ class MoEConfig:
 
 
 class SparseMoE(FeedForward):
-    """Router, routed experts and, where the model has one, a shared expert for all tokens.
+    """Router, routed experts and an optional shared expert for all tokens.
 
-    takes: the rows that it may read, by the builder's `experts`: WORLD to gather, OWN to dispatch, or either
-    (`weft.planner.experts`). A shared expert that may get either is whole on all ranks.
+    Attributes:
+        takes: rows that it may read, by the builder's `experts`: WORLD to gather, OWN to dispatch, or either
+            (`weft.planner.experts`). With either, a shared expert is whole on all ranks.
     """
 
     def __init__(self, b: Builder, path: str, width: int, c: MoEConfig):
@@ -203,7 +207,9 @@ class SparseMoE(FeedForward):
 
     def _of_shared(self, x: Hidden) -> Hidden:
         assert self.shared is not None
-        if self.shared_gate is None or stream_ops.on_gpu(x.value):  # there the gate's score needs no kernel of its own
+        if self.shared_gate is None or stream_ops.on_gpu(
+            x.value
+        ):  # on GPUs the gate's score needs no kernel of its own
             return self.shared(x, self.shared_gate)
         score: Hidden = self.shared_gate(x).elementwise(torch.sigmoid, self.shared_gate.path)
         return self.shared(x).scale(score)

@@ -1,8 +1,8 @@
-"""Products with weights, and weights that stay in FP8, as their checkpoint has them.
+"""Products with weights, including weights that stay in FP8.
 
-A rank's slice of a weight may cut the checkpoint's blocks. Its scales are then repeated for smaller blocks, with sides
-that divide a block's sides and all borders of slices, so that no value changes. Rows of activations are quantised by
-groups of as many columns. There must be MIN_COLUMNS or more of them, else LayoutError names the weight.
+A rank's slice may cut the checkpoint's blocks. Then scales are repeated for smaller blocks, with sides that divide the
+block and the offsets of the slice, so that no value changes. Activations are quantised in groups of the same number of
+columns. Fewer than MIN_COLUMNS raise LayoutError, which names the weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK, MIN_COLUMNS = 128, 32
 
 
 def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
-    """(rows, columns) of a weight of so many dimensions that share a scale. Raises LayoutError."""
+    """Return the (rows, columns) of a weight that share a scale. dims: dimensions of the weight. Raises LayoutError."""
     rows = columns = BLOCK
     for source in sources:
         at = source.at[dims - 2] if len(source.at) > dims - 2 else slice(0)
@@ -40,10 +40,8 @@ def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
 def product(
     x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, out: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """x Wᵀ + bias, into out, or a new tensor of like's dtype where out is None.
-
-    x: `[rows, inputs]`, in FP8 only where the weight is. weight: `[outputs, inputs]`. bias: `[outputs]`.
-    """
+    """Return x Wᵀ + bias in out, or in a new tensor of like's dtype. x: `[rows, inputs]`, in FP8 only if the weight is.
+    weight: `[outputs, inputs]`. bias: `[outputs]`."""
     if not isinstance(weight, Fp8Weight):
         assert isinstance(x, Tensor), "rows in FP8 are for products with weights in FP8"
         return ops.linear(x, weight, out, bias)
@@ -55,7 +53,7 @@ def product(
 def product_or_partials(
     x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, like: Tensor, bias: Tensor | None = None
 ) -> Tensor | SplitKPartials:
-    """`product`, or its parts where a GPU computes it in parts, for a next kernel that adds them."""
+    """Return `product`, or its split-K partials if the next kernel is to sum them."""
     if isinstance(x, Tensor) and not isinstance(weight, Fp8Weight):
         return ops.linear_or_partials(x, weight, bias)
     return product(x, weight, like, None, bias)

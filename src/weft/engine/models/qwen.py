@@ -15,9 +15,8 @@ from weft.engine.models.routing import Routing
 
 @dataclass(frozen=True)
 class QwenConfig(DecoderConfig):
-    """Widths in elements. bias: of query, key and value; output_bias: of attention's output; head_norms: queries and
-    keys are normalised head by head. moe_layers: layers with experts (`moe`) instead of an MLP.
-    """
+    """Widths in elements. bias: biases of query, key and value. output_bias: bias of attention's output. head_norms:
+    norms of queries and keys per head. moe_layers: layers with experts (`moe`) instead of an MLP."""
 
     bias: bool
     output_bias: bool
@@ -40,9 +39,9 @@ class QwenConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> QwenConfig:
-    """Reads the config of all of them; `_moe` in the name of the family says that it has experts. Raises ModelError."""
+    """Read a config of any of these; `_moe` in the model type means experts. Raises ModelError."""
     fields.only("use_sliding_window", False)
-    fields.get("sliding_window"), fields.get("max_window_layers")  # of no effect without use_sliding_window
+    fields.get("sliding_window"), fields.get("max_window_layers")  # no effect without use_sliding_window
     layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS))
     full_attention(fields)
     qwen3, has_experts = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")

@@ -1,4 +1,4 @@
-"""Qwen3.5-MoE, its text part: layers of Gated DeltaNet and of gated attention, all with experts and a shared one."""
+"""Text part of Qwen3.5-MoE: layers of Gated DeltaNet and of gated attention, all with experts and a shared one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FULL, LINEAR = "full_attention", "linear_attention"
 
 @dataclass(frozen=True)
 class Qwen35Config(DecoderConfig):
-    """kinds: of each layer. heads: of full attention; delta: of linear attention; moe: of every layer."""
+    """kinds: one per layer. heads: heads of full attention. delta: heads of linear attention. moe: shared by all
+    layers."""
 
     norms_less_one: ClassVar[bool] = True
     prefix: ClassVar[str] = "model.language_model"
@@ -40,7 +41,7 @@ class Qwen35Config(DecoderConfig):
 
 
 def read(whole: Fields) -> Qwen35Config:
-    """Reads a published config, of text and pictures, as a model of text alone. Raises ModelError."""
+    """Read a published config, of text and pictures, as a text-only model. Raises ModelError."""
     for name in ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
         whole.get(name)
     whole.only("language_model_only", False, True)
@@ -51,11 +52,10 @@ def read(whole: Fields) -> Qwen35Config:
 
 
 def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False) -> Qwen35Config:
-    """Reads the fields of the text's part. qwen3_next: checkpoints have DeltaNet's projections by key heads, and each
-    expert by itself. Raises ModelError.
-    """
+    """Read the fields of the text part. Raises ModelError. qwen3_next: checkpoints group DeltaNet's projections by key
+    head, and store experts one by one."""
     fields.get("mtp_num_hidden_layers"), fields.get("mtp_use_dedicated_embeddings")  # draft layers, which are not run
-    fields.get("intermediate_size")  # of layers without experts, of which there are none
+    fields.get("intermediate_size")  # for layers without experts, which do not occur
     fields.only("tie_word_embeddings", False)
     fields.only("mlp_only_layers", [])
     fields.only("decoder_sparse_step", 1)
@@ -70,7 +70,7 @@ def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False
     parameters = fields.section("rope_parameters")
     part = parameters.number("partial_rotary_factor", fields.number("partial_rotary_factor", 0.25), high=1.0)
     fields.only("partial_rotary_factor", part)
-    for name in ("mrope_section", "mrope_interleaved"):  # of text alone, all three positions are one
+    for name in ("mrope_section", "mrope_interleaved"):  # for text, all three positions are equal
         parameters.get(name)
     dim = fields.size("head_dim")
     rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)

@@ -1,4 +1,4 @@
-"""Qwen3-Next: the layers of Qwen3.5-MoE, which came after it, under other names."""
+"""Qwen3-Next: the layers of Qwen3.5-MoE, its successor, under other names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.engine.models.qwen35 import Qwen35Config, read_text
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(Qwen35Config):
-    """A model of text alone."""
+    """Text-only model."""
 
     prefix: ClassVar[str] = "model"
 
 
 def read(fields: Fields) -> Qwen35Config:
-    """Reads a config of Qwen3-Next or Qwen3-Coder-Next. Raises ModelError."""
+    """Read a config of Qwen3-Next or Qwen3-Coder-Next. Raises ModelError."""
     return read_text(fields, Qwen3NextConfig, qwen3_next=True)

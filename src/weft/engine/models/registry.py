@@ -1,4 +1,4 @@
-"""The registry of model families: one line each, and those that plugins add."""
+"""Registry of model families: one line each, including plugins' families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.engine.models.model_config import HARMLESS, MAX_LAYERS, Fields, ModelC
 from weft.plugins import PluginError, load_plugins
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
-"""For each model type of config.json the reader of its fields. Its config builds the family's model."""
+"""Readers of config.json by model type. The config that a reader returns builds the family's model."""
 
 FAMILIES: Registry = MappingProxyType(
     {
@@ -48,17 +48,17 @@ FAMILIES: Registry = MappingProxyType(
 )
 
 MAX_REASON = 400
-"""Characters of transformers' errors, which may hold the whole value."""
+"""Maximum characters of transformers' errors, which may include the whole value."""
 
 AS_PUBLISHED = frozenset({"step3p5", "qwen3_5_moe"})
-"""Types with a config.json that is read as it is: transformers' class for them silently drops fields."""
+"""Types that are read from config.json as it is, because transformers' class silently drops fields."""
 
 IN_TRANSFORMERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 """Types that transformers knows by another name."""
 
 
 def registry(plugins: Sequence[str] = ()) -> Registry:
-    """The families of Weft and of the `FAMILIES` of plugins (`weft.plugins`). Raises ModelError."""
+    """Return the families of Weft and of plugins' `FAMILIES` (`weft.plugins`). Raises ModelError."""
     known = dict(FAMILIES)
     try:
         modules = list(load_plugins(plugins))
@@ -75,11 +75,8 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
 
 
 def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
-    """Reads config.json, or a GGUF file's metadata. num_layers: the model has the first so many layers only.
-
-    Raises ModelError for a missing directory, a model type that is not among the families, or a field that the family
-    does not understand.
-    """
+    """Read config.json, or a GGUF file's metadata. num_layers: truncate the model to its first layers. Raises
+    ModelError for a missing directory, an unknown model type, or a field that the family does not support."""
     if (why := no_model(model_dir)) is not None:
         raise ModelError(why)
     path = config_file(model_dir)
@@ -87,7 +84,7 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
     try:
         if num_layers is not None:
             values = deepcopy(values)
-            text = values.get("text_config", values)  # of models that see pictures too
+            text = values.get("text_config", values)  # multimodal models
             there = Fields({"model_type": None, **text}).size("num_hidden_layers", high=MAX_LAYERS)
             if num_layers > there:
                 raise ModelError(f"{num_layers} layers were asked for; there are {there}")
@@ -97,23 +94,23 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
         return read_config(values, families)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    except Exception as error:  # any error of values of a wrong type, or of a plugin
+    except Exception as error:  # any error from values of a wrong type, or from a plugin
         plugin = plugin_line(error, families.get(str(values.get("model_type"))))
         what = f"{plugin} does not read {path}" if plugin else f"{path} cannot be understood"
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
 
 def _values(path: Path) -> dict[str, Any]:
-    """The fields of a config.json, or of the metadata of a GGUF file. Raises ModelError."""
+    """Return the fields of a config.json or of a GGUF file's metadata. Raises ModelError."""
     if is_gguf(path):
-        from weft.engine.models.gguf_file import GgufFile  # an extra brings its package
+        from weft.engine.models.gguf_file import GgufFile  # the package is an optional dependency
 
         return GgufFile(path).values()
     return read_json(path)
 
 
 def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> ModelConfig:
-    """`load_config` from the values of config.json. transformers fills in defaults and old names of the types it
+    """Read the values of a config.json. transformers fills in defaults and renames old fields of the types that it
     knows."""
     if "model_type" not in values:
         raise ModelError("config.json has no model_type, which names the family")
@@ -137,9 +134,11 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
 
 
 def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The values of a config with transformers' defaults and names. Raises ModelError, which names the field."""
+    """Return a config with transformers' defaults and names. Raises ModelError, which names the field."""
     given = {name: value for name, value in values.items() if name not in HARMLESS or name in ("dtype", "torch_dtype")}
-    Fields({**given, "model_type": kind}).size("num_hidden_layers", 1, high=MAX_LAYERS)  # lists are filled for each
+    Fields({**given, "model_type": kind}).size(
+        "num_hidden_layers", 1, high=MAX_LAYERS
+    )  # transformers fills lists per layer
 
     def fill(leave_out: str = "") -> dict[str, Any]:
         kept = {name: value for name, value in given.items() if name != leave_out}
@@ -153,7 +152,7 @@ def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
     try:
         return fill()
-    except Exception as error:  # its checks raise errors of many classes, of which not all name the field
+    except Exception as error:  # its checks raise many classes of errors, and some do not name the field
         why = shorten(str(error), MAX_REASON) or type(error).__name__
         if not any(f"'{name}'" in why or f"`{name}`" in why for name in given):
             why = f"{next(filter(is_wrong, given), 'several fields')}: {why}"
@@ -161,7 +160,7 @@ def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _nearest(kind: str, values: Mapping[str, Any], families: Registry) -> str:
-    """The family that is nearest by the name of the model type, or else by that of the architecture, in brackets."""
+    """Return the family with the nearest model type, or else the nearest architecture, in brackets."""
     for name in get_close_matches(kind, families, n=1):
         return f" (nearest by name: {name!r})"
     plain = {family.replace("_", ""): family for family in families}
@@ -172,10 +171,8 @@ def _nearest(kind: str, values: Mapping[str, Any], families: Registry) -> str:
 
 
 def plugin_line(error: Exception, at: Any) -> str | None:
-    """The line of a plugin at which an error was raised, or which called the code that did. None for Weft's own code.
-
-    at: the called object, a plugin's or Weft's own: the reader of a family, or the class of its config.
-    """
+    """Return the line of a plugin that raised an error, or called the code that did; None for Weft's own code. at: the
+    called object: a family's reader, or the class of its config."""
     module = sys.modules.get(getattr(at, "__module__", ""))
     if module is None or module.__name__.startswith("weft."):
         return None

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864): its frequencies, and how it rotates queries and keys."""
+"""Rotary position embedding (arXiv 2104.09864): frequencies and tables."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ ROPES: Mapping[str, frozenset[str]] = {
     "llama3": _STRETCHED | {"low_freq_factor", "high_freq_factor"},
     "yarn": _STRETCHED | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"},
 }
-"""The kinds with frequencies that do not depend on the sequence's length, and the parameters that each understands."""
+"""Types with frequencies that do not depend on the sequence's length, and the parameters of each."""
 
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary position embedding, as config.json describes it.
+    """Rotary position embedding, as config.json describes it.
 
-    parameters: as transformers names them (`rope_parameters`).
-    dim: number of a head's elements that are rotated: the first ones.
-    interleaved: an angle rotates two neighbouring elements (DeepSeek), else an element of each half (most checkpoints).
+    Args:
+        parameters: in transformers' names (`rope_parameters`).
+        dim: number of a head's first elements that are rotated.
+        interleaved: rotate neighbouring elements (DeepSeek) instead of pairs across halves (most checkpoints).
     """
 
     parameters: Mapping[str, Any]
@@ -41,12 +42,12 @@ class Rope:
     interleaved: bool = False
 
     def attention_scale(self) -> float:
-        """The factor of attention's scores in DeepSeek's models with YaRN (arXiv 2309.00071)."""
+        """Return the factor of attention's scores in DeepSeek's models with YaRN (arXiv 2309.00071)."""
         all_dim, factor = self.parameters.get("mscale_all_dim") or 0.0, self.parameters.get("factor") or 1.0
         return (0.1 * all_dim * math.log(factor) + 1.0) ** 2 if factor > 1 else 1.0
 
     def frequencies(self) -> tuple[Tensor, float]:
-        """(inverse frequencies float32 `[dim / 2]`, factor on cos and sin), as transformers computes them."""
+        """Return (inverse frequencies float32 `[dim / 2]`, factor on cos and sin), as transformers computes them."""
         base = self.parameters["rope_theta"]
         kind = self.parameters.get("rope_type", "default")
         if kind == "default":
@@ -58,7 +59,7 @@ class Rope:
 
 
 class Rotary(nn.Module):
-    """Makes the tables of a step's positions."""
+    """Factory of the tables of a step's positions."""
 
     def __init__(self, rope: Rope, device: torch.device):
         super().__init__()
@@ -66,14 +67,14 @@ class Rotary(nn.Module):
         self.inverse, self.interleaved = inverse.to(device), rope.interleaved
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> RotaryTable:
-        """cos and sin for int64 positions `[T]`."""
+        """Return cos and sin for int64 positions `[T]`."""
         cos, sin = cos_sin(positions, self.inverse, self.factor, dtype, self.interleaved)
         return RotaryTable(cos, sin, self.interleaved)
 
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """cos, sin: `[T, 1, dim]`. interleaved: as `Rope`."""
+    """cos, sin: `[T, 1, dim]`. interleaved: as in `Rope`."""
 
     cos: Tensor
     sin: Tensor
@@ -81,7 +82,7 @@ class RotaryTable:
 
     @cached_property
     def halves(self) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, dim / 2]`, of each pair of elements that is rotated once: for all layers of a step."""
+        """cos and sin `[T, dim / 2]`, one entry per rotated pair, computed once for all layers of a step."""
         cos, sin = self.cos[:, 0], self.sin[:, 0]
         if self.interleaved:
             return cos[:, ::2].contiguous(), sin[:, ::2].contiguous()
@@ -89,7 +90,7 @@ class RotaryTable:
         return cos[:, :half], sin[:, :half]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotates the first `dim` elements of x `[T, heads, at least dim]`."""
+        """Rotate the first `dim` elements of x `[T, heads, at least dim]`."""
         rotary_dim = self.cos.shape[-1]
         if rotary_dim < x.shape[-1]:
             return torch.cat((self(x[..., :rotary_dim]), x[..., rotary_dim:]), dim=-1)

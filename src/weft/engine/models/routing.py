@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, and with what weight, as in published models."""
+"""Routers: the choice of each token's experts and their weights, as in published models."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from weft.stream.hidden import Hidden
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How k experts are chosen by their scores, which are a softmax or a sigmoid of the router's logits in float32.
+    """Choice of k experts by their scores: a softmax or a sigmoid of the router's logits in float32.
 
-    groups: number of groups of consecutive experts. A token's experts are in its best `top_groups` groups; a group's
-        score is the sum of its best `group_best` experts' scores. (DeepSeek-V2: one, arXiv 2405.04434; V3: two, arXiv
-        2412.19437.)
-    bias: a learnt bias of each expert is added to its score to choose experts, but not to weigh them.
-    offset: a learnt bias is part of the logits.
-    renormalise: the chosen experts' weights are divided by their sum, then multiplied by `scale`.
-    wide: the logits themselves are computed in float32.
+    Args:
+        groups: number of groups of consecutive experts. A token's experts are in its best `top_groups` groups.
+        group_best: number of a group's best scores that are summed to rank it (DeepSeek-V2: 1, arXiv 2405.04434; V3: 2,
+            arXiv 2412.19437).
+        bias: add a learnt bias to each score to choose experts, but not to weight them.
+        offset: add a learnt bias to the logits.
+        renormalise: divide the chosen weights by their sum, then multiply them by `scale`.
+        wide: compute the logits themselves in float32.
     """
 
     k: int
@@ -41,7 +42,7 @@ class Routing:
     offset: bool = False
 
     def check(self, experts: int) -> None:
-        """Raises ModelError where k of so many experts cannot be chosen by it."""
+        """Raise ModelError if this routing cannot choose among `experts`."""
         if experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ModelError(
                 f"topk_group={self.top_groups} of n_group={self.groups} cannot be chosen: {experts} experts need equal "
@@ -57,7 +58,7 @@ class Routing:
 
 
 class Router(Linear):
-    """Scores all experts for each token, and chooses. bias: the name of the experts' biases; empty: the default."""
+    """Scores all experts for each token, and chooses. bias: name of the experts' biases; empty: the default."""
 
     def __init__(self, b: Builder, path: str, width: int, experts: int, routing: Routing, bias: str = ""):
         super().__init__(b, path, width, experts, plain=True)
@@ -71,21 +72,22 @@ class Router(Linear):
             self.sources["bias"] = [Source(bias or f"{path}.e_score_correction_bias", (experts,), (slice(None),))]
 
     def logits(self, x: Hidden) -> Tensor | SplitKPartials:
-        """`[T, E]`, in x's dtype or, where the routing is wide, in float32; on GPUs perhaps its parts."""
+        """Return logits `[T, E]`, in x's dtype, or in float32 if the routing is wide; on GPUs maybe as split-K
+        partials."""
         value = x.require_complete(self.path)
         return ops.linear_or_partials(value, self.weight, self.offset, torch.float32 if self.routing.wide else None)
 
     def choose(self, x: Hidden) -> tuple[Tensor, Tensor]:
-        """(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`; on GPUs −1 for padding rows)."""
+        """Return (weight float32 `[T, k]`, expert int32 or int64 `[T, k]`; on GPUs −1 for padding rows)."""
         return ops.choose(self.logits(x), self.routing, x.live, bias=self.bias)
 
     def beside(self, x: Hidden) -> Tensor:
-        """The chosen experts and weights of x as int32 `[T, 2k]`, to travel beside rows
+        """Return the chosen experts and weights of x as int32 `[T, 2k]`, to send with rows
         (`weft.stream.stream.Beside`)."""
         weight, expert = self.choose(x)
         return torch.cat((weight.view(torch.int32), expert.int()), dim=1)
 
     def listed(self, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """(weight float32, expert int32 `[T, k]`) of rows that have travelled."""
+        """Return (weight float32, expert int32 `[T, k]`) of received rows."""
         weight, expert = beside.split(self.routing.k, dim=1)
         return weight.contiguous().view(torch.float32), expert.contiguous()

@@ -1,4 +1,4 @@
-"""Sources of weights: a slice of a checkpoint's tensor, and how the tensor is stored if not as it is used."""
+"""Sources of weights: a slice of a checkpoint's tensor, and the views between its stored form and its use."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 Slices = tuple[slice, ...]
-"""A slice with a start, a stop and step 1 for every dimension."""
+"""Slices with a start, a stop and step 1, one per dimension."""
 
 
 class View(Protocol):
-    """One difference between a tensor as it is used and as it is stored.
-
-    unit: up to so many rows that begin at a multiple of it are consecutive in the stored tensor, too, and begin there
-    at a multiple of it; 0: any number of rows.
-    """
+    """One difference between a tensor in use and its stored form. unit: maximum number of rows, from a multiple of it
+    on, that are consecutive in the stored tensor too and begin at a multiple of it there; 0: no limit."""
 
     @property
     def unit(self) -> int: ...
 
     def stored(self, shape: Shape, take: Slices) -> tuple[Shape, Slices]:
-        """The stored tensor's shape, and its slice for the used tensor's slice `take`."""
+        """Return the stored tensor's shape, and its slice for the used tensor's slice `take`."""
 
     def restore(self, part: Tensor) -> Tensor:
-        """The used tensor's slice from the stored one's."""
+        """Return the used tensor's slice from the stored one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,7 @@ class Transposed:
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Stored with others of its shape, the index-th of `count`: all experts of a layer in one tensor."""
+    """Stored with others of its shape, at `index` of `count`: all experts of a layer in one tensor."""
 
     unit: ClassVar[int] = 0
     index: int
@@ -60,10 +57,8 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Stored with others along its first dimension, which has `total` elements: every `step`-th of them from `start`.
-
-    Gate and up are stored side by side, or alternate.
-    """
+    """Stored with others along a first dimension of `total` elements: every `step`-th of them from `start`. Gate and up
+    are stored side by side, or alternate."""
 
     start: int
     total: int
@@ -83,9 +78,8 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class PartOfGroups:
-    """Stored with others group by group: of every `stride` rows, the `size` rows from `start` on. A slice is of whole
-    groups, or lies in one.
-    """
+    """Stored with others group by group: `size` rows from `start` on, of every `stride` rows. A slice is of whole
+    groups, or lies in one."""
 
     start: int
     size: int
@@ -127,11 +121,9 @@ class LessOne:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a part of a weight: tensor `name` of the checkpoint, of `shape`, cut by `take`, goes to `at`.
-
-    take: may omit dimensions at the end, which are taken whole. views: from the tensor as it is used, which shape and
-    take describe, to the tensor as it is stored.
-    """
+    """Source of a part of a weight: tensor `name` of the checkpoint, of `shape`, sliced by `take`, goes to `at`. take:
+    may omit trailing dimensions, which are read whole. views: from the tensor in use, which shape and take describe, to
+    its stored form."""
 
     name: str
     shape: Shape
@@ -141,19 +133,19 @@ class Source:
 
     @property
     def used(self) -> Slices:
-        """`take`, with every dimension's start and stop."""
+        """`take`, with a start and stop for every dimension."""
         takes = (*self.take, *[slice(None)] * (len(self.shape) - len(self.take)))
         return tuple(slice(*take.indices(size)) for take, size in zip(takes, self.shape, strict=True))
 
     def stored(self) -> tuple[Shape, Slices]:
-        """The stored tensor's shape, and the slice of it to read."""
+        """Shape of the stored tensor, and the slice of it to read."""
         shape, take = self.shape, self.used
         for view in self.views:
             shape, take = view.stored(shape, take)
         return shape, take
 
     def restore(self, part: Tensor) -> Tensor:
-        """The used tensor's slice, from the stored slice."""
+        """Return the used tensor's slice from the stored one."""
         for view in reversed(self.views):
             part = view.restore(part)
         return part

@@ -1,4 +1,4 @@
-"""Step-3.5-Flash: full attention and windows alternate; heads have gates, norms are about one; a shared expert."""
+"""Step-3.5-Flash: alternating full and window attention, gates on heads, norms around one, a shared expert."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ EXPERT_STORAGE = ExpertStorage("moe.gate", "moe.router_bias", "moe", "stacked", 
 
 @dataclass(frozen=True)
 class StepConfig(DecoderConfig):
-    """Widths in elements. heads, moe: of each layer. rope_of_layer: which of `ropes` rotates it. moe_layers: those with
-    experts; the others have an MLP instead, limited as a shared expert would be.
+    """Widths in elements.
+
+    Args:
+        heads, moe: one per layer.
+        rope_of_layer: index in `ropes` per layer.
+        moe_layers: layers with experts; the others have an MLP with the limit of a shared expert.
     """
 
     norms_less_one: ClassVar[bool] = True
@@ -51,14 +55,13 @@ class StepConfig(DecoderConfig):
 
 
 def read(fields: Fields) -> StepConfig:
-    """Reads a config of Step-3.5-Flash as it is published, or as transformers writes it: with other names for some
-    fields, and values for each kind of layer instead of each layer. Lists may have more values, for draft layers, which
-    are not run. Raises ModelError.
-    """
+    """Read a config of Step-3.5-Flash as published, or as transformers writes it: with other names for some fields, and
+    values per kind of layer instead of per layer. Values of further layers, which are drafts, are ignored. Raises
+    ModelError."""
     written = fields.get("mlp_layer_types") is not None  # by transformers
     fields.only("att_impl_type", "GQA")
     fields.only("moe_router_activation", "sigmoid")
-    if not written:  # the published code has no gate where the field is missing; transformers always has it
+    if not written:  # the published code has no gate if the field is missing; transformers always has it
         fields.need("use_head_wise_attn_gate")
     for name in (
         "use_head_wise_attn_gate",
@@ -75,7 +78,7 @@ def read(fields: Fields) -> StepConfig:
     fields.only("use_rope_layers", [])
     for name in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "max_seq_len"):
         fields.get(name)
-    fields.get("moe_every_n_layer"), fields.get("moe_layer_offset")  # without effect beside the list of layers
+    fields.get("moe_every_n_layer"), fields.get("moe_layer_offset")  # without effect next to the list of layers
     layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS))
     kinds = fields.items("layer_types", str)[: len(layers)]
     if len(kinds) < len(layers):
@@ -132,8 +135,8 @@ def read(fields: Fields) -> StepConfig:
 
 
 def _by_layer(fields: Fields, name: str, layers: range, default: float | None = None) -> list[float]:
-    """A list with a number for each layer, null as 0; a single number, or the default, holds for all layers. Raises
-    ModelError."""
+    """Return a number per layer from a list, with 0 for null. A single number or the default holds for all layers.
+    Raises ModelError."""
     given = fields.need(name) if default is None else fields.get(name, default)
     if not isinstance(given, list | tuple):
         return [fields.number(name, default)] * len(layers)
@@ -165,7 +168,7 @@ def _written_moe_layers(fields: Fields, layers: range) -> frozenset[int]:
 
 
 def _published_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
-    """How layers of a kind rotate queries and keys. Raises ModelError where they differ."""
+    """Return the rotary embedding of a kind of layers. Raises ModelError if layers of that kind differ."""
     layers = range(len(kinds))
     bases = _by_layer(fields, "rope_theta", layers)
     parts = _by_layer(fields, "partial_rotary_factors", layers, 1.0)
@@ -183,7 +186,7 @@ def _published_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
 
 
 def _written_rope(fields: Fields, kind: str, kinds: Sequence[str]) -> Rope:
-    fields.get("yarn_only_types")  # a field of the published form, kept beside rope_parameters without effect
+    fields.get("yarn_only_types")  # published field, kept by transformers without effect
     parameters = fields.section("rope_parameters").section(kind)
     if parameters.get("rope_theta") is None:
         raise ModelError(f"rope_parameters say nothing of {kind} layers")
@@ -196,7 +199,7 @@ def _rope(fields: Fields, parameters: Fields, part: float) -> Rope:
 
 
 def _published_sliding_heads(fields: Fields, common: dict[str, Any], kinds: Sequence[str]) -> int:
-    """Query heads of layers with windows. Raises ModelError for any other difference of those layers."""
+    """Return the query heads of layers with windows. Raises ModelError for any other difference of those layers."""
     other = fields.section("attention_other_setting")
     other.only("attention_type", SLIDING)
     other.only("num_attention_groups", common["num_kv_heads"])

@@ -1,1 +1,1 @@
-"""A step's rows as tensors, the paged key-value cache, and attention over it."""
+"""Rows of a step as tensors, and attention over paged caches."""

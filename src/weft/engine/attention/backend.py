@@ -1,6 +1,6 @@
-"""The interface of attention over a paged cache: its inputs, and the kernels of a backend.
+"""Interface of attention over a paged cache: its inputs, and the two kernels of a backend.
 
-A backend is a pair of kernels, one for sequences of one row and one for sequences of several, and a row of the table in
+A backend is a kernel for sequences of one row, a kernel for sequences of several rows, and an entry of the table in
 `weft.engine.attention.backend_registry`.
 """
 
@@ -19,14 +19,14 @@ from weft.kernels.float8 import Stored
 
 @dataclass(frozen=True, slots=True)
 class Queries:
-    """A layer's queries in a step.
+    """Queries of a layer in a step.
 
     Args:
         q: `[T, heads, D]`.
         scale: factor of the scores q·k.
-        lse: whether each row's log-sum-exp is returned, too.
+        lse: return the log-sum-exp of each row too.
         absorbed: remaining projections of query and output, for a latent cache.
-        gathered: q has the heads of all ranks of a dcp group, in rank order. The output has this rank's in any case.
+        gathered: q has the heads of all ranks of a dcp group, in rank order. The output always has this rank's heads.
     """
 
     q: Tensor
@@ -36,7 +36,7 @@ class Queries:
     gathered: bool = False
 
     def of_rank(self, place: int, ranks: int) -> Queries:
-        """The heads of the rank at `place` of `ranks` in a dcp group."""
+        """Return the heads of the rank at `place` of `ranks` in a dcp group."""
         q = self.q.chunk(ranks, dim=1)[place] if self.gathered else self.q
         absorbed = self.absorbed and self.absorbed.part(place, ranks)
         return Queries(q, self.scale, self.lse, absorbed)
@@ -44,10 +44,10 @@ class Queries:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """A step's sequences of one row.
+    """Sequences of one row in a step.
 
     Args:
-        pages: int32 `[B, W]`, page tables; entries behind a sequence's tokens are undefined.
+        pages: int32 `[B, W]`, page tables; undefined after a sequence's tokens.
         lengths: int32 `[B]`, tokens of each on this rank; 0: its row sees nothing.
         longest: maximum of `lengths` over ranks; None: only the device knows it.
     """
@@ -59,15 +59,15 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """A step's sequences of several rows. Rows of other sequences are neither read nor written.
+    """Sequences of several rows in a step. Rows of other sequences are neither read nor written.
 
     Args:
-        batch: the step; `starts` says which rows a sequence has.
-        pages: int32 `[B, W]`, page tables of all its sequences.
+        batch: the step; `starts` gives the rows of a sequence.
+        pages: int32 `[B, W]`, page tables of all sequences of the step.
         page_size: tokens of a page.
         known: the sequences of several rows; None: only the device knows them, as in a CUDA graph.
         held: number of a sequence's first n tokens in these pages, for an int or a tensor; None: all n.
-        may_copy: the kernel may make copies of tokens.
+        may_copy: the kernel may copy tokens.
         may_expand: the kernel may expand latent vectors (`PromptKernel.expand`).
     """
 
@@ -81,7 +81,7 @@ class PromptRows:
 
     @property
     def limits(self) -> Tensor:
-        """int32 `[T]`: a row sees its sequence's first `limits` tokens in these pages."""
+        """Return int32 `[T]`: a row sees the first `limits` tokens of its sequence in these pages."""
         seen = self.batch.positions + 1
         return (seen if self.held is None else self.held(seen)).int()
 
@@ -91,13 +91,13 @@ class AttentionInputs:
     """Tensors of a layer's attention.
 
     Args:
-        q: `[T, heads, D]`. A row sees its sequence's tokens up to itself, within the cache's window if it has one.
+        q: `[T, heads, D]`. A row sees its sequence's tokens up to its own, within the cache's window if it has one.
         keys: `[slots, kv_heads, D]`, where slot = page · page_size + offset.
         values: `[slots, kv_heads, value dim]`.
         scale: factor of the scores q·k.
         out: `[T, heads, value dim]`, filled; 0 for a row that sees nothing.
-        lse: float32 `[T, heads]`, natural logarithm of the sum of exponentials of each row's scaled scores, −∞ for a
-            row that sees nothing; None where it is not requested.
+        lse: float32 `[T, heads]`, filled with the natural logarithm of the sum of exponentials of each row's scaled
+            scores, −∞ for a row that sees nothing; None: not requested.
     """
 
     q: Tensor
@@ -108,7 +108,7 @@ class AttentionInputs:
     lse: Tensor | None
 
     def part(self, rows: slice | Tensor) -> AttentionInputs:
-        """These inputs for some rows: views for a slice, otherwise tensors that are still to be copied back."""
+        """Return the inputs of some rows: views for a slice, otherwise copies, which the caller writes back."""
         q = self.q[rows]
         if isinstance(rows, slice):
             return replace(self, q=q, out=self.out[rows], lse=self.lse if self.lse is None else self.lse[rows])
@@ -120,44 +120,43 @@ class AttentionInputs:
 class DecodeKernel(Protocol):
     """Attention of sequences of one row, made with its cache.
 
-    Inside a CUDA graph `plan` and `run` are captured, or replayed with the same tensors: nothing is read back from the
-    device where `DecodeRows.longest` is None.
+    CUDA graphs capture `plan` and `run`, or replay them with the same tensors: nothing may be read back from the device
+    if `DecodeRows.longest` is None.
     """
 
     def plan(self, rows: DecodeRows) -> Any:
-        """The shared values of a step's layers, immutable."""
+        """Return the immutable values that the layers of a step share."""
 
     def run(self, plan: Any, inputs: AttentionInputs) -> Tensor | None:
-        """Fills `inputs.out`. Returns the log-sum-exps where they are requested: `inputs.lse` or another tensor."""
+        """Fill `inputs.out`. Return the log-sum-exps if requested: `inputs.lse` or another tensor."""
 
 
 class PromptKernel(Protocol):
-    """Attention of sequences of several rows, made with its cache. In CUDA graphs as `DecodeKernel`, where
-    `PromptRows.known` is None. Kernels derive from this class, for its defaults.
-    """
+    """Attention of sequences of several rows, made with its cache. CUDA graphs capture it like `DecodeKernel`, with
+    `PromptRows.known` None. Kernels derive from this class for its defaults."""
 
     copies: bool = False
-    """Whether prompts attend to copies of their tokens, of up to `MAX_ELEMENTS` elements in a step."""
+    """Prompts attend to copies of their tokens, of up to `MAX_ELEMENTS` elements in a step."""
     captures_sharded: bool = False
-    """Whether CUDA graphs may have prompts with tokens that are sharded over dcp: `PromptRows.known` is None there, and
+    """CUDA graphs may hold prompts with tokens sharded over dcp. `PromptRows.known` is None there, and
     `PromptRows.held` counts a rank's tokens."""
 
     def plan(self, rows: PromptRows) -> Any:
-        """The shared values of a step's layers, immutable."""
+        """Return the immutable values that the layers of a step share."""
 
     def run(self, plan: Any, inputs: AttentionInputs) -> Any:
-        """Fills these sequences' rows of `inputs.out`, and of `inputs.lse` in place. Returns the plan for `expand`."""
+        """Fill these sequences' rows of `inputs.out`, and of `inputs.lse` in place. Return the plan for `expand`."""
 
     def absorbed_rows(self, plan: Any) -> Tensor | None:
-        """bool `[T]`: rows that attend with absorbed projections. `expand` fills the others. None: all rows."""
+        """Return bool `[T]`: rows that attend with absorbed projections. `expand` fills the others. None: all rows."""
         return None
 
     def expand(self, plan: Any, inputs: AttentionInputs, plain: Tensor, up: Tensor, out: Tensor) -> None:
-        """Fills rows of prompts that attend with keys and values of heads, expanded from latent vectors.
+        """Fill rows of prompts that attend with keys and values of heads, expanded from latent vectors.
 
         Args:
-            plan: as `run` returned it.
-            inputs: as `run` had them; the first elements of these rows' queries are undefined.
+            plan: result of `run`.
+            inputs: inputs of `run`; the first elements of these rows' queries are undefined.
             plain: `[T, heads, n]`, first elements of queries before the projection.
             up: as in `Absorbed`.
             out: `[T, heads, value dim]`.

@@ -1,7 +1,7 @@
-"""The table of attention backends: one row each, and those that plugins add.
+"""Table of attention backends: one entry each, including plugins' backends.
 
-Options, help texts and errors at the start follow from a backend's row before its module is imported. The table imports
-no torch, so that command lines parse quickly.
+Options, help texts and errors at the start follow from a backend's entry before its module is imported. The table
+imports no torch, so that command lines parse quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.engine.kv.cache import KVCache
 
 AUTO = "auto"
-"""The option that takes the default backend of the ranks' device."""
+"""Option for the fastest backend that supports the ranks' device and model."""
 
 
 FA3_LIBRARIES = (
@@ -35,7 +35,7 @@ FA3_LIBRARIES = (
 
 
 class BackendChoice(str):
-    """An option of the table of attention backends, plugins' included, or AUTO."""
+    """Option of the table of attention backends, including plugins, or AUTO."""
 
 
 ANY_BACKEND = BackendChoice(AUTO)
@@ -43,12 +43,18 @@ ANY_BACKEND = BackendChoice(AUTO)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the ranks of an engine need of an attention backend.
+    """Requirements of an engine's ranks on an attention backend.
 
-    device: cpu or cuda. capability: of the GPU; None: on CPUs, and where no GPU has been asked yet. dtype: of
-    activations, as torch names it. kv_dtype: of caches, as the option. caches: gives those that layers declare; it
-    builds the model's shape. page_size: tokens of a page. dcp: ranks that share a sequence's tokens. dcp_prefill: as
-    the option. graphs: whether steps are captured in CUDA graphs.
+    Args:
+        device: cpu or cuda.
+        capability: of the GPU; None on CPUs, and before a GPU has been queried.
+        dtype: of activations, by torch's name.
+        kv_dtype: of caches, as the option.
+        caches: returns the caches that layers declare; it builds the model's shape.
+        page_size: tokens of a page.
+        dcp: number of ranks that share a sequence's tokens.
+        dcp_prefill: as the option.
+        graphs: steps are captured in CUDA graphs.
     """
 
     device: Literal["cpu", "cuda"]
@@ -64,16 +70,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend's row in the table.
+    """Entry of a backend in the table.
 
     Args:
-        option: its name on command lines and in reports.
-        device: of its ranks.
-        decode: makes the kernel of sequences of one row for a cache; it imports what the kernel requires.
+        option: name on command lines and in reports.
+        device: device of its ranks.
+        decode: makes the kernel of sequences of one row for a cache; imports the packages that it requires.
         prompts: makes the kernel of sequences of several rows.
-        lacks: what it cannot do of these needs, and what to do instead, in words that follow its name; None where it
-            does all.
-        float8: whether it attends over caches in FP8 (`weft.kernels.float8.Fp8Vectors`).
+        lacks: returns the unsupported need and a remedy, in words that follow the backend's name; None if it supports
+            all.
+        float8: supports FP8 caches (`weft.kernels.float8.Fp8Vectors`).
     """
 
     option: str
@@ -84,13 +90,13 @@ class BackendEntry:
     float8: bool = False
 
     def make(self, cache: KVCache) -> PagedAttention:
-        """Attention over a cache by these kernels."""
+        """Make attention over a cache with these kernels."""
         from weft.engine.attention.paged import PagedAttention  # imports torch
 
         return PagedAttention(cache, self.decode(cache), self.prompts(cache))
 
     def refusal(self, needs: Needs) -> str | None:
-        """What the backend lacks, in words that follow its name; None where it lacks nothing."""
+        """Return the reason why the backend cannot serve these needs, in words that follow its name; None if it can."""
         if self.device not in (needs.device, "any"):
             return f"is of {'GPUs' if self.device == 'cuda' else 'CPUs'}; leave it out"
         if needs.kv_dtype != AUTO and not self.float8:
@@ -98,7 +104,7 @@ class BackendEntry:
         return self.lacks(needs)
 
     def check(self, needs: Needs) -> None:
-        """Raises LayoutError, in one line, where the backend lacks something."""
+        """Raise LayoutError, in one line, if the backend lacks something."""
         if (found := self.refusal(needs)) is not None:
             raise LayoutError(f"attention_backend {self.option} {found}")
 
@@ -107,7 +113,7 @@ Make = Callable[["KVCache"], Any]
 
 
 def _kernels(module: str, name: str) -> tuple[Make, Make]:
-    """The kernels of a module of this folder, which is imported when the first cache is made."""
+    """Return the kernels of a module of this folder, which is imported when the first cache is made."""
     decode, prompts = (
         lambda cache, kind=kind: getattr(import_module(f"weft.engine.attention.{module}"), name + kind)(cache)
         for kind in ("Decode", "Prompts")
@@ -116,7 +122,7 @@ def _kernels(module: str, name: str) -> tuple[Make, Make]:
 
 
 def _by_cache(latent: Make, other: Make) -> Make:
-    """One kernel for caches of latent vectors, another for caches of keys and values."""
+    """Return a factory of one kernel for latent caches and another for caches of keys and values."""
     return lambda cache: (latent if isinstance(cache.spec, Latent) else other)(cache)
 
 
@@ -127,7 +133,7 @@ def _torch_lacks(needs: Needs) -> str | None:
 
 
 def fa3_library() -> tuple[str, Path] | None:
-    """The operators' namespace and the file of FlashAttention 3, as an installed package has it; None without one."""
+    """Return the operators' namespace and the file of FlashAttention 3 in an installed package; None without one."""
     for package, file, namespace in FA3_LIBRARIES:
         found = find_spec(package)
         for folder in (found and found.submodule_search_locations) or ():
@@ -137,7 +143,7 @@ def fa3_library() -> tuple[str, Path] | None:
 
 
 def _fa3_lacks(needs: Needs, latents_merge: bool = False) -> str | None:
-    """latents_merge: prompts over latents, which other kernels compute then, are merged over dcp."""
+    """latents_merge: prompts over latents, which use other kernels, are merged over dcp."""
     if needs.capability is not None and needs.capability[0] != 9:
         return f"takes a GPU of sm_90, and this one is sm_{''.join(map(str, needs.capability))}; leave it out"
     if fa3_library() is None:
@@ -191,13 +197,13 @@ MIXED = BackendEntry(
     prompts=_by_cache(latent=TRITON.prompts, other=FA3.prompts),
     lacks=partial(_fa3_lacks, latents_merge=True),
 )
-"""The quicker kernel for each kind of rows."""
+"""Backend with the faster kernel for each kind of rows."""
 FLASHINFER = BackendEntry("flashinfer", "cuda", *_kernels("paged_flashinfer", "FlashInfer"), _flashinfer_lacks)
 BACKENDS = (TRITON, FA3, MIXED, FLASHINFER, TORCH)
 
 
 def backends(plugins: Sequence[str] = ()) -> dict[str, BackendEntry]:
-    """The backends of Weft, then those of plugins' ATTENTION_BACKENDS, by option. Raises PluginError."""
+    """Return Weft's backends, then plugins' ATTENTION_BACKENDS, by option. Raises PluginError."""
     known = {entry.option: entry for entry in BACKENDS}
     for module in load_plugins(plugins):
         for entry in getattr(module, "ATTENTION_BACKENDS", ()):
@@ -209,12 +215,12 @@ def backends(plugins: Sequence[str] = ()) -> dict[str, BackendEntry]:
 
 
 def default_backend(device: str) -> BackendEntry:
-    """The default of a device, cpu or cuda, that needs no other package."""
+    """Return the default backend of a device, cpu or cuda, which requires no other package."""
     return TRITON if device == "cuda" else TORCH
 
 
 def automatic_backend(needs: Needs) -> BackendEntry:
-    """What AUTO stands for: the quickest that lacks nothing."""
+    """Return the fastest backend that supports all needs, the choice of AUTO."""
     if needs.device == "cuda" and needs.capability is not None and MIXED.refusal(needs) is None:
         return MIXED
     return default_backend(needs.device)

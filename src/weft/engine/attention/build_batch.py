@@ -1,4 +1,4 @@
-"""From the rows that a step's message names to the tensors that a model is given."""
+"""Conversion of a step's message to the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from weft.engine.kv.cache_spec import Rule
 
 @dataclass(frozen=True, slots=True)
 class SeqRows:
-    """The rows of one sequence in a step.
+    """Rows of one sequence in a step.
 
-    rows: its new tokens; context: its tokens that have run already; sample: of how many of its last rows logits are
-    wanted. tables: of each cache group the sequence's page table, long enough for both, or (slot of the state before,
-    after).
+    Args:
+        rows: number of new tokens.
+        context: number of tokens that have run already.
+        sample: number of its last rows that need logits.
+        tables: per cache group, the page table, long enough for all tokens, or (slot of the state before, after).
     """
 
     rows: int
@@ -34,11 +36,8 @@ def build_batch(
     rules: Sequence[Rule] = (Rule(),),
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """The batch of sequences, with the tokens of each one after the other.
-
-    rules: of the cache groups. Raises ValueError where the sequences do not add up to the tokens, or a page table is
-    too short.
-    """
+    """Build the batch of sequences with consecutive tokens. rules: one per cache group. Raises ValueError if the rows
+    do not add up to the tokens, or a page table is too short."""
     if len(tokens) != sum(s.rows for s in seqs):
         raise ValueError(f"{len(tokens)} tokens for {sum(s.rows for s in seqs)} rows")
     positions: list[int] = []

@@ -1,4 +1,4 @@
-"""All caches of a rank, and the layers' access to them."""
+"""Caches of a rank, and the layers' access to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.stream.group import ContextGroup
 
 
 class Cached(Protocol):
-    """A layer that declares the cache of its share on a rank."""
+    """Layer that declares the cache of its share on a rank."""
 
     @property
     def path(self) -> str: ...
@@ -32,7 +32,7 @@ class Cached(Protocol):
 
 
 def cached_layers(model: nn.Module) -> dict[str, Spec]:
-    """The caches that a model's layers declare, by their paths."""
+    """Return the caches that a model's layers declare, by path."""
     layers: dict[str, Spec] = {}
     for layer in model.modules():
         if isinstance(spec := getattr(layer, "cache", None), Spec):
@@ -41,12 +41,16 @@ def cached_layers(model: nn.Module) -> dict[str, Spec]:
 
 
 class Caches:
-    """The caches of a model on a rank.
+    """Caches of a model on a rank.
 
-    layers: as `cached_layers` gives them. groups: the caches of each rule; batches have their tables in the same order.
-    page_size: tokens of a sequence that an entry of its page tables stands for. dtype: as of `KVCache`. backend: makes
-    the attention over a paged cache. group: the dcp group, where the tokens of whole sequences are sharded over ranks;
-    each rank has all tokens of windows and all states.
+    Args:
+        layers: result of `cached_layers`.
+        groups: size of each rule's caches; batches have their tables in the same order.
+        page_size: tokens of a sequence per entry of its page tables.
+        dtype: as of `KVCache`.
+        backend: makes the attention over a paged cache.
+        group: the dcp group that shards the tokens of whole sequences. Each rank has all tokens of windows and all
+            states.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Caches:
         self.paged: list[tuple[int, PagedAttention | ContextParallel]] = []
         self.states: list[tuple[int, StateCache]] = []
         self.places: dict[str, tuple[int, int]] = {}
-        """For each layer the number of its cache among the paged ones, or the states, and its place there."""
+        """Index of each layer's cache among the paged ones or the states, and the layer's index in it."""
         for spec, names in paths.items():
             at, kind = group_of[rule(spec)], len(self.states if isinstance(spec, Recurrent) else self.paged)
             self.places |= {name: (kind, i) for i, name in enumerate(names)}
@@ -85,7 +89,7 @@ class Caches:
         return sum(t.nbytes for t in tensors)
 
     def plan(self, batch: Batch) -> StepCaches:
-        """The caches for the layers' calls of a step."""
+        """Plan the caches for the layers' calls of a step."""
         plans = []
         for at, backend in self.paged:
             tables = batch.tables[at]
@@ -94,10 +98,8 @@ class Caches:
         return StepCaches(batch, self, tuple(plans))
 
     def copy(self, pages: Tensor) -> None:
-        """Copies pages of whole sequences, each rank its own part of them: all are read first.
-
-        pages: int64 `[N, 2]`, from and to, on the caches' device.
-        """
+        """Copy pages of whole sequences, each rank its own part. All pages are read before the first write. pages:
+        int64 `[N, 2]`, source and destination, on the caches' device."""
         for _, backend in self.paged:
             cache = backend.cache
             if not isinstance(cache.spec, Window):
@@ -106,7 +108,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True)
 class StepCaches:
-    """The caches in one step of a batch. plans: for each paged cache its backend, and the plan of the step."""
+    """Caches in one step of a batch. plans: for each paged cache its backend, and the plan of the step."""
 
     batch: Batch
     caches: Caches
@@ -115,9 +117,8 @@ class StepCaches:
     def attend(
         self, layer: Cached, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a layer over its PagedKV, Window or Latent: stores k and v, then attends with q. Returns the
-        output and, where requested, the log-sum-exps, as `AttentionInputs`.
-        """
+        """Store k and v in a layer's PagedKV, Window or Latent, then attend with q. Return the output and, if
+        requested, the log-sum-exps (see `AttentionInputs`)."""
         backend, plan, at = self._of(layer)
         backend.cache.write(at, plan.stored, k, v)
         return backend.attend(plan, at, Queries(q, scale, lse))
@@ -125,7 +126,7 @@ class StepCaches:
     def project(
         self, layer: Cached, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend` from the result of a layer's projection; the layer has a PagedKV or Window."""
+        """Attend from the result of a layer's projection. Requires a PagedKV or Window. See `attend`."""
         backend, plan, at = self._of(layer)
         q = heads.store(backend.cache, at, plan.stored, qkv)
         return backend.attend(plan, at, Queries(q, scale, lse, gathered=heads.gathered))
@@ -133,27 +134,26 @@ class StepCaches:
     def project_latent(
         self, layer: Cached, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
-        """Attention of a layer over its Latent, from the results of its projections. Returns the output."""
+        """Attend over a layer's Latent, from the results of its projections. Return the output."""
         backend, plan, at = self._of(layer)
-        # Queries that travel to other ranks are absorbed behind that.
+        # Queries that are sent to other ranks are absorbed after that.
         now = absorbed if plan.sharded is None or (plan.rows is None and parts.gathered) else None
         q, left = parts.store(backend.cache, at, plan.stored, q, kv, now, plan.absorbed_rows)
         return backend.attend(plan, at, Queries(q, scale, absorbed=left or absorbed, gathered=parts.gathered))[0]
 
     def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
-        """The states of a Recurrent layer's sequences before the step: float32 `[B, …]`, zeros where one begins."""
+        """Return the states of a Recurrent layer's sequences before the step: float32 `[B, …]`, zeros for a new one."""
         states, at, slots = self._state(layer)
         return states.load(at, slots.before[sequences])
 
     def states_and_slots(self, layer: Cached) -> tuple[tuple[Tensor, ...], StateSlots]:
-        """All states of a Recurrent layer, float32 `[slots, …]`, and this step's slots: for a kernel that reads and
-        writes them in place. It writes only slots that are allocated.
-        """
+        """Return all states of a Recurrent layer, float32 `[slots, …]`, and this step's slots, for a kernel that
+        updates states in place. It may write only allocated slots."""
         cache, at, slots = self._state(layer)
         return tuple(states[at] for states in cache.states), slots
 
     def store(self, layer: Cached, states: tuple[Tensor, ...], sequences: slice = slice(None)) -> None:
-        """Keeps the states `[B, …]` after the step's rows."""
+        """Store the states `[B, …]` after the step's rows."""
         cache, at, slots = self._state(layer)
         cache.store(at, slots.after[sequences], states)
 

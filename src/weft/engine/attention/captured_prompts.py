@@ -1,10 +1,10 @@
-"""Steps with prompts over sharded tokens inside a CUDA graph: what eager steps ask the host is decided on the device.
+"""Prefill under context parallelism inside a CUDA graph: gather or merge is decided on the device.
 
-A graph has both recipes of `weft.planner.recipes.Prompt`. Sequences of one row are always merged, and come first. The
-prompts of a step either gather their tokens, or are merged with them: the device compares the tokens that they see with
-the number up to which the plan gathers for as many rows as the graph has. Latent vectors that are gathered can be
-expanded, so more are gathered where that saves enough operations. The exchanges of the other recipe carry no rows then,
-and its kernels find none. All ranks of a dcp group know the same lengths, so all decide alike.
+A graph holds both recipes of `weft.planner.recipes.Prompt`. Sequences of one row come first and are always merged. The
+prompts of a step either gather their tokens or are merged: the device compares the number of tokens that they see with
+the limit that the plan gives for the graph's rows. Gathered latent vectors can be expanded, so the limit is higher
+where expansion saves enough operations. The exchanges of the other recipe carry no rows, and its kernels find none. All
+ranks of a dcp group know the same lengths, so all decide alike.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from weft.planner.recipes import QUERIES, TOKENS, Gather
 from weft.stream.group import ContextGroup
 
 PAGE = 16
-"""Of the gathered tokens: each sequence begins at a multiple of it."""
+"""Page size of gathered tokens: each sequence begins at a multiple of it."""
 BYTE_OPERATIONS = 350
-"""Operations of absorbed attention that take as long as a gathered byte: on an H200 120 TFLOP/s against 340 GB/s."""
+"""Operations of absorbed attention that cost as much as a gathered byte: on an H200 120 TFLOP/s against 340 GB/s."""
 
 
 class TokenLimits(NamedTuple):
-    """How many tokens of a rank prompts gather.
+    """Limits on the tokens of a rank that prompts gather.
 
-    gathered: up to so many always. expanded: up to so many where expansion saves enough. each: of a call. heads: of
-    queries on a rank.
+    Args:
+        gathered: maximum tokens that are always gathered.
+        expanded: maximum tokens that are gathered if expansion saves enough.
+        each: maximum tokens of a call.
+        heads: query heads of a rank.
     """
 
     gathered: int
@@ -46,10 +49,12 @@ class TokenLimits(NamedTuple):
 
 
 class QueryCall(NamedTuple):
-    """One of the calls that gather queries: of the rows from `begin` to `end`.
+    """Call that gathers queries of the rows from `begin` to `end`.
 
-    live: int32 `[ranks]`, how many of them each rank sends. heads: int32 `[1]`, how many rows of `order` count. order:
-    int32 `[rows · ranks]`, for each row and rank the place of the rank's heads among those received.
+    Args:
+        live: int32 `[ranks]`, rows that each rank sends.
+        heads: int32 `[1]`, number of valid entries of `order`.
+        order: int32 `[rows · ranks]`, per row and rank, the place of the rank's heads among the received ones.
     """
 
     begin: int
@@ -60,10 +65,11 @@ class QueryCall(NamedTuple):
 
 
 class TokenCall(NamedTuple):
-    """One of the calls that gather tokens: those of each rank from number `begin` to `end`.
+    """Call that gathers the tokens of each rank from number `begin` to `end`.
 
-    live: int32 `[ranks]`, how many of them each rank sends. order: int32 `[places]`, the received row of each place;
-    −1: none.
+    Args:
+        live: int32 `[ranks]`, tokens that each rank sends.
+        order: int32 `[places]`, received row of each place; −1: none.
     """
 
     begin: int
@@ -73,11 +79,13 @@ class TokenCall(NamedTuple):
 
 
 class GatheredTokens(NamedTuple):
-    """The tokens that prompts gather, on the device; none are live where prompts are merged.
+    """Tokens that prompts gather, on the device; none are live if prompts are merged.
 
-    slots: int32, of this rank's tokens, one sequence after the other. own: int32 `[1]`, how many of these are live.
-    places: int32 `[1]`, how many places all ranks' tokens take, in the order of each sequence. plan: over these; its
-    absorbed rows are the rows that attend so, without rows of prompts that are expanded.
+    Args:
+        slots: int32, slots of this rank's tokens, sequence by sequence.
+        own: int32 `[1]`, valid entries of `slots`.
+        places: int32 `[1]`, places of all ranks' tokens, in the order of each sequence.
+        plan: attention over these; its absorbed rows exclude prompts that are expanded.
     """
 
     slots: Tensor
@@ -88,11 +96,14 @@ class GatheredTokens(NamedTuple):
 
 
 class CapturedPrompts:
-    """How all sequences of a captured step attend, for the step's layers.
+    """Attention of all sequences of a captured step, shared by its layers.
 
-    local: attention over the tokens of this rank. pages: tables of the sequences. stored: where this rank stores rows.
-    query_rows: of a call that gathers queries; 0: no transport reads their number on the device, and each call has as
-    many as the graph.
+    Args:
+        local: attention over the tokens of this rank.
+        pages: page tables of the sequences.
+        stored: slots of the rows on this rank.
+        query_rows: rows of a call that gathers queries; 0: no transport reads their number on the device, and each call
+            has all rows of the graph.
     """
 
     def __init__(
@@ -127,10 +138,8 @@ class CapturedPrompts:
         self._queries = self._query_calls(at, query_rows) if query_rows else None
 
     def _gathers(self, limits: TokenLimits, counts: Tensor, seen: Tensor, tokens: Tensor) -> tuple[int, Tensor]:
-        """How many tokens of a rank may be gathered at all, and whether these are, bool `[]`.
-
-        counts, seen: rows and tokens of each sequence; tokens: of all prompts on the rank that has the largest number.
-        """
+        """Return the maximum tokens of a rank that may be gathered, and the decision for this step, bool `[]`. counts,
+        seen: rows and tokens of each sequence. tokens: prompts' tokens on the rank with most of them."""
         cache, gathers = self._local.cache, tokens <= limits.gathered
         if not self._expands:
             return limits.gathered, gathers
@@ -148,26 +157,26 @@ class CapturedPrompts:
     def _gathered(
         self, batch: Batch, pages: Tensor, limit: int, each: int, seen: Tensor, held: Tensor, rows: Tensor
     ) -> GatheredTokens:
-        """limit, each: tokens of a rank, and of a call. seen, held: tokens of each sequence that are gathered, int64
-        `[B]`, and those of each rank, `[ranks, B]`."""
+        """limit, each: maximum tokens of a rank, and of a call. seen: int64 `[B]`, tokens of each sequence that are
+        gathered. held: `[ranks, B]`, tokens per rank."""
         interleave, device, page_size = self._group.interleave, pages.device, self._local.cache.page_size
         (ranks, sequences), mine = held.shape, held[self._group.place]
-        # This rank's tokens, one sequence after the other.
+        # This rank's tokens, sequence by sequence.
         until = mine.cumsum(0)
         token = torch.arange(limit, device=device)
         sequence = torch.searchsorted(until, token, right=True).clamp(max=sequences - 1)
         token = (token - (until - mine)[sequence]).clamp(max=pages.shape[1] * page_size - 1)
         slots = pages[sequence, token // page_size] * page_size + token % page_size
-        # The places of all ranks' tokens in the order of each sequence, and the received rows that they take.
+        # Places of all ranks' tokens in the order of each sequence, and the received rows for them.
         aligned = (seen + PAGE - 1) // PAGE * PAGE
         until = aligned.cumsum(0)
         bases = until - aligned
-        capacity = limit * ranks + PAGE * min(sequences, len(rows) // 2)  # as a prompt has two rows or more
+        capacity = limit * ranks + PAGE * min(sequences, len(rows) // 2)  # a prompt has two rows or more
         place = torch.arange(-(-capacity // PAGE) * PAGE, device=device)
         sequence = torch.searchsorted(until, place, right=True).clamp(max=sequences - 1)
         token = place - bases[sequence]
         owner, totals = interleave.owner(token), held.sum(1)
-        number = (held.cumsum(1) - held)[owner, sequence] + interleave.local(token)  # among those of its rank
+        number = (held.cumsum(1) - held)[owner, sequence] + interleave.local(token)  # number among its rank's tokens
         calls = []
         for begin in range(0, limit, each):
             end = min(begin + each, limit)
@@ -185,7 +194,7 @@ class CapturedPrompts:
         return GatheredTokens(slots.int(), own, tuple(calls), until[-1:].int(), plan)
 
     def _query_calls(self, at: Tensor, each: int) -> tuple[QueryCall, ...]:
-        """at: int32 `[T]`, the numbers of rows. each: rows of a call."""
+        """at: int32 `[T]`, numbers of rows. each: rows of a call."""
         calls, ranks = [], torch.arange(self._group.interleave.ranks, dtype=torch.int32, device=at.device)
         for begin in range(0, len(at), each):
             end = min(begin + each, len(at))
@@ -208,7 +217,8 @@ class CapturedPrompts:
         return local.attend_to(tokens.plan, *self._gather(tokens, layer), own, out, lse)
 
     def _all_heads(self, q: Tensor) -> Tensor:
-        """As `ContextGroup.heads`, of live rows alone where transports take their number."""
+        """Gather the heads as `ContextGroup.heads`, but only of live rows if a transport reads their number on the
+        device."""
         if self._queries is None:
             return self._group.heads(q)
         ranks, (rows, heads, dim) = self._group.interleave.ranks, q.shape
@@ -220,10 +230,10 @@ class CapturedPrompts:
         return found
 
     def _gather(self, tokens: GatheredTokens, layer: int) -> tuple[Stored, Stored]:
-        """The keys and values of all ranks' tokens, `[places, …]`, in the order of each sequence."""
+        """Return the keys and values of all ranks' tokens, `[places, …]`, in the order of each sequence."""
         rows, widths = rows_of(self._local.cache, layer), row_widths(self._local.cache)
         own = rows[0].new_empty(len(tokens.slots), sum(widths))
-        for kept, to in zip(rows, own.split(widths, dim=1), strict=False):  # behind them there may be padding
+        for kept, to in zip(rows, own.split(widths, dim=1), strict=False):  # padding may follow
             copy_rows(kept, tokens.slots, tokens.own, to)
         what = Gather(TOKENS, own.shape[1] * own.element_size(), live=True)
         found = own.new_empty(len(tokens.calls[0].order), own.shape[1])

@@ -1,7 +1,7 @@
-"""Decode context parallelism around an attention backend: the ranks of a dcp group hold parts of the tokens.
+"""Decode context parallelism around an attention backend: each rank of a dcp group holds a part of the tokens.
 
-In sequences of one row, all ranks' heads attend over each rank's tokens, and the outputs are merged. For the other
-sequences either the tokens are gathered, or outputs are merged, too (`weft.planner.recipes.Prompt`).
+For sequences of one row, all ranks' heads attend over each rank's tokens, and the outputs are merged. For prompts,
+either the tokens are gathered or the outputs are merged too (`weft.planner.recipes.Prompt`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Gathered(NamedTuple):
-    """Prompts with gathered tokens: slots of this rank's tokens, tokens of each rank, and the plan over all of them."""
+    """Prompts with gathered tokens: slots of this rank's tokens, tokens of each rank, and the plan over all tokens."""
 
     slots: Tensor
     sizes: tuple[int, ...]
@@ -40,14 +40,14 @@ class Gathered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardedTokens:
-    """The step of a plan over the tokens of this rank alone, without prompts.
+    """Data of a plan that covers only this rank's tokens, without prompts.
 
     Args:
         batch: the step.
         pages: page tables of its sequences.
         prompts: sequences of several rows; None: the host does not know them, as in a CUDA graph.
-        form: how prompts attend, chosen by the first layer, since it knows the width of queries: a plan over the tokens
-            of this rank, or `Gathered`; in a graph `CapturedPrompts`, as the device chooses.
+        form: attention of the prompts, chosen by the first layer because it knows the width of queries: a plan over
+            this rank's tokens, or `Gathered`; in a graph `CapturedPrompts`, as the device chooses.
     """
 
     batch: Batch
@@ -57,14 +57,14 @@ class ShardedTokens:
 
 
 class ContextParallel:
-    """A `PagedAttention` on one rank of a group. local: the attention over the tokens of this rank."""
+    """`PagedAttention` on one rank of a group. local: attention over the tokens of this rank."""
 
     def __init__(self, local: PagedAttention, group: ContextGroup):
         self.local, self._group = local, group
 
     @property
     def cache(self) -> KVCache:
-        """The cache of the tokens of this rank."""
+        """Cache of this rank's tokens."""
         return self.local.cache
 
     def plan(self, batch: Batch, tables: PageTables) -> AttentionPlan:
@@ -99,7 +99,7 @@ class ContextParallel:
         return out, lse
 
     def _merge(self, plan: AttentionPlan, layer: int, queries: Queries) -> tuple[Tensor, Tensor | None]:
-        """Attention over the tokens of all ranks. plan: over this rank's, with the heads of all ranks."""
+        """Attend over the tokens of all ranks. plan: attention of all ranks' heads over this rank's tokens."""
         q = queries.q if queries.gathered else self._group.heads(queries.q)
         out, lse = self.local.attend(plan, layer, replace(queries, q=q, lse=True))
         assert lse is not None
@@ -107,7 +107,7 @@ class ContextParallel:
         return out, lse if queries.lse else None
 
     def _form_of_prompts(self, plan: AttentionPlan, queries: Queries) -> AttentionPlan | Gathered:
-        """How the step's prompts attend, and the data for it. All ranks of the group choose the same."""
+        """Choose the attention of the step's prompts and build its data. All ranks of the group choose the same."""
         step: ShardedTokens = plan.sharded
         if step.form:
             return step.form[0]
@@ -130,7 +130,7 @@ class ContextParallel:
         return step.form[0]
 
     def _captured(self, plan: AttentionPlan, queries: Queries) -> CapturedPrompts:
-        """How the prompts of a captured step attend: for any that fit its tensors, and alike on all ranks."""
+        """Build the attention of prompts in a captured step, for any prompts that fit its tensors. All ranks agree."""
         from weft.engine.attention.captured_prompts import CapturedPrompts, TokenLimits  # a CPU need not have Triton
 
         step: ShardedTokens = plan.sharded
@@ -153,7 +153,7 @@ class ContextParallel:
         return form
 
     def _seen(self, seen: int, queries: Queries) -> PromptValue:
-        """What prompts see, of `seen` tokens on a rank, to rows with such queries."""
+        """Describe an exchange of prompts with rows that see `seen` tokens per rank."""
         q, absorbed = queries.q, queries.absorbed
         heads = q.shape[1] * (1 if queries.gathered else self._group.interleave.ranks)
         dim = self.cache.values.shape[-1] if absorbed is None else absorbed.values.shape[1]
@@ -162,7 +162,7 @@ class ContextParallel:
         return PromptValue(seen, token, 0 if queries.gathered else q[0].nbytes, Merge(heads, dim, q.element_size()))
 
     def _tokens(self, form: Gathered, layer: int) -> tuple[Stored, Stored]:
-        """The keys and values of prompts' tokens on all ranks."""
+        """Gather the keys and values of prompts' tokens from all ranks."""
         here = [x.index_select(0, form.slots) for x in rows_of(self.cache, layer)]
         padding = row_widths(self.cache)[len(here) :]
         here += [here[0].new_empty(len(form.slots), width) for width in padding]
@@ -171,7 +171,7 @@ class ContextParallel:
 
 
 def one_token_pages(pages: Tensor, prompts: Sequence[PromptSpan], slots: Sequence[Tensor]) -> Tensor:
-    """Page tables like `pages` of prompts' tokens at these slots, as pages of one token."""
+    """Return tables shaped like `pages`, of one-token pages at the slots of the prompts' tokens."""
     tables = pages.new_zeros(len(pages), max(map(len, slots)))
     for prompt, where in zip(prompts, slots, strict=True):
         tables[prompt.sequence, : len(where)] = where

@@ -1,11 +1,11 @@
-"""Which prompts of latent attention expand their tokens' vectors to keys and values of heads.
+"""Choice of the prompts of latent attention that expand their vectors to keys and values of heads.
 
-With the projections absorbed (`weft.engine.attention.backend.Absorbed`), a query, a token and a head take width +
-value_width multiplications; with keys and values expanded, n + rotary + value_dim, after value_width · (n + value_dim)
-for each token of the sequence. Absorbing takes as many for each row. So a prompt without cached tokens is always
-expanded, and one row never is. The choice follows from the sequence's rows and tokens alone, the same on all ranks.
+Absorbed projections (`weft.engine.attention.backend.Absorbed`) cost width + value_width multiplications per query,
+token and head, plus value_width · (n + value_dim) per row. Expanded keys and values cost n + rotary + value_dim, plus
+value_width · (n + value_dim) per token of the sequence. So a prompt without cached tokens is always expanded, and a
+single row never is. The choice depends only on the sequence's rows and tokens, so all ranks agree.
 
-Prompts may attend to copies of their tokens in a row. The places of these are found likewise.
+Prompts may also attend to contiguous copies of their tokens. Copies are placed in the same way.
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from weft.engine.kv.cache_spec import Latent, PagedKV
 
 Number = TypeVar("Number", int, Tensor)
 ALIGNMENT = 128
-"""Of places of sequences among a step's expanded tokens."""
+"""Alignment of sequences among a step's expanded or copied tokens."""
 MAX_TOKENS = 1 << 16
-"""Expanded or copied tokens of a step on a GPU. Sequences beyond attend absorbed, or over pages."""
+"""Maximum expanded or copied tokens of a step on a GPU. Further sequences attend absorbed, or over pages."""
 MAX_ELEMENTS = 1 << 27
-"""Expanded elements at a time, heads are computed in groups; and copied elements of a step."""
+"""Maximum elements expanded at a time (heads are computed in groups), or copied in a step."""
 MIN_MEAN_ROWS = 512
-"""Rows that see a token, in the mean, from which on it is copied. On an H200 a copy costs what 130 rows gain where 8
-heads of queries share one of keys, and what 1,000 rows gain where none do."""
+"""Minimum mean number of rows that see a token, for copies. On an H200 a copy costs the gain of 130 rows where 8 query
+heads share a key head, and of 1,000 rows where none do."""
 
 
 class Copies(NamedTuple):
-    """Where the tokens of a step's sequences are copied to, on the device.
+    """Destinations of copied tokens of a step's sequences, on the device.
 
-    bases: int32 `[B]`, a sequence's first place; −1: it attends over pages. lengths: int32 `[B]`, its tokens.
-    live: int32 `[1]`, places that are taken. places: of all that there are.
+    Args:
+        bases: int32 `[B]`, first place of a sequence; −1: it attends over pages.
+        lengths: int32 `[B]`, tokens of a sequence.
+        live: int32 `[1]`, occupied places.
+        places: capacity.
     """
 
     bases: Tensor
@@ -43,11 +46,14 @@ class Copies(NamedTuple):
 
 
 class Expansion(NamedTuple):
-    """Where the tokens of a step's sequences are expanded to, on the device.
+    """Destinations of expanded tokens of a step's sequences, on the device.
 
-    bases: int32 `[B]`, a sequence's first place; −1: it attends absorbed. lengths: int32 `[B]`, its tokens.
-    live: int32 `[1]`, places that are taken. absorbed: bool `[T]`, the rows of sequences that attend absorbed.
-    places: of all that there are.
+    Args:
+        bases: int32 `[B]`, first place of a sequence; −1: it attends absorbed.
+        lengths: int32 `[B]`, tokens of a sequence.
+        live: int32 `[1]`, occupied places.
+        absorbed: bool `[T]`, rows of sequences that attend absorbed.
+        places: capacity.
     """
 
     bases: Tensor
@@ -58,8 +64,8 @@ class Expansion(NamedTuple):
 
 
 def saved_operations(spec: Latent, rows: Number, length: Number) -> Number:
-    """Operations of a head that a sequence of so many rows saves by expansion; length: its tokens, the rows included.
-    Int64 tensors or ints."""
+    """Return the operations per head that expansion saves for a sequence. length: its tokens, including `rows`. Accepts
+    ints or int64 tensors."""
     assert spec.expanded is not None
     n, value_dim = spec.expanded
     saved = spec.width + spec.value_width - (n + spec.width - spec.value_width + value_dim)
@@ -67,17 +73,20 @@ def saved_operations(spec: Latent, rows: Number, length: Number) -> Number:
 
 
 def pays(spec: Latent, rows: Number, length: Number) -> Number:
-    """Whether a sequence is expanded. Arguments as for `saved_operations`."""
+    """Decide if a sequence is expanded. See `saved_operations`."""
     return saved_operations(spec, rows, length) > 0
 
 
 def plan_expansion(
     spec: Latent, starts: Tensor, lengths: Tensor, rows: int, longest: int, copies: Copies | None = None
 ) -> Expansion:
-    """The expansion of a step, without waiting for the device.
+    """Plan the expansion of a step without waiting for the device.
 
-    starts, lengths: as in `Batch`. rows: of the step. longest: capacity of a sequence's page table, in tokens.
-    copies: where given, sequences without a copy attend absorbed.
+    Args:
+        starts, lengths: as in `Batch`.
+        rows: rows of the step.
+        longest: capacity of a sequence's page table, in tokens.
+        copies: if given, sequences without a copy attend absorbed.
     """
     sequences, counts = len(lengths), starts.diff().long()
     places = min(MAX_TOKENS, sequences * _aligned(longest))
@@ -92,9 +101,8 @@ def plan_expansion(
 def plan_copies(
     spec: PagedKV | Latent, starts: Tensor, lengths: Tensor, rows: int, longest: int, short: bool = False
 ) -> Copies | None:
-    """The copies of a step, without waiting for the device; None where so few rows have none. Arguments as for
-    `plan_expansion`. short: sequences of few rows are copied, too.
-    """
+    """Plan the copies of a step without waiting for the device; None if no sequence of `rows` rows is copied. See
+    `plan_expansion`. short: copy sequences of few rows too."""
     if rows <= MIN_MEAN_ROWS and not short:
         return None
     elements = spec.width if isinstance(spec, Latent) else 2 * spec.heads * spec.dim
@@ -109,10 +117,8 @@ def plan_copies(
 
 
 def pages_of_copies(copies: Copies, longest: int) -> Tensor:
-    """The copies as pages of ALIGNMENT tokens: int32 `[B, W]`, valid in rows of sequences with a base.
-
-    longest: capacity of a sequence's page table, in tokens.
-    """
+    """Return the copies as pages of ALIGNMENT tokens: int32 `[B, W]`, valid for sequences with a base. longest:
+    capacity of a sequence's page table, in tokens."""
     page = torch.arange(_aligned(longest) // ALIGNMENT, dtype=torch.int32, device=copies.bases.device)
     return (copies.bases // ALIGNMENT)[:, None] + page
 
@@ -122,7 +128,7 @@ def _aligned(tokens: Number) -> Number:
 
 
 def _places(chosen: Tensor, lengths: Tensor, places: int) -> tuple[Tensor, Tensor]:
-    """(bases, live) of the chosen sequences, bool `[B]`, as many as there are places for."""
+    """Return (bases, live) of the chosen sequences, as far as there are places. chosen: bool `[B]`."""
     taken = torch.where(chosen, _aligned(lengths.long()), 0)
     until = taken.cumsum(0)
     chosen = chosen & (until <= places)

@@ -1,7 +1,7 @@
-"""Attention over pages by FlashAttention 3 (arXiv 2407.08608), as built into an installed vLLM or sglang-kernel.
+"""Attention over pages by FlashAttention 3 (arXiv 2407.08608), from an installed vLLM or sglang-kernel.
 
-Rows are stored by Weft's own kernels. The package's Python is not imported, which would load the whole engine: only its
-library is, and its operators are called by the names that their schemas give to arguments.
+Weft's own kernels store the rows. Only the package's library is loaded, since its Python would import the whole engine.
+Operators are called by the argument names of their schemas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_SPLITS = 128
 SPLIT_BYTES = 256 << 20
 """Upper bound on the float32 outputs of all splits of all decode rows, which one call allocates."""
 BLOCK_HEADS = 64
-"""Minimum query heads of a key-value head that a block of the kernel takes."""
+"""Minimum query heads of a key-value head in a block of the kernel."""
 NEUTRAL = {
     "softcap": 0.0,
     "is_rotary_interleaved": True,
@@ -36,18 +36,18 @@ NEUTRAL = {
     "cp_world_size": 1,
     "cp_rank": 0,
 }
-"""Arguments of what Weft does not use. Those that may be None, or have a default, are left so."""
+"""Arguments that Weft does not use and that are neither optional nor have a default."""
 
 
 class Operators(NamedTuple):
-    """The library's operators, called by keyword. metadata: of a step, for all its layers; None where there is none."""
+    """Operators of the library, called by keyword. metadata: plans a step for all its layers; None if there is none."""
 
     forward: Callable[..., Any]
     metadata: Callable[..., Any] | None
 
 
 def by_keyword(operator: Any) -> Callable[..., Any]:
-    """An operator with arguments by keyword; those that are not given are as in NEUTRAL, None or their default."""
+    """Wrap an operator to accept keywords. Omitted arguments are as in NEUTRAL, their default, or None."""
     operator = operator.default
     arguments = operator._schema.arguments
     neutral = {a.name: NEUTRAL.get(a.name, a.default_value) for a in arguments}
@@ -63,7 +63,7 @@ def by_keyword(operator: Any) -> Callable[..., Any]:
 
 @cache
 def operators() -> Operators:
-    """Those of the installed package, which is loaded once."""
+    """Load and return the operators of the installed package, once."""
     found = fa3_library()
     assert found is not None, "the table refuses the backend where there is none"
     namespace, path = found
@@ -74,7 +74,7 @@ def operators() -> Operators:
 
 
 class Fa3DecodePlan(NamedTuple):
-    """Sequences of one row: page tables `[B, W]`, lengths `[B]`, and the metadata of a step by the number of heads."""
+    """Sequences of one row: page tables `[B, W]`, lengths `[B]`, and the metadata of a step by number of heads."""
 
     pages: Tensor
     lengths: Tensor
@@ -83,8 +83,7 @@ class Fa3DecodePlan(NamedTuple):
 
 class Fa3Decode(DecodeKernel):
     """Decode rows on a Hopper GPU, in bfloat16. CUDA graphs may capture it: lengths stay on the device, and the number
-    of splits follows from shapes. The length of a row's splits depends on its neighbours, and so may its last bits.
-    """
+    of splits follows from shapes. The length of a row's splits, and so its last bits, may depend on other rows."""
 
     def __init__(self, cache: KVCache):
         self.cache = cache
@@ -126,9 +125,8 @@ class Fa3Decode(DecodeKernel):
 
 
 class Fa3PromptPlan(NamedTuple):
-    """Sequences of several rows; `used` rows of each, 0 where a sequence has one row. longest: maximum rows of one.
-    rows: bool `[T, 1]`, which rows are theirs.
-    """
+    """Sequences of several rows. used: rows of each sequence, 0 for a sequence of one row. longest: maximum rows of a
+    sequence. rows: bool `[T, 1]`, their rows."""
 
     pages: Tensor
     starts: Tensor
@@ -140,7 +138,7 @@ class Fa3PromptPlan(NamedTuple):
 
 
 class Fa3Prompts(PromptKernel):
-    """Prompts on a Hopper GPU, in bfloat16. CUDA graphs may capture it as `Fa3Decode`."""
+    """Prompts on a Hopper GPU, in bfloat16. CUDA graphs may capture it, like `Fa3Decode`."""
 
     def __init__(self, cache: KVCache):
         self.cache = cache
@@ -183,7 +181,8 @@ def _mask(cache: KVCache) -> dict[str, Any]:
 
 
 def _tensors(cache: KVCache, q: Tensor, inputs: AttentionInputs, page_size: int) -> dict[str, Tensor]:
-    """q, keys and values as the library takes them: latent attention has a second product of queries and values."""
+    """Return q, keys and values as the library expects them: latent attention has a second product of queries and
+    values."""
     k, v = (plain(x).unflatten(0, (-1, page_size)) for x in (inputs.keys, inputs.values))
     if not isinstance(cache.spec, Latent):
         return dict(q=q, k=k, v=v)

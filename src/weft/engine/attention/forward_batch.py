@@ -1,4 +1,4 @@
-"""One step's rows of one DP group, as tensors: the input of a model and its caches."""
+"""Rows of one step of one DP group as tensors: the input of a model and its caches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PageTables:
-    """Where a group of paged caches keeps a step's B sequences and T rows.
+    """Cache locations of a step's B sequences and T rows, for a group of paged caches.
 
-    pages: int32 `[B, W]`, the page table of each sequence; undefined where no row sees the tokens.
-    slots: int64 `[T]`, where each row's key and value are stored (page · page_size + offset); −1: not stored.
+    Args:
+        pages: int32 `[B, W]`, page table of each sequence; undefined where no row sees the tokens.
+        slots: int64 `[T]`, slot of each row's key and value (page · page_size + offset); −1: not stored.
     """
 
     pages: Tensor
@@ -25,10 +26,11 @@ class PageTables:
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """Where a group of recurrent states keeps a step's B sequences: int64 `[B]` each.
+    """Cache locations of a step's B sequences, for a group of recurrent states.
 
-    before: the slot of the state before the step's rows, −1 where a sequence begins. after: the slot of the state after
-    them, −1 for a padding sequence.
+    Args:
+        before: int64 `[B]`, slot of the state before the step's rows; −1 at the start of a sequence.
+        after: int64 `[B]`, slot of the state after them; −1 for a padding sequence.
     """
 
     before: Tensor
@@ -37,18 +39,19 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step of one DP group: T rows in B sequences, S of which are sampled. Zero rows are a legal batch.
+    """Step of one DP group: T rows in B sequences, with S sampled rows. Zero rows are a legal batch.
 
-    tokens, positions: int64 `[T]`; the rows of a sequence follow one another.
-    starts: int32 `[B + 1]`; the rows of sequence i are starts[i] … starts[i + 1] − 1. None where every sequence has one
-    row, and spans is None.
-    lengths: int32 `[B]`, the tokens of a sequence up to its last row in this step. 0: a padding sequence. Without
-    starts it has one row, which sees nothing and attends to zeros; with them it has none.
-    tables: of each group of the model's caches.
-    sample_rows: int64 `[S]`, or a slice of the T rows.
-    spans: (rows, context) of each sequence; context is its tokens before this step. None where only the tensors have
-    them, as inside a CUDA graph: its tensors have the shape of its capacity. Then sequences of one row come first, and
-    rows of no sequence are neither stored nor read.
+    Args:
+        tokens, positions: int64 `[T]`; the rows of a sequence are consecutive.
+        starts: int32 `[B + 1]`; sequence i has rows starts[i] … starts[i + 1] − 1. None if every sequence has one row
+            and `spans` is None.
+        lengths: int32 `[B]`, tokens of a sequence up to its last row in this step; 0: a padding sequence, with one row
+            that sees nothing and attends to zeros, or no row if `starts` is given.
+        tables: one per group of the model's caches.
+        sample_rows: int64 `[S]`, or a slice of the T rows.
+        spans: (rows, context) of each sequence; context: its tokens before this step. None in a CUDA graph, where only
+            tensors have them, padded to the graph's capacity. Then sequences of one row come first, and rows without a
+            sequence are neither stored nor read.
     """
 
     tokens: Tensor
@@ -61,7 +64,7 @@ class Batch:
 
 
 class PromptSpan(NamedTuple):
-    """A sequence of several rows: its first row, their number, its tokens before them, its place in the batch."""
+    """First row, number of rows, earlier tokens, and index in the batch of a sequence of several rows."""
 
     first: int
     rows: int
@@ -71,13 +74,13 @@ class PromptSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowSplit:
-    """A step's sequences of one row, and of several.
+    """Sequences of a step, split into those with one row and those with several.
 
     Args:
-        rows: rows of sequences of one row; None: all rows.
-        sequences: int64, the places of these sequences in the batch, where there are others.
-        longest: tokens of the longest of these, where the host knows it.
-        prompts: the other sequences.
+        rows: rows of the sequences of one row; None: all rows.
+        sequences: int64, indices of these sequences in the batch; None: all.
+        longest: maximum tokens of these sequences; None: the host does not know it.
+        prompts: the sequences of several rows.
     """
 
     rows: slice | Tensor | None = None
@@ -87,7 +90,7 @@ class RowSplit:
 
 
 def split_rows(batch: Batch) -> RowSplit:
-    """Reads the device where the host does not know the sequences' rows."""
+    """Split the rows of a batch. Synchronizes with the device if the host does not know the sequences' rows."""
     spans = batch.spans
     if spans is None:
         if batch.starts is None:
@@ -102,12 +105,12 @@ def split_rows(batch: Batch) -> RowSplit:
         return RowSplit(longest=longest)
     numbers, rows = ([span[at] for span in single] for at in (3, 0))
     of = partial(torch.tensor, dtype=torch.int64, device=batch.tokens.device)
-    first = rows == [*range(len(rows))]  # the engine has them first
+    first = rows == [*range(len(rows))]  # the engine puts them first
     return RowSplit(slice(len(rows)) if first else of(rows), of(numbers), longest, prompts)
 
 
 def slots_of(pages: Tensor, page_size: int, tokens: int | None = None) -> Tensor:
-    """The slots of page tables `[…, W]` in the order of the tokens, `[…, W · page_size]`, or of the first `tokens`."""
+    """Return the slots of page tables `[…, W]` in token order: `[…, W · page_size]`, or only the first `tokens`."""
     if tokens is not None:
         pages = pages[..., : -(-tokens // page_size)]
     offsets = torch.arange(page_size, dtype=torch.int32, device=pages.device)

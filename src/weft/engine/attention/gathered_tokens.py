@@ -1,4 +1,4 @@
-"""A cached token as the ranks of a dcp group gather it: all that a layer has of it, as one row."""
+"""Format of a cached token that the ranks of a dcp group gather: everything that a layer has of it, as one row."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from weft.planner.recipes import UNIT_BYTES
 
 
 def gathered_bytes(spec: PagedKV | Latent, dtype: torch.dtype) -> int:
-    """Bytes of a cached token as ranks gather it. In FP8 exponents follow the values, to whole units of 16 bytes."""
+    """Return the bytes of a cached token that ranks gather. In FP8 exponents follow, padded to units of 16 bytes."""
     size = token_bytes(spec, dtype)
     return size if dtype != FLOAT8 else -(-size // UNIT_BYTES) * UNIT_BYTES
 
 
 def rows_of(cache: KVCache, layer: int) -> list[Tensor]:
-    """What a layer's cache holds of each slot, as rows of one dtype, `[slots, width]` each."""
+    """Return a layer's cached slots as rows of one dtype, `[slots, width]` each."""
     rows = [kept[layer].flatten(1) for kept in cache.tensors]
     return rows if cache.exponents is None else [x.view(torch.uint8) for x in rows]
 
 
 def row_widths(cache: KVCache) -> list[int]:
-    """Elements of each of `rows_of`, and in FP8 of what makes a gathered token whole units of 16 bytes."""
+    """Return the elements of each of `rows_of`, and in FP8 the padding of a gathered token to units of 16 bytes."""
     widths = [x[0].flatten(1).shape[1] for x in cache.tensors]
     return widths if cache.exponents is None else [*widths, -sum(widths) % UNIT_BYTES]
 
 
 def vectors_of(cache: KVCache, rows: Tensor) -> tuple[Stored, Stored]:
-    """The keys and values of gathered tokens, from rows that have `row_widths` side by side."""
+    """Return the keys and values of gathered tokens. rows: the concatenation of `row_widths` elements."""
     (heads, dim), latent = cache.keys.shape[2:], isinstance(cache.spec, Latent)
     parts = rows.split(row_widths(cache), dim=1)
     vectors = [x.view(cache.keys.dtype).unflatten(1, (heads, dim)) for x in parts[: 2 - latent]]

@@ -16,15 +16,15 @@ from weft.kernels.float8 import Stored
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The shared values of a step's layers.
+    """Values that the layers of a step share.
 
     Args:
         stored: slots of the rows `[T]`, −1 for rows that are not stored.
         rows: as in `RowSplit`.
         decode: plan of the decode kernel for these rows; None: there are none.
         prompts: plan of the prompt kernel for the other rows.
-        absorbed_rows: as `PromptKernel.absorbed_rows`.
-        sharded: the tokens of other ranks, under dcp.
+        absorbed_rows: result of `PromptKernel.absorbed_rows`.
+        sharded: tokens of other ranks, under dcp.
     """
 
     stored: Tensor
@@ -42,10 +42,10 @@ class PagedAttention:
         self.cache, self.decode, self.prompts = cache, decode, prompts
 
     def plan(self, batch: Batch, tables: PageTables) -> AttentionPlan:
-        """The shared values of all layers of this step, immutable. tables: the tables of the cache's group."""
+        """Return the shared, immutable values of all layers of a step. tables: page tables of the cache's group."""
         pages, slots, page_size = tables.pages, tables.slots, self.cache.page_size
         if batch.starts is not None and batch.spans is None:
-            # Only the device knows which sequences have one row: they come first, and the others count as empty here.
+            # Only the device knows the sequences of one row: they come first, and the others count as empty here.
             decode = self.decode.plan(DecodeRows(pages, batch.lengths.where(batch.starts.diff() == 1, 0)))
             prompts = self.prompts.plan(PromptRows(batch, pages, page_size, None))
             absorbed_rows = self.prompts.absorbed_rows(prompts)
@@ -58,7 +58,7 @@ class PagedAttention:
         return AttentionPlan(slots, split.rows, decode, prompts, absorbed_rows)
 
     def plan_decode(self, split: RowSplit, pages: Tensor, lengths: Tensor) -> Any:
-        """The plan of sequences of one row. pages, lengths: int32 `[B, W]` and `[B]`, of all sequences on this rank."""
+        """Plan the sequences of one row. pages, lengths: int32 `[B, W]` and `[B]`, of all sequences on this rank."""
         if split.sequences is not None:
             pages, lengths = pages[split.sequences], lengths[split.sequences]
             if not len(lengths):
@@ -68,10 +68,8 @@ class PagedAttention:
         return self.decode.plan(DecodeRows(pages, lengths, split.longest))
 
     def attend(self, plan: AttentionPlan, layer: int, queries: Queries) -> tuple[Tensor, Tensor | None]:
-        """Attends after the layer's rows have been stored. layer: its place in the cache.
-
-        Returns the output `[T, heads, value dim]` and, where requested, the log-sum-exps, as `AttentionInputs`.
-        """
+        """Attend after the layer's rows have been stored. Return the output `[T, heads, value dim]` and, if requested,
+        the log-sum-exps (see `AttentionInputs`). layer: index in the cache."""
         return self.attend_to(plan, *self.cache.of_layer(layer), queries)
 
     def attend_to(
@@ -83,7 +81,7 @@ class PagedAttention:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`attend` to given keys and values `[slots, …]`. out, lse: filled in the planned rows and returned."""
+        """Attend to the given keys and values `[slots, …]`. out, lse: filled in the planned rows and returned."""
         absorbed, rows = queries.absorbed, plan.absorbed_rows
         q = queries.q if absorbed is None else absorbed.query(queries.q, rows)
         if queries.lse and lse is None:
@@ -95,7 +93,7 @@ class PagedAttention:
             found_lse = self.decode.run(plan.decode, inputs)
             lse = found_lse if queries.lse else None
         else:
-            # In a graph any sequence may be of one row or of several: rows of the latter are zeros before prompts run.
+            # Any sequence of a graph may have one row or several: rows of the latter are zeros before prompts run.
             if plan.decode is not None:
                 self._decode_some(plan, plan.rows, inputs)
             ran = self.prompts.run(plan.prompts, inputs)

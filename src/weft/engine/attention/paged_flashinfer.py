@@ -1,6 +1,6 @@
 """Attention over pages by FlashInfer's paged wrappers (arXiv 2501.01005), which plan each step on the host.
 
-Rows are stored by Weft's own kernels. Nothing else of the package is used, and of its collectives nothing at all.
+Weft's own kernels store the rows. Nothing else of the package is used, and none of its collectives.
 """
 
 from __future__ import annotations
@@ -21,23 +21,27 @@ from weft.engine.kv.cache_spec import Latent
 from weft.kernels.float8 import plain
 
 WORKSPACE_BYTES = 384 << 20
-"""For the parts of long rows, of all wrappers of a rank: they run one after another."""
+"""Memory for the partial outputs of long rows, shared by all wrappers of a rank, which run one after another."""
 
 
 @cache
 def workspace(device: torch.device) -> Tensor:
-    """uint8, zeros."""
+    """Return a zeroed uint8 workspace."""
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Some sequences of a step as FlashInfer plans them; all but `pages` is on the host.
+    """Sequences of a step in the form that FlashInfer plans; everything but `pages` is on the host.
 
-    at: their rows among those that attend. starts: int32 `[S + 1]`, of their rows, one behind the other. pages: int32,
-    the pages of all of them. begins: int32 `[S + 1]`, of each in `pages`. lengths: int32 `[S]`, their tokens, 1 or
-    more. empty: bool `[S, 1]`, on the device, which of them have none in truth; None: no one. planned: the wrapper that
-    has planned these, for a number of heads and a scale.
+    Args:
+        at: their rows among the inputs.
+        starts: int32 `[S + 1]`, start of each sequence's rows.
+        pages: int32, the pages of all sequences, on the device.
+        begins: int32 `[S + 1]`, start of each sequence in `pages`.
+        lengths: int32 `[S]`, tokens of each, 1 or more.
+        empty: bool `[S, 1]`, on the device, sequences that have no tokens in truth; None: no sequence.
+        planned: the wrapper that has planned these sequences, by number of heads and scale.
     """
 
     at: slice | Tensor
@@ -57,7 +61,7 @@ class FlashInferDecode(DecodeKernel):
         self._cache, self._wrappers = cache, Wrappers(cache, causal=False)
 
     def plan(self, rows: DecodeRows) -> Sequences:
-        # The plan below waits for what the GPU was given before: FlashInfer stages each plan in the same memory.
+        # The plan below waits for earlier work of the GPU: FlashInfer stages each plan in the same memory.
         known, page_size = rows.lengths.tolist(), self._cache.page_size
         pages, empty = self._cache.readable(rows.pages), None
         if 0 in known:  # an empty sequence sees some token, and its output is replaced
@@ -115,7 +119,7 @@ def sequences(
     page_size: int,
     empty: Tensor | None = None,
 ) -> Sequences:
-    """Some sequences of a step, from the number of rows, the page table and the tokens of each."""
+    """Build `Sequences` from the number of rows, the page table and the tokens of each sequence."""
 
     def on_host(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -130,16 +134,15 @@ def sequences(
 
 
 class Wrappers:
-    """The wrappers of decode rows or, causal, of prompts: each has memory of its own in which a step is planned. They
-    are compiled when they are first used, once for each head dimension.
-    """
+    """Wrappers of decode rows or (causal) of prompts. Each has its own memory for the plan of a step. They are compiled
+    at their first use, once per head dimension."""
 
     def __init__(self, cache: KVCache, causal: bool):
         self._cache, self._causal = cache, causal
         self._made: dict[tuple[int, float], Any] = {}
 
     def run(self, plan: Sequences, inputs: AttentionInputs) -> Tensor | None:
-        """Fills out, and gives the natural log-sum-exps where requested."""
+        """Fill out, and return the natural log-sum-exps if requested."""
         k, v = (plain(x).unflatten(0, (-1, plan.page_size)) for x in (inputs.keys, inputs.values))
         q, out, lse = inputs.q, inputs.out, inputs.lse is not None
         wrapper = self._planned(plan, q, inputs.keys.shape[1], inputs.scale)
@@ -152,7 +155,8 @@ class Wrappers:
         return found[1].mul_(LN2) if lse else None
 
     def _planned(self, plan: Sequences, q: Tensor, kv_heads: int, scale: float) -> Any:
-        """The wrapper that has planned these sequences: by the first layer of a step, since it knows its heads."""
+        """Return the wrapper that planned these sequences. The first layer of a step plans, since it knows its
+        heads."""
         heads, dim = q.shape[1:]
         if (key := (heads, scale)) in plan.planned:
             return plan.planned[key]
@@ -174,7 +178,7 @@ class Wrappers:
         return wrapper
 
     def _wrapper(self, key: tuple[int, float], device: torch.device) -> Any:
-        import flashinfer  # an extra that takes seconds
+        import flashinfer  # an optional package that takes seconds to import
 
         if key not in self._made:
             space = workspace(device)

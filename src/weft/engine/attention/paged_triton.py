@@ -53,25 +53,24 @@ class TritonDecode(DecodeKernel):
 
 
 class CopiedPages(NamedTuple):
-    """Copies as pages, for kernels that read such. pages: of ALIGNMENT tokens. skipped: int32 `[B]`, below 0 for the
-    sequences that attend to copies as they are: those that have one and are not expanded.
-    """
+    """Copies as pages, for kernels that require pages. pages: of ALIGNMENT tokens. skipped: int32 `[B]`, below 0 for
+    sequences that attend to their copies: those with a copy that are not expanded."""
 
     pages: Tensor
     skipped: Tensor
 
 
 class TritonPromptPlan(NamedTuple):
-    """Sequences of several rows, as `prefill_attention` takes them.
+    """Sequences of several rows, in the form that `prefill_attention` accepts.
 
     Args:
         pages: int32 `[B, W]`.
         starts: int32 `[B + 1]`.
         limits: int32 `[T]`.
         page_size: tokens of a page.
-        expansion: places of tokens of sequences that attend to expanded latent vectors.
-        copies: places of tokens of sequences that attend to copies.
-        copied_pages: of an FP8 cache.
+        expansion: places of sequences that attend to expanded latent vectors.
+        copies: places of sequences that attend to copies.
+        copied_pages: copies of an FP8 cache as pages.
         copied: a layer's copies, `[kinds, places, heads, dim]`.
     """
 
@@ -86,13 +85,13 @@ class TritonPromptPlan(NamedTuple):
 
 
 class TritonPrompts(PromptKernel):
-    """Reads pages in place, copies tokens that many rows see, and expands latent vectors where that pays."""
+    """Reads pages in place, copies tokens that many rows see, and expands latent vectors if that saves time."""
 
     captures_sharded = True
 
     def __init__(self, cache: KVCache):
         self.cache, spec, self.float8 = cache, cache.spec, cache.exponents is not None
-        if self.float8:  # converts each vector once, and not for each block of rows
+        if self.float8:  # convert each vector once instead of once per block of rows
             self.copies = not isinstance(spec, Window)
         else:
             self.copies = isinstance(spec, PagedKV) and copies_pages(spec.dim, cache.keys.element_size())
@@ -140,7 +139,7 @@ class TritonPrompts(PromptKernel):
         return plan
 
     def _copied(self, plan: TritonPromptPlan, copies: Copies, inputs: AttentionInputs) -> Tensor:
-        """A layer's copies, in the dtype of q."""
+        """Copy a layer's tokens, in the dtype of q."""
         q, keys = inputs.q, inputs.keys
         copied = q.new_empty(1 if isinstance(self.cache.spec, Latent) else 2, copies.places, *keys.shape[1:])
         where = plan.pages, copies.bases, copies.lengths, copies.live, plan.page_size

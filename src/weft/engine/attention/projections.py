@@ -1,6 +1,6 @@
-"""A layer's projections become queries, and rows of its cache.
+"""Projections of a layer, split into queries and rows of its cache.
 
-On a GPU one kernel adds up, splits, normalises and rotates together with the write.
+On a GPU one kernel sums split-K partials, splits, normalises, rotates and writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.kernels.stream_ops import on_gpu
 
 
 class RotaryTable(Protocol):
-    """A rotary embedding's table: cos, sin `[T, 1, dim]`; rotates `[T, heads, dim]`."""
+    """Table of a rotary embedding: cos, sin `[T, 1, dim]`; rotates `[T, heads, dim]`."""
 
     @property
     def cos(self) -> Tensor: ...
@@ -33,13 +33,13 @@ class RotaryTable(Protocol):
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
-        """cos and sin `[T, dim / 2]`: one for each pair of elements that is rotated."""
+        """cos and sin `[T, dim / 2]`, one entry per rotated pair of elements."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class NormScale(Protocol):
-    """A norm over the last dimension of `[T, heads, dim]`, with a weight `[dim]`."""
+    """Norm over the last dimension of `[T, heads, dim]`, with a weight `[dim]`."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -52,9 +52,8 @@ class NormScale(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """Split of `[T, features]` into queries, keys and values: `sizes` features of each, in heads of `dim`. Each head of
-    queries and keys is normalised, where there are norms, and rotated. gathered: as `Queries`.
-    """
+    """Split of `[T, features]` into queries, keys and values: `sizes` features of each, in heads of `dim`. Heads of
+    queries and keys are normalised if there are norms, then rotated. gathered: see `Queries`."""
 
     sizes: Sequence[int]
     dim: int
@@ -66,10 +65,10 @@ class HeadSplit:
         """Store keys and values, and return queries `[T, heads, D]`.
 
         Args:
-            cache: of keys and values.
-            layer: its place in the cache.
-            slots: int32 or int64 `[T]`; a row with −1 is not stored.
-            qkv: `[T, features]` or its parts.
+            cache: cache of keys and values.
+            layer: index in the cache.
+            slots: int32 or int64 `[T]`; −1: not stored.
+            qkv: `[T, features]` or its split-K partials.
         """
         q_norm, k_norm = self.norms or (None, None)
         if not on_gpu(qkv):
@@ -98,14 +97,14 @@ class HeadSplit:
 class Absorbed:
     """Projections from a latent vector to heads' keys and values, applied to the query and to the output.
 
-    Both are linear in each head, so ranks that hold parts of the tokens exchange the narrower side: queries before and
-    outputs after. There they are of all heads of a dcp group.
+    Both are linear in each head, so ranks with sharded tokens exchange the narrower side: queries before their
+    projection and outputs after it. After the exchange, projections have the heads of all ranks of the dcp group.
 
     Args:
-        keys: `[heads, n, width]`, the factor of a query's first n elements; None: queries are projected already.
-        values: `[heads, value dim, width]`, the factor of the output.
+        keys: `[heads, n, width]`, factor of a query's first n elements; None: queries are projected already.
+        values: `[heads, value dim, width]`, factor of the output.
         up: both next to each other, `[heads, n + value dim, width]`, for prompts with expanded tokens.
-        plain: `[T, heads, n]`, first elements of queries before the projection, where only some rows are projected.
+        plain: `[T, heads, n]`, first elements of queries before the projection, if only some rows are projected.
     """
 
     keys: Tensor | None
@@ -114,19 +113,20 @@ class Absorbed:
     plain: Tensor | None = None
 
     def part(self, place: int, parts: int) -> Absorbed:
-        """The heads of the rank at `place` of `parts`."""
+        """Return the heads of the rank at `place` of `parts`."""
         keys, up = (None if x is None else x.chunk(parts)[place] for x in (self.keys, self.up))
         return Absorbed(keys, self.values.chunk(parts)[place], up)
 
     def first(self, q: Tensor) -> Tensor:
-        """`[T, heads, n]`: first elements of queries before the projection."""
+        """Return `[T, heads, n]`: first elements of queries before the projection."""
         if self.keys is not None:
             return q[..., : self.keys.shape[1]]
         assert self.plain is not None
         return self.plain
 
     def query(self, q: Tensor, rows: Tensor | None = None) -> Tensor:
-        """`[T, heads, n + rest]` → `[T, heads, width + rest]`. rows: bool `[T]`, projects only these."""
+        """Project `[T, heads, n + rest]` to `[T, heads, width + rest]`. rows: bool `[T]`, the rows to project; None:
+        all."""
         if self.keys is None:
             return q
         n, width = self.keys.shape[1:]
@@ -139,7 +139,7 @@ class Absorbed:
         return whole
 
     def output(self, out: Tensor, rows: Tensor | None = None, to: Tensor | None = None) -> Tensor:
-        """`[T, heads, width]` → `[T, heads, value dim]`. rows: as `query`. to: filled and returned."""
+        """Project `[T, heads, width]` to `[T, heads, value dim]`. rows: see `query`. to: filled and returned."""
         to = out.new_empty(*out.shape[:2], self.values.shape[1]) if to is None else to
         _multiply(out, self.values.transpose(1, 2), rows, to)
         return to
@@ -161,7 +161,7 @@ class LatentSplit:
     """Split of queries `[T, heads · dim]` and cached vectors `[T, width]` into the inputs of latent attention.
 
     The last elements of a vector, and of each head's query, are rotated; the other elements of a vector are normalised.
-    gathered: as `Queries`.
+    gathered: see `Queries`.
     """
 
     dim: int
@@ -170,7 +170,7 @@ class LatentSplit:
     gathered: bool = False
 
     def split(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries `[T, heads, dim]` and keys `[T, 1, width]`."""
+        """Return queries `[T, heads, dim]` and keys `[T, 1, width]`."""
         (left, rest), (latent, key) = (
             x.tensor_split([x.shape[-1] - self.rotary.cos.shape[-1]], dim=-1)
             for x in (q.unflatten(-1, (-1, self.dim)), kv[:, None])
@@ -190,11 +190,11 @@ class LatentSplit:
         """Store vectors, and return queries `[T, heads, D]` and the projections that remain to be applied.
 
         Args:
-            cache, layer, slots: as `HeadSplit.store`; the cache is of latent vectors.
+            cache, layer, slots: as in `HeadSplit.store`; the cache holds latent vectors.
             q: `[T, heads · dim]`, may be overwritten.
             kv: `[T, width]`.
             absorbed: projections that may be applied to the queries; None: none.
-            rows: bool `[T]`, the rows with queries that are projected; None: all.
+            rows: bool `[T]`, rows with queries to project; None: all.
         """
         if not on_gpu(q):
             q, key = self.split(q, kv)

@@ -1,4 +1,4 @@
-"""Attention over pages by torch's scaled_dot_product_attention; any device, any dtype, caches in FP8 too."""
+"""Attention over pages by torch's scaled_dot_product_attention: any device, any dtype, FP8 caches too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.kernels.float8 import take
 
 
 class TorchDecode(DecodeKernel):
-    """Gathers the tokens that rows see and calls torch once, padded to the longest."""
+    """Gathers the tokens that rows see and calls torch once, padded to the longest sequence."""
 
     def __init__(self, cache: KVCache):
         self.cache = cache
@@ -30,7 +30,8 @@ class TorchDecode(DecodeKernel):
         slots, alive = slots_of(pages, self.cache.page_size), lengths > 0
         mask = _sees(torch.arange(slots.shape[1], device=slots.device), lengths - 1, self.cache.window)
         if len(slots):
-            # A masked token is multiplied too, and 0 · NaN is NaN: the row's own takes its place, which is written.
+            # A masked token is multiplied too, and 0 · NaN is NaN: read the row's own token instead, which has been
+            # written.
             own = slots.gather(1, (lengths - 1).clamp(min=0).long()).where(alive, 0)
             slots = torch.where(mask, slots, own)
         return slots, mask[:, None, None], alive[:, None]
@@ -45,9 +46,8 @@ class TorchDecode(DecodeKernel):
 
 
 class TorchPromptPlan(NamedTuple):
-    """Prompts that attend to cached vectors, and to expanded ones: rows, slots of the tokens that they see, and which
-    row sees which, `[rows, tokens]`.
-    """
+    """Prompts that attend to cached or to expanded vectors: their rows, slots of the tokens that they see, and the mask
+    `[rows, tokens]`."""
 
     cached: list[tuple[slice, Tensor, Tensor]]
     expanded: list[tuple[slice, Tensor, Tensor]]
@@ -82,7 +82,7 @@ class TorchPrompts(PromptKernel):
     def run(self, plan: TorchPromptPlan, inputs: AttentionInputs) -> TorchPromptPlan:
         q, out, lse, scale = inputs.q, inputs.out, inputs.lse, inputs.scale
         for at, slots, mask in plan.cached:
-            if not len(slots):  # all lie on other ranks
+            if not len(slots):  # all tokens are on other ranks
                 assert lse is not None
                 lse[at] = float("-inf")
                 continue
@@ -111,13 +111,13 @@ class TorchPrompts(PromptKernel):
 
 
 def _sees(position: Tensor, row: Tensor, window: int | None) -> Tensor:
-    """Whether a row at a position sees the token at another."""
+    """Return the mask of tokens that a row sees."""
     seen = position <= row
     return seen if window is None else seen & (position > row - window)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """`[B, rows, heads, D]` against `[B, tokens, kv_heads, D]`."""
+    """Attend with `[B, rows, heads, D]` to `[B, tokens, kv_heads, D]`."""
     out = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale, enable_gqa=True
     )
@@ -125,7 +125,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tens
 
 
 def _lse(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """float32 `[B, rows, heads]`; torch's attention does not give it."""
+    """Compute the log-sum-exps, float32 `[B, rows, heads]`, which torch's attention does not return."""
     wide = k.float().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("brhd,bthd->bhrt", q.float(), wide) * scale
     return scores.masked_fill(~mask, float("-inf")).logsumexp(-1).transpose(1, 2)

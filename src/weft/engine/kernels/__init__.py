@@ -1,1 +1,1 @@
-"""Kernels of models and of sampling, and their definitions in torch."""
+"""Kernels of models and of sampling, with their definitions in torch."""

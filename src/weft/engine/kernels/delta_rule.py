@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464) in plain torch: a convolution, the gated delta rule, and a norm after a gate."""
+"""Gated DeltaNet (arXiv 2412.06464) in plain torch: a convolution, the gated delta rule, and a gated norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from weft.kernels.torch_reference import rms_norm
 
 CHUNK, CHUNKS = 64, 16
-"""Tokens of a chunk, which solves all their corrections at once; chunks that are prepared at once."""
+"""(Tokens of a chunk, which solves all their corrections at once; chunks that are prepared at once.)"""
 
 
 def gated_delta(
@@ -29,21 +29,23 @@ def gated_delta(
     tails: Tensor,
     out: Tensor,
 ) -> None:
-    """Fills out `[T, heads · V]`, of product's dtype, with the layer's output before its last product, and writes the
+    """Fill out `[T, heads · V]`, of product's dtype, with the layer's output before its last product, and write the
     states after each sequence's rows.
 
-    product: `[T, 2 · keys + 2 · heads · V + 2 · heads]`, side by side: queries and keys (`keys` features each), values,
-        the output's gate, the correction's gate, and the input of the state's decay. Consecutive heads, equally many
-        for each key, share a query and a key.
-    starts: int32 `[B + 1]`: sequence i has the rows starts[i] … starts[i + 1] − 1, maybe none. None: each has one row.
-        Rows of no sequence are not written.
-    before, after: int64 `[B]`, slots of the state before the rows (−1: zeros) and after them; both may be the same. An
-        `after` of −1 marks a padding sequence: no state is written, and where starts is None, its output is 0. A slot
-        that one sequence writes, no other sequence reads or writes.
-    conv: `[features, 1, window]`, of queries, keys and values. decay (the logarithm of its rate), bias: float32
-        `[heads]`. weight `[V]`, eps: of the norm before the gate.
-    states: float32 `[slots, heads, K, V]`. tails: float32 `[slots, features, window − 1]`, the convolution's last
-        inputs.
+    Args:
+        product: `[T, 2 · keys + 2 · heads · V + 2 · heads]`, side by side: queries and keys (`keys` features each),
+            values, the output's gate, the correction's gate, and the input of the state's decay. Consecutive heads, the
+            same number for each key, share a query and a key.
+        starts: int32 `[B + 1]`: sequence i has rows starts[i] … starts[i + 1] − 1, maybe none. None: each has one row.
+            Rows without a sequence are not written.
+        before, after: int64 `[B]`, slots of the state before the rows (−1: zeros) and after them; both may be equal. An
+            `after` of −1 marks a padding sequence: no state is written, and its output is 0 if starts is None. A slot
+            that one sequence writes, no other sequence reads or writes.
+        conv: `[features, 1, window]`, of queries, keys and values.
+        decay (logarithm of its rate), bias: float32 `[heads]`.
+        weight, eps: `[V]` and a number, of the norm before the gate.
+        states: float32 `[slots, heads, K, V]`.
+        tails: float32 `[slots, features, window − 1]`, last inputs of the convolution.
     """
     (_, heads, key_dim, value_dim), (features, _, window) = states.shape, conv.shape
     keys = (features - heads * value_dim) // 2
@@ -56,7 +58,7 @@ def gated_delta(
         parts = product[rows].unflatten(0, (-1, count)).split([features, heads * value_dim, heads, heads], dim=-1)
         mixed, z, b, a = parts
         inputs = torch.cat((tail, mixed.transpose(1, 2).float()), dim=-1)
-        # A product a tap: on GPUs convolutions in float32 round their inputs to fewer bits.
+        # One product per tap: on GPUs convolutions in float32 round their inputs to fewer bits.
         taps = [inputs[..., i : i + count] * conv[:, 0, i, None] for i in range(window)]
         mixed = F.silu(torch.stack(taps).sum(0)).transpose(1, 2)
         q, k, v = mixed.split([keys, keys, heads * value_dim], dim=-1)
@@ -80,18 +82,19 @@ def gated_delta(
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule over consecutive tokens: (out `[…, rows, V]`, the state after them).
+    """Apply the gated delta rule to consecutive tokens. Return (out `[…, rows, V]`, the state after them).
 
     Token by token it is S ← exp(decay) S; S ← S + k (beta (v − Sᵀ k))ᵀ; out = Sᵀ q. The corrections of a chunk depend
     on one another through a triangular system. Its inverse is computed for all chunks at once; then each chunk takes
     five products (the chunkwise form of arXiv 2406.06484, 2412.06464).
 
-    q, k `[…, rows, K]`; v `[…, rows, V]`; decay (not above 0), beta `[…, rows]`; state `[…, K, V]`; all float32.
+    Args:
+        q, k: `[…, rows, K]`. v: `[…, rows, V]`. decay (at most 0), beta: `[…, rows]`. state: `[…, K, V]`. All float32.
     """
     rows = q.shape[-2]
     size = min(CHUNK, rows)
     chunks = -(-rows // size)
-    # Tokens that fill the last chunk have no effect: their decay, beta and query are 0.
+    # Tokens that pad the last chunk have no effect: their decay, beta and query are 0.
     q, k, v = (F.pad(x, (0, 0, 0, chunks * size - rows)).unflatten(-2, (chunks, size)) for x in (q, k, v))
     decay, beta = (F.pad(x, (0, chunks * size - rows)).unflatten(-1, (chunks, size)) for x in (decay, beta))
     total = decay.cumsum(-1)
@@ -113,10 +116,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
 
 
 def equal_spans(counts: Sequence[int]) -> list[tuple[slice, slice, int]]:
-    """(rows, sequences, rows of each sequence) of each call: neighbouring sequences of one row share a call.
-
-    counts: rows of each sequence.
-    """
+    """Return (rows, sequences, rows of each sequence) per call: neighbouring sequences of one row share a call. counts:
+    rows of each sequence."""
     found: list[tuple[slice, slice, int]] = []
     first = at = 0
     for count, equal in itertools.groupby(counts):
@@ -129,5 +130,5 @@ def equal_spans(counts: Sequence[int]) -> list[tuple[slice, slice, int]]:
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Vectors of length one."""
+    """Scale vectors to length one."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,4 +1,4 @@
-"""Definitions of the kernels of models in plain torch: tests compare kernels with them, and CPUs run them."""
+"""Definitions of the models' kernels in plain torch. Tests compare kernels with them, and CPUs run them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from weft.kernels.float8 import Fp8Rows, Fp8Weight
 
 
 def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Of two parts of a row: its first sizes[0] features and the next sizes[1]. x: `[T, features]`. float32 or float64
-    `[T, 2]`.
-    """
+    """Return float32 or float64 `[T, 2]`: sums of squares of two parts of each row, the first sizes[0] features and the
+    next sizes[1]. x: `[T, features]`."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.stack([part.square().sum(-1) for part in wide[:, : sum(sizes)].split(list(sizes), dim=-1)], dim=-1)
 
@@ -27,11 +26,14 @@ def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
 def norm_by_squares(
     x: Tensor, squares: Tensor, weight: Tensor, sizes: Sequence[int], features: Sequence[int], eps: float
 ) -> Tensor:
-    """`rms_norm` of two parts of a row, which are split over ranks; in place.
+    """Apply `rms_norm` in place to two parts of each row, which are split over ranks.
 
-    x: `[T, features]`: of this rank, sizes[0] features of the first part and sizes[1] of the second, then others.
-    squares: `[ranks, T, 2]`, of each rank's features (`sums_of_squares`). weight: `[sum(sizes)]`, of x's dtype.
-    features: of the whole parts. Where all ranks together have more, neighbours have the same, and the first counts.
+    Args:
+        x: `[T, features]`: this rank's sizes[0] features of the first part and sizes[1] of the second, then others.
+        squares: `[ranks, T, 2]`, each rank's `sums_of_squares`.
+        weight: `[sum(sizes)]`, of x's dtype.
+        features: features of the whole parts. If the ranks' features add up to more, neighbours have the same ones, and
+            only the first of them counts.
     """
     begin, ranks = 0, len(squares)
     for part, (size, whole) in enumerate(zip(sizes, features, strict=True)):
@@ -44,17 +46,15 @@ def norm_by_squares(
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias of x `[rows, inputs]`, weight `[outputs, inputs]`, bias `[outputs]`; into out where it is given."""
+    """Return x Wᵀ + bias of x `[rows, inputs]`, weight `[outputs, inputs]`, bias `[outputs]`, in out if it is given."""
     if out is None:
         return F.linear(x, weight, bias)
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
 
 def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """out[t, h] = x[t, h] · weight[h]; fills and returns out `[T, heads, columns]`.
-
-    x: `[T, heads, depth]`. weight: `[heads, depth, columns]`.
-    """
+    """Fill and return out `[T, heads, columns]`: out[t, h] = x[t, h] · weight[h]. x: `[T, heads, depth]`. weight:
+    `[heads, depth, columns]`."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out
 
@@ -62,24 +62,21 @@ def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
 def linear_or_partials(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor | SplitKPartials:
-    """The same, for what adds up a product's parts itself, where a GPU makes it in parts. dtype: of the result and of
-    the arithmetic; None: x's.
-    """
+    """Return `linear`, or split-K partials on GPUs if the next kernel sums them. dtype: of the result and of the
+    arithmetic; None: x's."""
     if dtype is None:
         return F.linear(x, weight, bias)
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def linear_float8(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor) -> Tensor:
-    """x Wᵀ as `weft.kernels.float8.linear` computes it; fills and returns out `[rows, outputs]`."""
+    """Compute x Wᵀ like `weft.kernels.float8.linear`; fill and return out `[rows, outputs]`."""
     return out.copy_(float8.linear(x, weight)) if out.shape[0] else out
 
 
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
-    """Rows of the embedding, `[T, width]`, for int64 tokens `[T]`. weight: `[held, width]`.
-
-    first: where the vocabulary is split, the number of the weight's first token. Rows of tokens on other ranks are 0.
-    """
+    """Return rows of the embedding, `[T, width]`, for int64 tokens `[T]`. weight: `[held, width]`. first: the weight's
+    first token in a split vocabulary. Rows of tokens on other ranks are 0."""
     if first is None:
         return F.embedding(tokens, weight)
     elsewhere = (tokens < first) | (tokens >= first + len(weight))
@@ -89,10 +86,12 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
 def cos_sin(
     positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin times factor, `[T, 1, 2 · n]` each, of the angles positions · inverse (arXiv 2104.09864).
+    """Return cos and sin times factor, `[T, 1, 2 · n]` each, of the angles positions · inverse (arXiv 2104.09864). Each
+    angle occurs twice: in neighbouring elements if interleaved, else once per half.
 
-    positions: int64 `[T]`. inverse: float32 `[n]`, the inverse frequencies. Each angle is there twice: as neighbours
-    where interleaved, else once in each half.
+    Args:
+        positions: int64 `[T]`.
+        inverse: float32 `[n]`, inverse frequencies.
     """
     angles = positions[:, None, None].float() * inverse
     angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
@@ -102,12 +101,14 @@ def cos_sin(
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """silu(gate) · up of `[…, 2 · inner]`, gate first.
+    """Return silu(gate) · up of `[…, 2 · inner]`, gate first.
 
-    limit: the maximum of silu(gate); up is clamped to ± limit.
-    alpha: needs a limit. The result is then gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the limit
-        and up is clamped to ± limit.
-    score: (rows `[T, width]`, weight `[1, width]`) for x `[T, …]`: the sigmoid of their product also scales each row.
+    Args:
+        limit: maximum of silu(gate); up is clamped to ± limit.
+        alpha: requires a limit. Then the result is gate · sigmoid(alpha · gate) · (up + 1), where gate is at most the
+            limit and up is clamped to ± limit.
+        score: (rows `[T, width]`, weight `[1, width]`) for x `[T, …]`: the sigmoid of their product scales each row
+            too.
     """
     gate, up = x.chunk(2, dim=-1)
     if limit is None:
@@ -126,11 +127,13 @@ def gated(
 def gate_heads(
     out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention's output `[T, heads, dim]` after a sink and a gate.
+    """Apply a sink and a gate to attention's output `[T, heads, dim]`.
 
-    sinks: `[heads]`. A sink is the score of one more token that has no value: it adds to the sum of exponentials, and
-        so scales the output (arXiv 2309.17453). It needs lse `[T, heads]`, the log-sum-exp of the other tokens' scores.
-    gate: `[T, heads]` or `[T, heads · dim]`: its sigmoid scales each head, or each element.
+    Args:
+        sinks: `[heads]`, scores of one more token without a value: a sink adds to the sum of exponentials, and so
+            scales the output (arXiv 2309.17453). Requires lse `[T, heads]`, the log-sum-exp of the other tokens'
+            scores.
+        gate: `[T, heads]` or `[T, heads · dim]`: its sigmoid scales each head, or each element.
     """
     if sinks is not None and lse is not None:
         out = out * (lse - sinks).sigmoid().to(out.dtype)[..., None]
@@ -140,13 +143,14 @@ def gate_heads(
 
 
 class Rule(Protocol):
-    """How k experts of a token are chosen, and their weights.
+    """Rule that chooses k experts per token, and their weights.
 
-    score: "softmax" or "sigmoid" of the token's logits. The k experts of the greatest score are chosen (with a bias, of
-    the greatest score + bias).
-    groups: number of groups of consecutive experts. Experts are chosen from the `top_groups` groups with the greatest
-    sum of their `group_best` greatest scores.
-    Weights are scores, divided by their sum where `renormalise` says so, times scale.
+    Attributes:
+        score: "softmax" or "sigmoid" of the token's logits. The k experts of the greatest score (+ bias) are chosen.
+        groups: number of groups of consecutive experts. Experts are chosen from the `top_groups` groups with the
+            greatest sum of their `group_best` greatest scores.
+        renormalise: divide the weights, which are the scores, by their sum.
+        scale: final factor of the weights.
     """
 
     @property
@@ -166,18 +170,15 @@ class Rule(Protocol):
 
 
 Chosen = tuple[Tensor, Tensor]
-"""(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`), in no stated order. On GPUs what `route` and
-`route_chosen` give is a `weft.engine.kernels.triton.route.Routing`, which `experts` takes there.
-"""
+"""(weight float32 `[T, k]`, expert int32 or int64 `[T, k]`), in no particular order. On GPUs `route` and `route_chosen`
+return a `weft.engine.kernels.triton.route.Routing` instead, which `experts` accepts there."""
 
 
 def choose(
     logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None = None, *, bias: Tensor | None = None
 ) -> Chosen:
-    """The experts of tokens with logits `[T, E]`; bias: `[E]`.
-
-    live: int32 `[1]`, how many of the rows are tokens; None: all. On GPUs the others get expert −1, else any.
-    """
+    """Return the experts of tokens with logits `[T, E]`. bias: `[E]`. live: int32 `[1]`, number of rows that are
+    tokens; None: all. Other rows get expert −1 on GPUs, else any."""
     logits = (logits.total() if isinstance(logits, SplitKPartials) else logits).float()
     scores = logits.softmax(-1) if rule.score == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
@@ -189,21 +190,20 @@ def choose(
     expert = ranked.topk(rule.k, dim=-1).indices
     weight = scores.gather(-1, expert)
     if rule.renormalise:
-        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+        weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)  # all sigmoids may be 0
     return weight * rule.scale, expert
 
 
 def route(
     logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
 ) -> Chosen:
-    """`choose` for `experts`. mine: the numbers of this rank's experts; the results count from the first of them.
-    in_float8: whether their weights are in FP8.
-    """
+    """Apply `choose` for `experts`. mine: this rank's experts; results count from the first of them. in_float8: their
+    weights are in FP8."""
     return route_chosen(*choose(logits, rule, live, bias=bias), live, mine, in_float8)
 
 
 def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Chosen:
-    """The same of experts that are chosen already; −1: none."""
+    """Like `route`, for experts that are already chosen; −1: none."""
     return weight, expert - mine.start
 
 
@@ -221,15 +221,18 @@ def experts(
     add: bool = False,
     wait: Callable[[], None] = nothing,
 ) -> Tensor:
-    """Fills and returns out `[T, width]`: Σ of weight · down(gated(gate_up(x))) over a token's experts on this rank.
+    """Fill and return out `[T, width]`: Σ of weight · down(gated(gate_up(x))) over a token's experts on this rank. With
+    FP8 weights the rows of both products are quantised, and sums are in float32.
 
-    x: `[T, width]`, in FP8 only where the weights are. chosen: by `route`; an index outside `[0, E)` is an expert of
-    another rank. gate_up: `[E, 2·inner, width]`, gate's rows first. down: `[E, width, inner]`. limit, alpha: as `gated`
-    takes them. biases: `[E, 2·inner]`, `[E, width]`. add: the sum is added to the values of out. wait: called once,
-    before out is read or written (`weft.engine.kernels.side_stream`). With weights in FP8 the rows of both products are
-    quantised, and sums are in float32.
-
-    It takes two products for each expert that has a row: on CPUs torch's grouped product is a loop over all experts.
+    Args:
+        x: `[T, width]`, in FP8 only if the weights are.
+        chosen: result of `route`; an index outside `[0, E)` is an expert of another rank.
+        gate_up: `[E, 2·inner, width]`, gate's rows first.
+        down: `[E, width, inner]`.
+        limit, alpha: as in `gated`.
+        gate_up_bias, down_bias: `[E, 2·inner]`, `[E, width]`.
+        add: add the sum to the values of out.
+        wait: called once, before out is read or written (`weft.engine.kernels.side_stream`).
     """
     wait()
     in_float8, (weight, expert) = isinstance(gate_up, Fp8Weight), chosen

@@ -1,4 +1,4 @@
-"""The table of models' ops that have a torch form and a Triton form (`weft.kernels.stream_ops.op` makes one)."""
+"""Table of the models' ops that have a torch form and a Triton form (see `weft.kernels.stream_ops.op`)."""
 
 from __future__ import annotations
 

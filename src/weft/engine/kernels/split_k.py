@@ -1,4 +1,4 @@
-"""Products in parts of their depth (split-K): the reader adds the parts."""
+"""Products split over their depth (split-K): the reader sums the partial products."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import Tensor
 
 
 class SplitKPartials(NamedTuple):
-    """The partial products of x Wᵀ.
+    """Partial products of x Wᵀ.
 
-    values: float32 `[parts, T, N]`, to be added in their order. bias: `[N]`, added to their sum. dtype: the sum is
-    rounded to it.
+    Args:
+        values: float32 `[parts, T, N]`, to be summed in order.
+        bias: `[N]`, added to the sum.
+        dtype: dtype of the rounded sum.
     """
 
     values: Tensor
@@ -21,11 +23,10 @@ class SplitKPartials(NamedTuple):
 
     @property
     def is_cuda(self) -> bool:
-        """As a tensor's."""
         return self.values.is_cuda
 
     def total(self) -> Tensor:
-        """The product, `[T, N]`."""
+        """Return the product, `[T, N]`."""
         total = self.values[0]
         for part in self.values[1:]:
             total = total + part
@@ -33,5 +34,5 @@ class SplitKPartials(NamedTuple):
 
 
 def as_partials(x: Tensor | SplitKPartials) -> SplitKPartials:
-    """x as it is, or a tensor as the only part."""
+    """Return partials unchanged, and a tensor as the only part."""
     return x if isinstance(x, SplitKPartials) else SplitKPartials(x[None], None, x.dtype)

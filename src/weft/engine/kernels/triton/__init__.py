@@ -1,1 +1,1 @@
-"""Triton kernels of the engine, one module each; they need the extra `gpu`."""
+"""Triton kernels of the engine, one module each. They require the extra `gpu`."""

@@ -1,8 +1,8 @@
-"""Attention of prompts over copies of their tokens in a row, by tensor descriptors (TMA).
+"""Attention of prompts over contiguous copies of their tokens, by tensor descriptors (TMA).
 
-Prompts over pages (`weft.engine.kernels.triton.prefill_attention`) load a block's tokens by a pointer for each page.
-In a row one instruction loads a block whole. A launch has its descriptors among the kernel's parameters, so a CUDA
-graph holds them: its workspace stays where it is.
+Prompts over pages (`weft.engine.kernels.triton.prefill_attention`) load a block's tokens by a pointer per page. From a
+copy one instruction loads a whole block. A launch has its descriptors among the kernel's parameters, so a CUDA graph
+holds them: the address of its workspace is fixed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.kernels.triton.launch import arch, cdiv, kernel, next_power_of_2
 def _see_copied(
     first, top, total, acc, q, limit, base, keys, values, column, scale, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """As `_see`, of tokens in a row."""
+    """Fold in a block of contiguous tokens; see `_see`."""
     k, v = keys.load([base + first, column]), values.load([base + first, column])
     score = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -59,7 +59,7 @@ def _attend_copied(
 
 
 def copies_pages(dim: int, element_size: int) -> bool:
-    """Whether sequences of many rows attend to copies of their tokens: by the model's shape and the GPU alone."""
+    """Decide by the model's shape and the GPU alone if sequences of many rows attend to copies of their tokens."""
     return dim == 128 and element_size == 2 and arch() >= 90
 
 
@@ -75,12 +75,13 @@ def copied_prefill_attention(
     lse: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
-    """As `prefill_attention`, with the same bits, for the sequences of two rows or more that have a base.
+    """Compute `prefill_attention`, with the same bits, for the sequences of two rows or more that have a base.
 
-    copied: `[2, N, kv_heads, head_dim]`, keys and values, contiguous, of q's dtype, by `copy_pages`: token t of a
-        sequence lies at base + t. Behind the last token there is no NaN up to the next multiple of the tile's tokens.
-        head_dim is a power of two, and N below 2³¹.
-    bases: int32 `[B]`; −1: none. The other arguments are those of `prefill_attention`.
+    Args:
+        copied: `[2, N, kv_heads, head_dim]`, keys and values, contiguous, of q's dtype, from `copy_pages`: token t of a
+            sequence is at base + t. After the last token there is no NaN up to the next multiple of the tile's tokens.
+            head_dim is a power of two, and N below 2³¹.
+        bases: int32 `[B]`; −1: none. See `prefill_attention` for the other arguments.
     """
     (rows, heads, dim), (_, places, kv_heads, _) = q.shape, copied.shape
     if copied.shape != (2, places, kv_heads, dim) or heads % kv_heads or out.shape != q.shape:
@@ -91,7 +92,7 @@ def copied_prefill_attention(
         raise ValueError("copied must be contiguous, the last dimensions of q and out too, and head_dim a power of two")
     if not rows or not places:
         return
-    if tile is None:  # of the same tokens as over pages
+    if tile is None:  # with the same tokens as over pages
         tile = tile_of(dim, q.element_size())._replace(stages=3)
     sequences, group = starts.shape[0] - 1, heads // kv_heads
     block_g = min(tile.queries, next_power_of_2(group))

@@ -1,6 +1,5 @@
-"""Copies of the tokens of prompts from pages to a row, where attention loads them by whole tiles; of caches in FP8,
-what the vectors stand for.
-"""
+"""Contiguous copies of prompts' tokens from pages, which attention loads by whole tiles; dequantised from FP8
+caches."""
 
 from __future__ import annotations
 
@@ -18,10 +17,8 @@ TILE = 128
 
 @triton.jit
 def tokens_at(first, base, length, index, BLOCK_N: tl.constexpr):
-    """Of the block of places that begins at `first`: (the sequence, its tokens there, which of them it has).
-
-    base, length: of the sequences `index`; a base of −1: none.
-    """
+    """Return (sequence, its tokens, mask) of the block of places that begins at `first`. base, length: of the sequences
+    `index`; a base of −1: none."""
     own = (base >= 0) & (base <= first) & (first < base + length)
     sequence = tl.sum(tl.where(own, index, 0), 0)
     token = first - tl.sum(tl.where(own, base, 0), 0) + tl.arange(0, BLOCK_N)
@@ -67,14 +64,16 @@ def copy_pages(
     page_size: int,
     copied: Tensor,
 ) -> None:
-    """Fills copied `[2, N, heads, dim]` with key and value at base + t of each token t of the sequences with a base,
-    and with zeros behind them up to the next multiple of `TILE`.
+    """Fill copied `[2, N, heads, dim]` with key and value at base + t of each token t of the sequences with a base, and
+    with zeros after them up to the next multiple of `TILE`.
 
-    keys, values: `[slots, heads, dim]`, in pages, of copied's dtype or in FP8; last dimensions are contiguous. Of
-        latent vectors, which hold their values, copied `[1, N, 1, dim]` takes the keys alone.
-    pages: int32 `[B, max_pages]`.
-    lengths: int32 `[B]`, tokens. bases: int32 `[B]`, multiples of `TILE`, so far apart that no two sequences overlap;
-    −1: none. live: int32 `[1]`, at least the last token's place + 1. N: a multiple of `TILE`.
+    Args:
+        keys, values: `[slots, heads, dim]`, in pages, of copied's dtype or in FP8; last dimensions are contiguous. For
+            latent vectors, which hold their values, copied is `[1, N, 1, dim]`, keys only.
+        pages: int32 `[B, max_pages]`.
+        bases: int32 `[B]`, multiples of `TILE` that keep sequences apart; −1: none. N: a multiple of `TILE`.
+        lengths: int32 `[B]`, tokens.
+        live: int32 `[1]`, at least the last token's place + 1.
     """
     cache = parts_of(keys, values)
     (kinds, places, heads, dim), latent, k, v = copied.shape, len(copied) == 1, cache.keys, cache.values

@@ -1,4 +1,4 @@
-"""Rows in another order, as many as the device knows of."""
+"""Permutation of rows, with their number on the device."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ def _copy(
 
 
 def copy_rows(source: Tensor, index: Tensor, live: Tensor, to: Tensor) -> None:
-    """to[i] = source[index[i]] for the first `live` rows of `to`; those with an index of −1, and others, do not change.
-
-    source: `[N, width]`. index: int32 `[T]`. live: int32 `[1]`, at most T. to: `[T, width]`, of source's dtype. Last
-    dimensions are contiguous. Raises ValueError where shapes or dtypes do not match.
-    """
+    """Copy to[i] = source[index[i]] for the first `live` rows of `to`; rows with an index of −1, and later ones, do not
+    change. source: `[N, width]`. index: int32 `[T]`. live: int32 `[1]`, at most T. to: `[T, width]`, of source's dtype.
+    Last dimensions are contiguous. Raises ValueError if shapes or dtypes do not match."""
     rows, width = to.shape
     if source.shape[1:] != to.shape[1:] or source.dtype != to.dtype or index.shape != (rows,):
         raise ValueError(f"source is {list(source.shape)}, index {list(index.shape)}, to {list(to.shape)}")

@@ -1,9 +1,9 @@
-"""Attention of one query a row over paged keys and values, in two kernels.
+"""Attention of one query per row over paged keys and values, in two kernels.
 
-The tokens of a row are cut into splits (`splits.py`). The first kernel leaves a partial output and its log-sum-exp for
-each split; the second merges a row's splits in their order (the structure is that of LightLLM's kernel). The number of
-the first kernel's programs is fixed. They share the splits of all rows, which they find on the device: one captured
-graph serves all lengths, and short rows leave no program idle. FP8 has kernels of its own where `sums_runs` says so.
+The tokens of a row are cut into splits (`splits.py`). The first kernel writes a partial output and its log-sum-exp per
+split; the second merges a row's splits in their order (the structure is that of LightLLM's kernel). The first kernel
+has a fixed number of programs, which find the splits of all rows on the device: one captured graph serves all lengths,
+and short rows leave no program idle. FP8 has its own kernels if `sums_runs` is true.
 """
 
 from __future__ import annotations
@@ -38,10 +38,14 @@ LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 
 
 class DecodeTile(NamedTuple):
-    """How the first kernel is cut.
+    """Tile of the first kernel.
 
-    heads, tokens: of a block. warps: of a program. stages: of the pipeline of loads. programs: how many there are.
-    consecutive: whether a program reads consecutive splits of a row without a pause, which takes more shared memory.
+    Args:
+        heads, tokens: heads and tokens of a block.
+        warps: warps of a program.
+        stages: stages of the pipeline of loads.
+        programs: number of programs.
+        consecutive: a program reads consecutive splits of a row without a pause, which costs more shared memory.
     """
 
     heads: int
@@ -54,14 +58,14 @@ class DecodeTile(NamedTuple):
 
 @triton.jit
 def _slots(pages, token, end, PAGE: tl.constexpr):
-    """Slots of a row's tokens by its page table; those from `end` on are not looked up."""
+    """Look up the slots of a row's tokens before `end` in its page table."""
     page = tl.load(pages + token // PAGE, mask=token < end, other=0)
     return page.to(tl.int64) * PAGE + token % PAGE
 
 
 @triton.jit
 def _load_item(item):
-    """(row, first token, the token behind the last one, first split, splits, tokens of a split)."""
+    """Return (row, first token, end of its tokens, first split, splits, tokens of a split)."""
     row, start = tl.load(item), tl.load(item + 1)
     end, split = tl.load(item + 2), tl.load(item + 3)
     own, span = tl.load(item + 4), tl.load(item + 5)
@@ -70,7 +74,7 @@ def _load_item(item):
 
 @triton.jit
 def _load_keys(k_at, slot, k_slot, c, seen, BEGIN: tl.constexpr, COLUMNS: tl.constexpr, FLOAT8: tl.constexpr):
-    """The columns BEGIN + c of keys, `[columns, tokens]`; pairs of FP8 by the addresses that values have, too."""
+    """Load the columns BEGIN + c of keys, `[columns, tokens]`. FP8 is loaded in pairs, by the addresses of values."""
     if FLOAT8:
         mask = seen[:, None] & (c < COLUMNS)[None, :]
         k = tl.trans(tl.load(k_at + slot[:, None] * k_slot + BEGIN + c[None, :], mask=mask, other=0))
@@ -85,7 +89,7 @@ def _store_split(
     part, part_lse, at, d, in_group, top, total, acc, odd, GROUP: tl.constexpr, D: tl.constexpr,
     FLOAT8: tl.constexpr,
 ):  # fmt: skip
-    """A split's output, and its log-sum-exp to base 2."""
+    """Store a split's output, and its log-sum-exp to base 2."""
     real, acc = in_group < GROUP, joined(acc, odd, FLOAT8)
     tl.store(part + at[:, None] * D + d[None, :], acc / total[:, None], mask=real[:, None] & (d < D)[None, :])
     tl.store(part_lse + at, top + tl.log2(total), mask=real)
@@ -126,11 +130,11 @@ def _attend_splits(
         row_pages = pages + row.to(tl.int64) * pages_row
         k_at, v_at = keys + kv_head * k_head, values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        # Weights are summed up over tokens only where a split ends, if registers allow.
+        # Weights are summed over tokens only where a split ends, if registers allow.
         weight = tl.zeros([BLOCK_H, BLOCK_N if CONSECUTIVE else 1], tl.float32)
         acc = tl.zeros([BLOCK_H, BLOCK_D // EACH], tl.float32)
         odd = tl.zeros([BLOCK_H, BLOCK_D // EACH if FLOAT8 else 1], tl.float32)
-        # The slots of a block are looked up one block ahead, so that loads of keys need not wait for the page table.
+        # Slots are looked up one block ahead, so that loads of keys do not wait for the page table.
         slot = _slots(row_pages, start + tl.arange(0, BLOCK_N), end, PAGE)
         seen = start + tl.arange(0, BLOCK_N) < end
         of_keys, of_values = load_exponents(k_exponents, v_exponents, slot * e_slot + kv_head, seen, FLOAT8)
@@ -162,7 +166,7 @@ def _attend_splits(
                     _store_split(part, part_lse, at, d, in_group, top, tl.sum(weight, 1), acc, odd, GROUP, D, FLOAT8)
                     split += 1
                     split_end = tl.where(split == last, end, split_end + span)
-                    top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # what was summed up counts 0 from here on
+                    top = tl.full([BLOCK_H], float("-inf"), tl.float32)  # sums so far count 0 from here on
         if not CONSECUTIVE:
             at = (row.to(tl.int64) * HEADS + head) * max_splits + split
             total = tl.where(end > start, tl.sum(weight, 1), 1.0)
@@ -170,20 +174,19 @@ def _attend_splits(
 
 
 def sums_runs(head_dim: int, float8: bool, latent: bool) -> bool:
-    """Whether the kernels of `float8_decode_attention.py` attend: to keys and values in FP8 of heads of up to 128.
+    """Choose the kernels of `float8_decode_attention.py`: for FP8 keys and values in heads of up to 128.
 
-    On an H200 these take 0.56 to 0.91 of the time of the kernels here with 64 rows of 1,024 tokens and from 8,192 on,
-    1 µs more with one row of 1,024. In bfloat16 the same form took up to 1.5 of it with 1,024 tokens, over latent
-    vectors and wide heads, too.
+    On an H200 these take 0.56 to 0.91 of the time of the kernels here with 64 rows of 1,024 tokens and from 8,192 on, 1
+    µs more with one row of 1,024. In bfloat16 the same form took up to 1.5 of it with 1,024 tokens, over latent vectors
+    and wide heads, too.
     """
     return float8 and not latent and head_dim <= 128
 
 
 def tile_of(head_dim: int, group: int, element_size: int = 2, float8: bool = False, latent: bool = False) -> DecodeTile:
-    """The first kernel's tile: by the model's shape and the GPU, so that a row has the same bits at every capacity.
-
-    float8: of a cache in FP8. Conversions take registers. latent: of latent vectors, `head_dim` the values' elements.
-    """
+    """Return the first kernel's tile, by the model's shape and the GPU, so that a row has the same bits at every
+    capacity. float8: the cache is in FP8, and conversions cost registers. latent: latent vectors; head_dim is their
+    values' size."""
     heads = min(64, max(16, next_power_of_2(group)))
     if sums_runs(head_dim, float8, latent):
         heads = min(64, max(8, next_power_of_2(group)))
@@ -197,22 +200,22 @@ def tile_of(head_dim: int, group: int, element_size: int = 2, float8: bool = Fal
     if float8 and group > 16:
         return DecodeTile(32, 64, 8, 3, scaled(132), False)
     if not float8 and group > 32 and element_size == 2 and gpu().shared_bytes >= 200 << 10:
-        # Each block of heads reads a row's latent vectors again: few large ones, in products of 64 rows.
+        # Each block of heads reads a row's latent vectors again, so use few large blocks, in products of 64 rows.
         return DecodeTile(64, 32, 8, 3, scaled(132), False)
     return DecodeTile(16, 32, 4, 3, scaled(132 * 2), False)
 
 
 def cut_of(head_dim: int, group: int = 1) -> Cut:
-    """How rows are cut into splits: by the model's shape alone, too. group: heads that share a latent vector.
+    """Return the rule that cuts rows into splits, by the model's shape alone. group: heads that share a latent vector.
 
-    Measured on an H200, for heads of 128: splits of 128 tokens take 5 % less with 64 rows
-    of 1,024 tokens, and 22 % more with one. At most 32 of a row take 5 % less with 64 rows of 8,192 tokens, but would
-    keep half of a GPU idle with one.
+    Measured on an H200, for heads of 128: splits of 128 tokens take 5 % less with 64 rows of 1,024 tokens, and 22 %
+    more with one. At most 32 per row take 5 % less with 64 rows of 8,192 tokens, but would keep half of a GPU idle with
+    one.
     """
     if head_dim <= 128:
         return Cut(64, 64, 2)
-    # The outputs of a split of so many heads are more bytes than its tokens: 64 rows of 8,192 take 26 % less with
-    # splits of 256 tokens, one row as long. One row of 1,024 would take 50 % more.
+    # With that many heads, a split's outputs are more bytes than its tokens: 64 rows of 8,192 take 26 % less with
+    # splits of 256 tokens, one row the same. One row of 1,024 would take 50 % more.
     return Cut(128, 64, 2, 1024 if head_dim > 256 and group > 64 else None)
 
 
@@ -226,10 +229,13 @@ def splits_of(
     group: int = 1,
     float8: bool = False,
 ) -> Splits:
-    """The splits of a step's rows, for all layers with the same heads.
+    """Return the splits of a step's rows, for all layers with the same heads.
 
-    lengths, tokens, window: see `order_splits`. blocks: number of blocks of heads, at least the key-value heads.
-    group: as `cut_of` takes it. float8: as `tile_of` takes it.
+    Args:
+        lengths, tokens, window: see `order_splits`.
+        blocks: number of blocks of heads, at least the key-value heads.
+        group: see `cut_of`.
+        float8: see `tile_of`.
     """
     tile = tile_of(head_dim, 1, float8=float8) if tile is None else tile
     at_once = max(1, tile.programs // blocks) if tile.consecutive else None
@@ -251,19 +257,22 @@ def decode_attention(
     splits: Splits | None = None,
     tile: DecodeTile | None = None,
 ) -> Tensor:
-    """softmax(scale · q Kᵀ) V of each row over its own tokens: `[rows, heads, head_dim]` in q's dtype.
+    """Return softmax(scale · q Kᵀ) V of each row over its own tokens: `[rows, heads, head_dim]` in q's dtype.
 
-    q: `[rows, heads, head_dim]`; heads is a multiple of kv_heads.
-    keys, values: `[slots, kv_heads, head_dim]`, of q's dtype or in FP8. Token t of a row lies at slot
-        `pages[row, t // page_size] · page_size + t % page_size`.
-    pages: int32 `[rows, max_pages]`. lengths: int32 `[rows]`, the row's own token included.
-    window: a row sees its last `window` tokens; the page table's entries of earlier ones are not read.
-    out: filled and returned. lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
-    splits: of these lengths and this window by `splits_of`, where several layers share them.
-    tile: for tests and measurements; None: `tile_of`.
+    Args:
+        q: `[rows, heads, head_dim]`; heads is a multiple of kv_heads.
+        keys, values: `[slots, kv_heads, head_dim]`, of q's dtype or in FP8. Token t of a row has slot `pages[row, t //
+            page_size] · page_size + t % page_size`.
+        pages: int32 `[rows, max_pages]`.
+        lengths: int32 `[rows]`, including the row's own token.
+        window: a row sees its last `window` tokens; the page table's entries of earlier ones are not read.
+        out: filled and returned.
+        lse: float32 `[rows, heads]`, filled with the natural log-sum-exp of the scaled scores.
+        splits: result of `splits_of` for these lengths and this window, if several layers share it.
+        tile: for tests and measurements; None: `tile_of`.
 
-    Last dimensions are contiguous. A row of length 0 gets output 0 and lse −inf, whatever its page table and its
-    query are. Raises ValueError where shapes or dtypes do not match.
+    Last dimensions are contiguous. A row of length 0 gets output 0 and lse −inf, whatever its page table and query.
+    Raises ValueError if shapes or dtypes do not match.
     """
     if values.shape != keys.shape:
         raise ValueError(f"keys are {list(keys.shape)}, values {list(values.shape)}; they must be alike")
@@ -285,11 +294,9 @@ def latent_decode_attention(
     splits: Splits | None = None,
     tile: DecodeTile | None = None,
 ) -> Tensor:
-    """`decode_attention` of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), its up-projections absorbed.
-
-    latents `[slots, 1, dim]` are all heads' keys, and their first `value_dim` elements are the values; gives
-    `[rows, heads, value_dim]`.
-    """
+    """Compute `decode_attention` of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with absorbed
+    up-projections. latents: `[slots, 1, dim]`, all heads' keys; their first `value_dim` elements are the values.
+    Returns `[rows, heads, value_dim]`."""
     if latents.shape[1] != 1 or not value_dim <= latents.shape[2]:
         raise ValueError(f"latents are {list(latents.shape)}; they must be [slots, 1, {value_dim} or more]")
     rest = latents.shape[2] - value_dim
@@ -330,7 +337,7 @@ def _launch(
         splits = splits_of(lengths, pages.shape[1] * page_size, window, d, blocks, tile, group)
     if splits.window != (window or 0) or len(splits.items) != rows * splits.max_splits:
         raise ValueError(f"splits are of {len(splits.items)} items, window {splits.window}: of other rows than q's")
-    min_columns = 16  # of a product; pairs of columns count in FP8
+    min_columns = 16  # of a product; in FP8 pairs of columns count
     if cache.in_float8:
         min_columns *= PAIR
         if dim % PAIR or d % PAIR:

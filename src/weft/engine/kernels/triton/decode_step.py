@@ -1,13 +1,13 @@
-"""The first and the last kernel of a decode step that runs without the host.
+"""First and last kernel of a decode step that runs without the host.
 
 `step_in` makes the step's inputs from the state of the requests; `step_out` samples and updates that state. The state
-lies on the device by request row: `last_token`, `length` (tokens in the caches) and `entries`, the tables of all groups
+is on the device, by request row: `last_token`, `length` (tokens in the caches) and `entries`, the tables of all groups
 of caches side by side. `rows` names the request rows of a step, in any order; those from `live` on are padding of a
 captured graph.
 
-`step_in` is a graph's first kernel. Like all kernels it starts early only behind another kernel. What was queued before
-a graph has ended when its first kernel starts, and a launch behind a copy waits for the copy. So a replay sees the new
-pages, which are copied before it.
+`step_in` is a graph's first kernel. Kernels start early only after another kernel: earlier work of the stream has ended
+when a graph's first kernel starts, and a launch after a copy waits for the copy. So a replay sees the new pages, which
+are copied before it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ ENTRIES = 1024
 
 
 class StepInputs(NamedTuple):
-    """What a step of `capacity` rows reads.
+    """Inputs of a step of `capacity` rows.
 
-    tokens, positions: int64 `[capacity]`. lengths: int32 `[capacity]`, the new token included.
-    entries: int32 `[capacity, width]`, the rows' tables. Of a group of pages, only entries of pages that hold tokens of
-        the row are written.
-    slots: int64 `[groups, 2, capacity]`: of pages, where the new token is stored (the second is unused); of states, the
-        slots before and after the step.
+    Args:
+        tokens, positions: int64 `[capacity]`.
+        lengths: int32 `[capacity]`, including the new token.
+        entries: int32 `[capacity, width]`, the rows' tables. For a group of pages, only entries of pages that hold
+            tokens of the row are written.
+        slots: int64 `[groups, 2, capacity]`: for pages, the new token's slot (the second is unused); for states, the
+            slots before and after the step.
 
     A row that is not live has token 0, position 0, length 0, slots −1 and no entries. A row without a last token (−1)
-    has token 0, so that the embedding reads no memory that is not there; `step_out` reports it.
+    gets token 0, so that the embedding reads valid memory; `step_out` reports it.
     """
 
     tokens: Tensor
@@ -108,10 +110,12 @@ def _step_out(
 
 
 class TablePieces(NamedTuple):
-    """The pieces of a row's tables, one for each program of `step_in`.
+    """Pieces of a row's tables, one per program of `step_in`.
 
-    groups: number of groups of caches. each: int32 `[pieces, 5]`: the group, 1 if it has states, the first entry of its
-    table, its width, and the first entry that the program copies.
+    Args:
+        groups: number of groups of caches.
+        each: int32 `[pieces, 5]`: the group, 1 if it has states, the first entry of its table, its width, and the first
+            entry that the program copies.
     """
 
     groups: int
@@ -119,8 +123,7 @@ class TablePieces(NamedTuple):
 
 
 def table_pieces(widths: Sequence[int], states: Sequence[bool], device: torch.device) -> TablePieces:
-    """The pieces of tables that lie side by side. widths, states: for each group, its width and whether it has
-    states."""
+    """Return the pieces of adjacent tables. widths, states: per group, the table's width, and True if it has states."""
     found, begin = [], 0
     for group, (width, state) in enumerate(zip(widths, states, strict=True)):
         for first in range(0, width, width if state else ENTRIES):
@@ -139,15 +142,18 @@ def step_in(
     pieces: TablePieces,
     page_size: int,
 ) -> StepInputs:
-    """A decode step's inputs: each row's last token, at the position that is the row's length.
+    """Return a decode step's inputs: each row's last token, at the position that is the row's length.
 
-    rows: int32 `[capacity]`, the request row of each of the step's rows. live: int32 `[1]`, how many of them count.
-    last_token, length: int32 `[R]`, of each request row.
-    entries: int32 `[R, width]`, tables in which the new token has its page already.
-    steps: int32 `[1]`, incremented.
-    pieces: of these tables, by `table_pieces`. page_size: tokens of an entry.
+    Args:
+        rows: int32 `[capacity]`, request row of each of the step's rows.
+        live: int32 `[1]`, number of valid rows.
+        last_token, length: int32 `[R]`, of each request row.
+        entries: int32 `[R, width]`, tables that already include the new token's page.
+        steps: int32 `[1]`, incremented.
+        pieces: result of `table_pieces` for these tables.
+        page_size: tokens of an entry.
 
-    Raises ValueError where shapes, dtypes or strides do not match.
+    Raises ValueError if shapes, dtypes or strides do not match.
     """
     capacity, like = rows.shape[0], live.new_empty
     if not last_token.shape == length.shape == entries.shape[:1]:
@@ -183,19 +189,20 @@ def step_out(
     steps: Tensor,
     token_ring: Tensor,
 ) -> None:
-    """Samples the best of the candidates of each row and updates the state with it.
+    """Sample the best candidate of each row and update the state with it.
 
-    rows, live: as for `step_in`; a row of the state appears at most once among the live rows.
-    decode_rows: int32 `[1]`. A row before this one that has no last token (−1) samples −1, so that the reader of the
-        tokens sees the fault.
-    candidates: float32 `[ranks, capacity, each, 2]`, contiguous: scores and tokens, by `sample.candidates`.
-    lengths: int32 `[capacity]`, the state's new lengths.
-    tokens: int32 `[≥ capacity]`, filled with what is sampled, −1 for rows that are not live.
-    steps: int32 `[1]`, the number of the step.
-    token_ring: int32 `[a power of two, ≥ capacity]`, which may be pinned memory of the host; its row `steps` modulo the
-        number of its rows is filled with the tokens of the live rows.
+    Args:
+        rows, live: see `step_in`; a row of the state occurs at most once among the live rows.
+        decode_rows: int32 `[1]`. A row before this one without a last token (−1) samples −1, so that the reader of the
+            tokens sees the fault.
+        candidates: float32 `[ranks, capacity, each, 2]`, contiguous: scores and tokens, by `sample.candidates`.
+        lengths: int32 `[capacity]`, the state's new lengths.
+        tokens: int32 `[≥ capacity]`, filled with the samples, −1 for rows that are not live.
+        steps: int32 `[1]`, number of the step.
+        token_ring: int32 `[a power of two, ≥ capacity]`, maybe pinned memory of the host; its row `steps` modulo the
+            number of its rows is filled with the tokens of the live rows.
 
-    Raises ValueError where shapes do not match.
+    Raises ValueError if shapes do not match.
     """
     capacity, (ranks, count, each, two) = rows.shape[0], candidates.shape
     fits = min(tokens.shape[0], token_ring.shape[1]) >= capacity and count == capacity == lengths.shape[0]

@@ -18,7 +18,7 @@ device. Sums are in float32; operands of products have the dtype of the rows.
 # - States: h0 and ht are tensors in the order of sequences, not slots. A decode step would copy each state twice more,
 #   and states are most of the bytes that it moves. Prompts also write the state of each chunk to memory, in the dtype
 #   of the rows; this module keeps it in registers, in float32.
-# - `gated_delta_rule/chunk.py` refuses float32, in which tests compare with the definition.
+# - `gated_delta_rule/chunk.py` refuses float32, the dtype of comparisons with the definition in tests.
 # Convolution, gates and norm would stay separate kernels. A pinned FLA_CONFIG_DIR removes the first reason alone.
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 ROWS = 32
-"""Of a program that convolves or gates."""
+"""Rows of a program that convolves or gates."""
 
 
 class ChunkTile(NamedTuple):
-    """tokens: of a chunk. values: elements of a value head for which a program keeps the state. warps and stages are
-    of the programs that walk over chunks."""
+    """Tile of the chunked kernels. tokens: tokens of a chunk. values: elements of a value head in a program's state.
+    warps, stages: of the programs that walk over chunks."""
 
     tokens: int
     values: int
@@ -49,8 +49,8 @@ class ChunkTile(NamedTuple):
 
 @triton.jit
 def _chunk_of(starts, sequences, item, CHUNK: tl.constexpr, BLOCK_B: tl.constexpr):
-    """(whether there are so many chunks, the chunk's sequence, its first row, the sequence's end). Sequences of one
-    row have no chunk."""
+    """Return (True if the chunk exists, its sequence, its first row, the sequence's end). Sequences of one row have no
+    chunk."""
     index = tl.arange(0, BLOCK_B)
     first = tl.load(starts + index, mask=index < sequences, other=0)
     count = tl.load(starts + index + 1, mask=index < sequences, other=0) - first
@@ -71,7 +71,7 @@ def _convolve_chunks(
     KEPT: tl.constexpr, BLOCK_KEPT: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """A program has a chunk's rows of one head of queries, keys or values."""
+    """Convolve a chunk's rows of one head of queries, keys or values."""
     overlap.begin()
     real, sequence, row, end = _chunk_of(starts, sequences, tl.program_id(0), CHUNK, BLOCK_B)
     if not real:
@@ -107,7 +107,7 @@ def _convolve_chunks(
         total *= tl.rsqrt(K * 1.0)
     to = mixed + r.to(tl.int64)[:, None] * mixed_row + f[None, :]
     tl.store(to, total.to(mixed.dtype.element_ty), mask=(r < end)[:, None] & inside[None, :])
-    # The first chunk's programs alone read the inputs that were kept, so they alone write the next ones.
+    # Only the first chunk's programs read the kept inputs, so they also write the next ones.
     slot = tl.load(after + sequence).to(tl.int64)
     if (row == start) & (slot >= 0):
         i = tl.arange(0, BLOCK_KEPT)[None, :]
@@ -121,7 +121,7 @@ def _convolve_chunks(
             mask=kept & (since < 0) & (at >= 0),
             other=0.0,
         )
-        tl.debug_barrier()  # all inputs that were kept are read before any is overwritten
+        tl.debug_barrier()  # all kept inputs are read before any is overwritten
         tl.store(tails + slot * tail_slot + f[:, None] * KEPT + i, newest, mask=kept)
 
 
@@ -131,7 +131,7 @@ def _prepare_chunks(
     KEYS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
     CHUNK: tl.constexpr, LEVELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A program has a chunk of one value head: the inverse of its system, its scores, and its gates."""
+    """Compute a chunk's inverse, scores and gates for one value head."""
     overlap.begin()
     real, _, row, end = _chunk_of(starts, sequences, tl.program_id(0), CHUNK, BLOCK_B)
     if not real:
@@ -148,7 +148,7 @@ def _prepare_chunks(
     b = tl.load(of_gates, mask=there, other=0.0).to(tl.float32)
     a = tl.load(of_gates + HEADS, mask=there, other=0.0).to(tl.float32) + tl.load(bias + head)
     softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-    # A row behind the end has no effect: its decay and its correction are 0.
+    # Rows after the end have no effect: their decay and correction are 0.
     total = tl.cumsum(tl.where(there, -tl.exp(tl.load(decay + head)) * softplus, 0.0), 0)
     beta = tl.where(there, 1 / (1 + tl.exp(-b)), 0.0)
     to_gates = gates + (r * HEADS + head) * 2
@@ -159,7 +159,7 @@ def _prepare_chunks(
     key_t = tl.trans(key)
     score = tl.where(x >= y, tl.dot(query, key_t, input_precision="ieee") * between, 0.0)
     system = tl.where(x > y, tl.dot(key, key_t, input_precision="ieee") * between * beta[:, None], 0.0)
-    # The inverse by blocks, as stable as substitution: of [[A, 0], [M, B]] it is [[A⁻¹, 0], [−B⁻¹ M A⁻¹, B⁻¹]]. A level
+    # Invert by blocks, as stable as substitution: of [[A, 0], [M, B]] it is [[A⁻¹, 0], [−B⁻¹ M A⁻¹, B⁻¹]]. A level
     # joins all pairs of blocks of its size.
     found = tl.where(x == y, 1.0, 0.0) - tl.where(x // 2 == y // 2, system, 0.0)
     for level in tl.static_range(1, LEVELS):
@@ -177,7 +177,7 @@ def _walk_chunks(
     KEYS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, HEADS: tl.constexpr, SHARE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A program has some columns of one head's state, and goes through the chunks of one sequence."""
+    """Walk over the chunks of one sequence with some columns of one head's state."""
     overlap.begin()
     sequence, head = tl.program_id(1), tl.program_id(0) % HEADS
     start, end = tl.load(starts + sequence), tl.load(starts + sequence + 1)
@@ -220,7 +220,7 @@ def _gate_chunks(
     out, product, starts, weight, sequences, product_row, out_row, eps,
     FEATURES: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    """The norm and the gate of a chunk of one head, in place."""
+    """Apply the norm and the gate to a chunk of one head, in place."""
     overlap.begin()
     real, _, row, end = _chunk_of(starts, sequences, tl.program_id(0), CHUNK, BLOCK_B)
     if not real:
@@ -239,7 +239,7 @@ def _gate_chunks(
 
 
 def tile_of(value_dim: int, element_size: int) -> ChunkTile:
-    """A tile by the model's shape alone, so that a row has the same bits in every step."""
+    """Return a tile by the model's shape alone, so that a row has the same bits in every step."""
     if element_size > 2:
         return ChunkTile(16, min(32, max(16, next_power_of_2(value_dim))), 4, 1)
     return ChunkTile(64, min(32, max(16, next_power_of_2(value_dim))), 4, 3)
@@ -261,7 +261,7 @@ def gated_delta(
     *,
     tile: ChunkTile | None = None,
 ) -> None:
-    """The Triton form of `weft.engine.kernels.delta_rule.gated_delta`."""
+    """Compute `weft.engine.kernels.delta_rule.gated_delta`."""
     delta_step(product, starts, before, after, conv, decay, bias, weight, eps, states, tails, out)
     rows, sequences = product.shape[0], before.shape[0]
     if starts is None or rows < 2:
@@ -269,7 +269,7 @@ def gated_delta(
     heads, key_dim, value_dim, keys, share = check(product, conv, states, tails)
     features, kept = conv.shape[0], conv.shape[-1] - 1
     tile = tile_of(value_dim, product.element_size()) if tile is None else tile
-    size, cut = tile.tokens, min(sequences, rows // 2)  # as many chunks at the most may be cut short
+    size, cut = tile.tokens, min(sequences, rows // 2)  # at most that many chunks are cut short
     chunks, blocks = cdiv(rows, size) + cut, cdiv(rows, ROWS) + cut
     mixed = product.new_empty(rows, features)
     inverse, scores = product.new_empty(2, rows, heads, size)

@@ -1,10 +1,9 @@
 """One token of Gated DeltaNet (arXiv 2412.06464) for each of several sequences, from projections to the gated output.
 
-Where a step has sequences of several rows, too, these are left alone: `weft.engine.kernels.triton.delta_chunks` has
-them.
+Sequences of several rows in the same step are left to `weft.engine.kernels.triton.delta_chunks`.
 
-States are read and written in place, in slots that are found on the device. Of two kernels, the first convolves: each
-program has a block of features. The second applies the delta rule: each program has one head of one sequence, and holds
+States are read and written in place, in slots that are found on the device. The first of two kernels convolves: each
+program has a block of features. The second applies the delta rule: each program has one head of one sequence, and keeps
 the head's state in registers. Arithmetic is in float32; the output is rounded once.
 """
 
@@ -20,12 +19,12 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 SLOTS = ["starts", "before", "after"]
-"""Arguments with one number for each sequence: their addresses need no alignment."""
+"""Arguments with one number per sequence: their addresses need no alignment."""
 
 
 @triton.jit
 def _row_of(starts, sequence, STARTS: tl.constexpr):
-    """(whether the sequence has one row, which row that is)."""
+    """Return (True if the sequence has one row, that row)."""
     row, alone = sequence, sequence >= 0
     if STARTS:
         row = tl.load(starts + sequence)
@@ -54,7 +53,7 @@ def _convolve(
     last = tl.load(conv + f * (KEPT + 1) + KEPT, mask=f < features, other=0.0).to(tl.float32)
     total = tl.sum(kept * taps, 1) + new * last
     tl.store(mixed + sequence.to(tl.int64) * features + f, total / (1 + tl.exp(-total)), mask=f < features)
-    tl.debug_barrier()  # where a state is updated in place, an input is overwritten with the next one
+    tl.debug_barrier()  # with a state updated in place, an input is overwritten with the next one
     to_tail = tails + to * tail_slot + f[:, None] * KEPT + i
     tl.store(to_tail - 1, kept, mask=there & (i > 0))
     if KEPT > 0:
@@ -103,7 +102,8 @@ def _delta_rule(
 
 
 class Layer(NamedTuple):
-    """Sizes of a layer's share on a rank. heads: of values; keys: features of all keys; share: heads of one key."""
+    """Sizes of a layer's share on a rank. heads: value heads. keys: features of all keys. share: value heads of one
+    key."""
 
     heads: int
     key_dim: int
@@ -113,7 +113,7 @@ class Layer(NamedTuple):
 
 
 def check(product: Tensor, conv: Tensor, states: Tensor, tails: Tensor) -> Layer:
-    """The sizes by these tensors' shapes. Raises ValueError where they do not match."""
+    """Return the sizes from the tensors' shapes. Raises ValueError if they do not match."""
     _, heads, key_dim, value_dim = states.shape
     features, window = conv.shape[0], conv.shape[-1]
     keys = (features - heads * value_dim) // 2
@@ -140,9 +140,8 @@ def delta_step(
     tails: Tensor,
     out: Tensor,
 ) -> None:
-    """`weft.engine.kernels.delta_rule.gated_delta` for the sequences of one row; the others' rows and states are not
-    touched. Raises ValueError where shapes or dtypes do not match.
-    """
+    """Compute `weft.engine.kernels.delta_rule.gated_delta` for the sequences of one row; rows and states of the others
+    are not touched. Raises ValueError if shapes or dtypes do not match."""
     rows, sequences = product.shape[0], before.shape[0]
     layer, (features, _, window) = check(product, conv, states, tails), conv.shape
     heads, key_dim, value_dim = layer.heads, layer.key_dim, layer.value_dim

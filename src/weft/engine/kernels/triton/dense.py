@@ -1,15 +1,15 @@
-"""x Wᵀ of few rows, as decode steps have them, in 2-byte floats.
+"""x Wᵀ of few rows, the products of decode steps, in 2-byte floats.
 
-Such a product takes as long as reading its weight. No kernel writes weights, so each program loads its tile of the
-weight before it waits for the previous kernel (see `overlap`; past L1, as all loads before that wait), and its columns
-of x after the wait. A weight is cut in one of two forms, so that every multiprocessor has a tile:
+The time of such a product is that of reading its weight. No kernel writes weights, so each program loads its tile of
+the weight before it waits for the previous kernel (see `overlap`; past L1, like all loads before that wait), and its
+columns of x after the wait. A weight is split in one of two forms, so that every multiprocessor has a tile:
 
 - Tiles of 64 rows or more and a part of the depth. The next kernel adds the parts in their order, or a kernel for that
   alone.
 - Tiles of fewer rows and the whole depth, which is split over the program's warps: each has a slice, and the program
   adds their sums. This needs no second kernel, but every program reads all of x.
 
-Nothing is added atomically, so the bits are the same at every run, and those of a row depend on no other row.
+There are no atomic additions, so the bits are the same at every run, and a row's bits depend on no other row.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, gpu, kernel, next_power_of_2
 
 MAX_ROWS = 64
-"""For products of more rows a library is faster."""
+"""Maximum rows; a library is faster for more."""
 MAX_PARTS = 8
-"""Parts of the depth. Their sum reads them all."""
+"""Maximum parts of the depth. Their sum reads them all."""
 FEW_OUTPUTS = 512
-"""Outputs of a small product, such as a router's."""
+"""Maximum outputs of a small product, such as a router's."""
 FARTHEST = 1 << 24
 """Maximum distance of two rows in elements, so that 32-bit offsets reach all of a tile."""
 LANGUAGE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class DenseTile(NamedTuple):
-    """How a product is cut.
+    """Tile of a product.
 
-    columns: the weight's rows of a tile. parts: of the depth. warps: of a program.
-    block: depth of a block, a power of two. A part of the depth, or a warp's slice, is some of these blocks.
-    sliced: each warp multiplies a slice of the only part. It needs two warps or more, and at least as many outputs as
-    columns.
+    Args:
+        columns: rows of the weight in a tile.
+        parts: parts of the depth.
+        block: depth of a block, a power of two. A part of the depth, or a warp's slice, is some of these blocks.
+        warps: warps of a program.
+        sliced: each warp multiplies a slice of the only part. Requires at least two warps, and at least `columns`
+            outputs.
     """
 
     columns: int
@@ -55,10 +58,8 @@ class DenseTile(NamedTuple):
 
 @triton.jit
 def load_partials(at, part, bias, mask, PARTS: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr):
-    """Elements of the sum of a product's partial products (see `SplitKPartials`), in float32; undefined where masked.
-
-    at: pointers into the first part. part: elements from one part to the next. bias: pointers, of at's shape.
-    """
+    """Load elements of the sum of partial products (see `SplitKPartials`), in float32; undefined where masked. at:
+    pointers into the first part. part: elements from one part to the next. bias: pointers, of at's shape."""
     value = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         value += tl.load(at + i * part, mask=mask, other=0.0)
@@ -165,10 +166,8 @@ def _add_gemm_parts(
 
 
 def add_partials(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Fills and returns out `[T, N]`: the sum of parts float32 `[parts, T, N]` in their order, then of bias `[N]`.
-
-    parts are contiguous, and so are the rows of out.
-    """
+    """Fill and return out `[T, N]`: the sum of parts float32 `[parts, T, N]` in their order, then of bias `[N]`. Parts
+    and the rows of out are contiguous."""
     count, rows, outputs = parts.shape
     block = min(512, next_power_of_2(outputs))
     _add_gemm_parts[(rows, cdiv(outputs, block))](
@@ -179,19 +178,16 @@ def add_partials(parts: Tensor, out: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> DenseTile | None:
-    """The tile of x Wᵀ; None where a library is used: for other dtypes, many rows, or a large weight.
-
-    added_next: the next kernel adds the parts.
-    """
+    """Return the tile of x Wᵀ, or None to use a library: for other dtypes, many rows, or a large weight. added_next:
+    the next kernel adds the parts."""
     (rows, width), outputs = x.shape, weight.shape[0]
     like = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
     return tile_of(rows, outputs, width, added_next) if like and rows and _is_dense(x, weight) else None
 
 
 def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> DenseTile | None:
-    """`tile_for` by sizes and the GPU alone. The tiles are the fastest on an H200. All programs are to be on the GPU at
-    once, and those of a multiprocessor share its memory.
-    """
+    """Return the tile by sizes and the GPU alone; see `tile_for`. The tiles are the fastest on an H200. All programs
+    should be on the GPU at once, and the programs of a multiprocessor share its memory."""
     if rows > MAX_ROWS:
         return None
     if added_next and outputs <= FEW_OUTPUTS:  # there are few tiles, so every block is a part
@@ -215,11 +211,9 @@ def tile_of(rows: int, outputs: int, width: int, added_next: bool = False) -> De
 
 
 def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
-    """The tile of the fewest columns with which all programs are on the GPU at once; None where registers, or
-    the memory that it passes through, do not hold it.
-
-    It replaces parts and the kernel that adds them, for so few rows that reading all of x takes less than that kernel.
-    """
+    """Return the tile with the fewest columns that has all programs on the GPU at once. None if registers, or the
+    memory that it passes through, do not hold it. It replaces parts and the kernel that adds them, for so few rows that
+    reading all of x takes less time than that kernel."""
     # Blocks of 256 stay within a warp. With up to 16 rows, small ones leave registers for programs of the next kernel.
     block = min((256, 128, 64) if rows <= 8 else (64,), key=lambda size: (cdiv(width, 8 * size) * size, -size))
     depth = cdiv(width, 8 * block) * 8 * block
@@ -234,7 +228,7 @@ def _whole_depth(rows: int, outputs: int, width: int) -> DenseTile | None:
 
 
 def rows_of_block(rows: int, tile: DenseTile) -> int:
-    """How many rows a program takes at once: all, except where the tile is sliced."""
+    """Return the rows that a program processes at once: all, unless the tile is sliced."""
     if tile.sliced:
         return 8 if rows <= 8 else 16
     return max(16, next_power_of_2(rows))
@@ -245,10 +239,12 @@ def _is_dense(*tensors: Tensor) -> bool:
 
 
 def linear(x: Tensor, weight: Tensor, tile: DenseTile, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias, summed in float32 and rounded once; fills and returns out `[T, N]`, a new tensor where it is None.
+    """Compute x Wᵀ + bias, summed in float32 and rounded once. Fill and return out `[T, N]`, by default a new tensor.
 
-    x: `[T, K]` of at least one row. weight: `[N, K]`, of the same dtype. bias: `[N]`. Rows of all are contiguous.
-    Raises ValueError where shapes do not match.
+    Args:
+        x: `[T, K]` of at least one row. weight: `[N, K]`, of the same dtype. bias: `[N]`. Rows of all are contiguous.
+
+    Raises ValueError if shapes do not match.
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     _check(x, weight, bias)
@@ -268,7 +264,7 @@ def linear(x: Tensor, weight: Tensor, tile: DenseTile, out: Tensor | None = None
 def linear_partials(
     x: Tensor, weight: Tensor, tile: DenseTile, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> SplitKPartials:
-    """`linear` as partial products, for a next kernel that adds them and rounds to dtype (None: x's)."""
+    """Return `linear` as split-K partials, for a next kernel that sums them and rounds to dtype (None: x's)."""
     _check(x, weight, bias)
     outputs, width = weight.shape
     values = x.new_empty(_parts_of(width, tile), x.shape[0], outputs, dtype=torch.float32)
@@ -277,7 +273,7 @@ def linear_partials(
 
 
 def linear_of_any_size(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """`linear` by the tile of its size, or torch's where a library is to be preferred."""
+    """Compute `linear` with the tile of its size, or by torch if a library is faster."""
     tile = tile_for(x, weight)
     return model_reference.linear(x, weight, out, bias) if tile is None else linear(x, weight, tile, out, bias)
 
@@ -285,7 +281,7 @@ def linear_of_any_size(x: Tensor, weight: Tensor, out: Tensor | None = None, bia
 def linear_or_partials(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor | SplitKPartials:
-    """`linear_partials` by the tile of its size, else the whole product. dtype: as there."""
+    """Return `linear_partials` with the tile of its size, else the whole product. dtype: see there."""
     if tile := tile_for(x, weight, added_next=True):
         return linear_partials(x, weight, tile, bias, dtype)
     if dtype is None:
@@ -308,17 +304,17 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _blocks_of(width: int, tile: DenseTile) -> int:
-    """Blocks of a part of the depth."""
+    """Return the blocks of a part of the depth."""
     return cdiv(cdiv(width, tile.parts), tile.block)
 
 
 def _parts_of(width: int, tile: DenseTile) -> int:
-    """Parts with a block of their own: rounding up may leave the last ones empty."""
+    """Return the parts with a block of their own: rounding up may leave the last ones empty."""
     return cdiv(width, _blocks_of(width, tile) * tile.block)
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: DenseTile) -> None:
-    """Writes the product to out `[T, N]`, or its parts to out `[parts, T, N]`."""
+    """Write the product to out `[T, N]`, or its parts to out `[parts, T, N]`."""
     (outputs, width), rows = weight.shape, x.shape[0]
     _gemm_few_rows[(cdiv(outputs, tile.columns), _parts_of(width, tile))](
         x, weight, x if bias is None else bias, out, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),

@@ -1,4 +1,4 @@
-"""The inputs of a step's layers: rows of the embedding for its tokens, and rotary angles for its positions."""
+"""Inputs of a step's layers: rows of the embedding for its tokens, and rotary angles for its positions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ def _embed(
 
 @triton.jit
 def _cos_sin_of(angle):
-    """cos and sin of angles float32, to the last digits for angles of any size.
-
-    Multiples of a right angle are subtracted in float64; for the rest, up to π / 4, polynomials (those of Cephes)
-    suffice. CUDA's own functions reduce large angles in memory of the thread, which makes all calls slower.
-    """
+    """Return cos and sin of float32 angles of any size, to the last digits. Multiples of a right angle are subtracted
+    in float64; polynomials (from Cephes) suffice for the rest, up to π / 4. CUDA's own functions reduce large angles in
+    memory of the thread, which slows all calls."""
     wide = angle.to(tl.float64)
     quarters = tl.floor(wide * 0.6366197723675814 + 0.5)
     x = (wide - quarters * 1.5707963267948966).to(tl.float32)
@@ -64,7 +62,7 @@ def _cos_sin(
 
 
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
-    """`weft.engine.kernels.model_reference.embed`."""
+    """Compute `weft.engine.kernels.model_reference.embed`."""
     (held, width), (rows,) = weight.shape, tokens.shape
     if weight.stride(1) != 1 or not tokens.is_contiguous():
         raise ValueError(f"weights have strides {weight.stride()}, tokens {tokens.stride()}: rows must be contiguous")
@@ -81,7 +79,7 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
 def cos_sin(
     positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """`weft.engine.kernels.model_reference.cos_sin`, to within 10⁻⁶."""
+    """Compute `weft.engine.kernels.model_reference.cos_sin`, to within 10⁻⁶."""
     (rows,), (pairs,) = positions.shape, inverse.shape
     if inverse.dtype != torch.float32 or not (positions.is_contiguous() and inverse.is_contiguous()):
         raise ValueError(f"frequencies are {inverse.dtype}: they must be float32, and contiguous as the positions")

@@ -1,4 +1,4 @@
-"""The tiles of the routed experts' products, by the number of rows and the sizes alone: the fastest on an H200."""
+"""Tiles of the routed experts' products, by the number of rows and the sizes alone: the fastest on an H200."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.kernels.triton.launch import cdiv, next_power_of_2
 
 
 class ExpertsTile(NamedTuple):
-    """How a product is cut: columns and depth of a block, warps, and stages of the pipeline of loads."""
+    """Tile of a product: columns and depth of a block, warps, and stages of the pipeline of loads."""
 
     columns: int
     depth: int
@@ -18,18 +18,16 @@ class ExpertsTile(NamedTuple):
 
 
 def tile_rows_of(rows: int, pairs: int, experts: int, float8: bool = False) -> int:
-    """Rows of a tile, for so many rows, and pairs of them and of so many experts. At most 64 in FP8, where sums take
-    more registers."""
+    """Return the rows of a tile, for `pairs` of rows and experts. At most 64 in FP8, where sums need more registers."""
     if float8:
         return 16 if rows <= 64 else 32 if rows <= 128 else 64
-    # Twice as many as an expert has on average. It seldom has more: another tile would read its weights again.
+    # Twice an expert's mean, which it seldom exceeds: another tile would read its weights again.
     return 128 if rows >= 1024 else min(64, max(16, next_power_of_2(2 * cdiv(pairs, experts))))
 
 
 def up_tile_of(rows: int, tile_rows: int, itemsize: int, shared: bool) -> ExpertsTile:
-    """The tile of the first product. It reads the columns of gate and of up: twice as many as the tile has. shared: a
-    shared expert runs beside it; then one row is quicker with one program for a multiprocessor, else with two.
-    """
+    """Return the tile of the first product. It reads columns of gate and of up: twice the tile's columns. shared: a
+    shared expert runs concurrently; then one row is faster with one program per multiprocessor instead of two."""
     if rows <= 4:
         return ExpertsTile(32, (512 if shared else 256) // itemsize if rows == 1 else 128, 4, 4)
     if tile_rows <= 32:
@@ -38,7 +36,7 @@ def up_tile_of(rows: int, tile_rows: int, itemsize: int, shared: bool) -> Expert
 
 
 def down_tile_of(rows: int, tile_rows: int, itemsize: int) -> ExpertsTile:
-    """The tile of the second product."""
+    """Return the tile of the second product."""
     if rows <= 4:
         return ExpertsTile(64, 128, 4, 6 if rows == 1 else 4)
     if tile_rows <= 64:
@@ -47,9 +45,8 @@ def down_tile_of(rows: int, tile_rows: int, itemsize: int) -> ExpertsTile:
 
 
 def float8_tiles_of(rows: int) -> tuple[ExpertsTile, ExpertsTile]:
-    """The tiles of both products in FP8, before the sizes that follow from the weights' blocks. For few rows, a tile's
-    depth says how much of the depth is a part.
-    """
+    """Return the tiles of both products in FP8, before the sizes that follow from the weights' blocks. For few rows, a
+    tile's depth is the depth of a split-K part."""
     if rows <= FEW_ROWS:
         return ExpertsTile(128, 0, 4, 5), ExpertsTile(128, 0, 4, 3)
     return ExpertsTile(0, 0, 8, 3), ExpertsTile(64, 0, 4, 4) if rows <= 128 else ExpertsTile(128, 0, 8, 3)

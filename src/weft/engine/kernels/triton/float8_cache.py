@@ -1,13 +1,13 @@
-"""Vectors of a cache in FP8 (`weft.kernels.float8.Fp8Vectors`), inside the kernels that write and read them.
+"""FP8 vectors of a cache (`weft.kernels.float8.Fp8Vectors`), inside the kernels that write and read them.
 
-Decode attention multiplies in float16, where activations have 16 bits: an e4m3 is exact in it and takes one instruction
-for two, while one more rounding and four more instructions make a bfloat16 of them. Queries fit float16 by a power of
-two of each head. The exponents of keys scale scores. Those of values are added to the scores' logarithm, so that
-weights are at most 1 as they are without. Prompts multiply what the vectors stand for: a copy has it, or each block
+Decode attention multiplies in float16 if activations have 16 bits: an e4m3 is exact in it and one instruction converts
+two, while bfloat16 needs one more rounding and four more instructions. A power of two per head scales queries to the
+range of float16. The exponents of keys scale scores. The exponents of values are added to the scores' logarithm, so
+that weights are at most 1 as in other dtypes. Prompts multiply the dequantised vectors: a copy has them, or each block
 converts its tokens.
 
 Decode attention loads elements in pairs, as int16: shared memory transposes elements of 16 bits for the tensor cores,
-and of 8 bits one by one. A product with the lower bytes and one with the upper ones then take the place of one.
+but 8-bit elements only one by one. A product with the lower bytes and one with the upper bytes replace one product.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ PAIR = 2
 
 @triton.jit
 def power_of_two(exponent):
-    """float32 2 ** exponent, of an integer from −126 to 127."""
+    """Return float32 2 ** exponent, for an integer from −126 to 127."""
     return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def magnitude(x):
-    """|x|, 0 for NaN."""
+    """Return |x|, or 0 for NaN."""
     return tl.where(x == x, tl.abs(x), 0.0)
 
 
 @triton.jit
 def exponent_of(largest):
-    """The exponent of vectors with this largest magnitude, as `weft.kernels.float8.to_vectors`."""
+    """Return the exponent of vectors with this largest magnitude, like `weft.kernels.float8.to_vectors`."""
     exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - (127 + 8)
     return tl.minimum(tl.maximum(exponent, -MAX), MAX)
 
 
 @triton.jit
 def to_float8(x, exponent):
-    """x · 2 ** −exponent as e4m3: what is too large becomes the largest magnitude, NaN stays NaN."""
+    """Return x · 2 ** −exponent as e4m3, clamped to the largest magnitude; NaN stays NaN."""
     x = x * power_of_two(-exponent)
     return tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x)).to(tl.float8e4nv)
 
 
 @triton.jit
 def halves(pairs, DTYPE: tl.constexpr):
-    """The two e4m3 in each int16 as `DTYPE`: (the lower bytes, the upper ones)."""
+    """Return the two e4m3 of each int16 as `DTYPE`: (lower bytes, upper bytes)."""
     if INTERPRETED:
         low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:  # of two pairs at a time: the lower bytes side by side, and the upper ones, convert in an instruction each
+    else:  # the lower bytes of two pairs convert in one instruction, and so do the upper ones
         low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 sorted; .reg .b16 low, high;
             prmt.b32 sorted, $2, 0, 0x3120;
@@ -76,7 +76,7 @@ def halves(pairs, DTYPE: tl.constexpr):
 
 @triton.jit
 def _columns_of(x, FLOAT8: tl.constexpr):
-    """x `[M, D]` as `dot_right` takes it: in FP8 its even columns and its odd ones."""
+    """Return x `[M, D]` in the form that `dot_right` accepts: in FP8 its even and its odd columns."""
     odd = x
     if FLOAT8:
         x, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
@@ -85,7 +85,7 @@ def _columns_of(x, FLOAT8: tl.constexpr):
 
 @triton.jit
 def joined(even, odd, FLOAT8: tl.constexpr):
-    """What `_columns_of` takes apart."""
+    """Join the results of `_columns_of`."""
     if FLOAT8:
         even = tl.interleave(even, odd)
     return even
@@ -93,7 +93,8 @@ def joined(even, odd, FLOAT8: tl.constexpr):
 
 @triton.jit
 def dot_right(left, left_high, right, acc, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
-    """acc + left · right. In FP8 right `[K, N]` are pairs along K, left and left_high what `_columns_of` gives."""
+    """Return acc + left · right. In FP8 right `[K, N]` has pairs along K, and left, left_high are from
+    `_columns_of`."""
     if FLOAT8:
         right, high = halves(right, DTYPE)
         acc = tl.dot(left_high, high, acc, input_precision="ieee")
@@ -102,7 +103,8 @@ def dot_right(left, left_high, right, acc, DTYPE: tl.constexpr, FLOAT8: tl.const
 
 @triton.jit
 def dot_wide(left, right, acc, acc_high, FLOAT8: tl.constexpr):
-    """acc + left · right. In FP8 right `[K, N]` are pairs along N, and the odd columns of the sum are apart."""
+    """Return acc + left · right. In FP8 right `[K, N]` has pairs along N, and acc_high has the odd columns of
+    the sum."""
     if FLOAT8:
         right, high = halves(right, left.dtype)
         acc_high = tl.dot(left, high, acc_high, input_precision="ieee")
@@ -111,15 +113,15 @@ def dot_wide(left, right, acc, acc_high, FLOAT8: tl.constexpr):
 
 @triton.jit
 def _exponent_of_queries(q):
-    """Of queries `[M, D]`, `[M, 1]`: divided by its power of two, the largest magnitude is from 2¹⁴ on, below 2¹⁵."""
+    """Return `[M, 1]`: exponents that scale the largest magnitude of queries `[M, D]` to [2¹⁴, 2¹⁵)."""
     largest = tl.max(magnitude(q.to(tl.float32)), 1, keep_dims=True)
     return tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - (127 + 14), -100)
 
 
 @triton.jit
 def fit_queries(main, rest, scale, REST: tl.constexpr, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
-    """(main, its odd columns, rest, its odd columns, scale) of queries `[M, D]` in two parts, with which `DTYPE`
-    multiplies; as `_columns_of` takes them apart. scale: of their scores."""
+    """Return (main, its odd columns, rest, its odd columns, scale) of queries `[M, D]` in two parts, for products in
+    `DTYPE`; see `_columns_of`. scale: scale of their scores."""
     if FLOAT8:
         exponent = _exponent_of_queries(main)
         if REST > 0:
@@ -134,7 +136,8 @@ def fit_queries(main, rest, scale, REST: tl.constexpr, DTYPE: tl.constexpr, FLOA
 
 @triton.jit
 def dequantised(x, exponents, there, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
-    """Elements x as `DTYPE`, in FP8 times the powers of two at `exponents`, where `there`: exact but in float16."""
+    """Return elements x as `DTYPE`, in FP8 times the powers of two at `exponents`, where `there`. Inexact only in
+    float16."""
     if FLOAT8:
         x = x.to(tl.float32) * power_of_two(tl.load(exponents, mask=there, other=0))
     return x.to(DTYPE)
@@ -142,7 +145,7 @@ def dequantised(x, exponents, there, DTYPE: tl.constexpr, FLOAT8: tl.constexpr):
 
 @triton.jit
 def load_exponents(k_exponents, v_exponents, at, seen, FLOAT8: tl.constexpr):
-    """The exponents of tokens' keys and values, `[1, N]` each; 0 in other dtypes."""
+    """Load the exponents of tokens' keys and values, `[1, N]` each; 0 in other dtypes."""
     if FLOAT8:
         of_keys = tl.load(k_exponents + at, mask=seen, other=0)[None, :]
         of_values = tl.load(v_exponents + at, mask=seen, other=0)[None, :]
@@ -154,7 +157,7 @@ def load_exponents(k_exponents, v_exponents, at, seen, FLOAT8: tl.constexpr):
 
 @triton.jit
 def scale_scores(score, scale, of_keys, of_values, FLOAT8: tl.constexpr):
-    """Scores to base 2, to which in FP8 the exponents of values are added: `unscaled` takes them off the weights."""
+    """Return scores to base 2. In FP8 the exponents of values are added; `unscaled` removes them from the weights."""
     score *= scale
     if FLOAT8:
         score = score * power_of_two(of_keys) + of_values.to(tl.float32)
@@ -163,7 +166,7 @@ def scale_scores(score, scale, of_keys, of_values, FLOAT8: tl.constexpr):
 
 @triton.jit
 def unscaled(p, of_values, FLOAT8: tl.constexpr):
-    """Weights of the softmax, from those with which values are multiplied."""
+    """Return weights of the softmax from the factors of values."""
     if FLOAT8:
         p *= power_of_two(-of_values.to(tl.int32))
     return p
@@ -171,12 +174,12 @@ def unscaled(p, of_values, FLOAT8: tl.constexpr):
 
 @triton.constexpr_function
 def product_dtype(dtype, in_float8):
-    """In what attention multiplies queries of a dtype with a cache that may be in FP8."""
+    """Return the dtype in which attention multiplies queries of a dtype with a cache that may be in FP8."""
     return tl.float16 if in_float8 and dtype.primitive_bitwidth == 16 else dtype
 
 
 class Parts(NamedTuple):
-    """Keys and values as a kernel takes them; their exponents, which have rows of `row` elements, in FP8."""
+    """Keys and values in the form that kernels accept, with FP8 exponents in rows of `row` elements."""
 
     keys: Tensor
     values: Tensor
@@ -187,7 +190,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(keys: Stored, values: Stored) -> Parts:
-    """keys, values: `[slots, heads, …]`, both in FP8 or neither. Raises ValueError."""
+    """Return the kernel arguments of keys and values `[slots, heads, …]`, both in FP8 or neither. Raises ValueError."""
     if isinstance(keys, Fp8Vectors) and isinstance(values, Fp8Vectors):
         of_keys, of_values = keys.exponents, values.exponents
         if keys.values.dtype != FLOAT8 or values.values.dtype != FLOAT8 or of_keys.stride() != of_values.stride():

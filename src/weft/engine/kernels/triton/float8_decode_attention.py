@@ -1,13 +1,13 @@
-"""Decode attention over keys and values in FP8, of heads of up to 128 elements, in two kernels.
+"""Decode attention over keys and values in FP8, for heads of up to 128 elements, in two kernels.
 
-Conversions of FP8, and not memory, bound the form of `decode_attention.py`. Here tokens are the rows of both products
-and heads their columns, of which tensor cores take eight: with eight heads a program is one warp, which waits for no
+FP8 conversions, and not memory, bound the form of `decode_attention.py`. Here tokens are the rows of both products and
+heads their columns, in units of eight for tensor cores: with eight heads a program is one warp, which waits for no
 other. Programs read consecutive splits of a row without a pause.
 
-A split leaves the sum of its values, weighted relative to its largest score, with that score to base 2 and the sum of
-the weights. With eight heads over one such sums are up to a quarter as many bytes as the tokens, and are read again. So
-the splits of a run are summed up, one after another, before the merge adds runs: by the first kernel where a program
-has all of a run, and by the merge elsewhere, to the same bits. A run's one sum lies in the place of its first split.
+A split writes the sum of its values, weighted relative to its largest score, with that score to base 2 and the sum of
+the weights. With eight heads per key head such sums are up to a quarter of the tokens' bytes, and are read again. So
+the splits of a run are summed, one after another, before the merge adds runs: by the first kernel if a program has all
+of a run, else by the merge, to the same bits. A run's sum is stored in the place of its first split.
 """
 
 from __future__ import annotations
@@ -29,28 +29,30 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import kernel
 
 RUN = tl.constexpr(4)
-"""Splits of a run, which begins at a multiple of so many in its row. By runs of 8, 64 rows of 1,024 tokens take 16 %
-more (H200), of 8,192 4 % less."""
+"""Splits of a run, which begins at a multiple of RUN in its row. Runs of 8 take 16 % more for 64 rows of 1,024 tokens
+(H200), and 4 % less for 8,192."""
 FEW_RUNS, MERGED_COLUMNS = 4, 64
-"""Of the merge: runs of rows that count as short, which is up to some 1,000 tokens; columns of a program."""
+"""(Maximum runs of a short row, some 1,000 tokens; columns of a program) of the merge."""
 
 
 @triton.jit
 def _page_of(pages, token, end, real, PAGE: tl.constexpr):
-    """Pages of a row's tokens; from `end` on that of the last token, which is read again and counts nothing. real:
-    whether there is one."""
+    """Look up the pages of a row's tokens; from `end` on the last token's, which is read again and counts nothing.
+    real: mask."""
     return tl.load(pages + tl.minimum(token, end - 1) // PAGE, mask=real, other=0)
 
 
 @triton.jit
 def _slot_of(page, token, end, PAGE: tl.constexpr):
-    """Slots of a row's tokens in their pages, as `_page_of` has them: unsigned, which are widened for nothing."""
+    """Return the slots of a row's tokens in their pages (see `_page_of`): unsigned, to be widened without
+    instructions."""
     return (page.to(tl.uint32) * PAGE + tl.minimum(token, end - 1).to(tl.uint32) % PAGE).to(tl.uint64)
 
 
 @triton.jit
 def _weigh(score, scale, top, of_keys, of_values, seen):
-    """(weights of values, their shares of the sum of weights, factor of the sums so far, largest score so far)."""
+    """Return (weights of values, their shares of the sum of weights, factor of the sums so far, largest score
+    so far)."""
     of_values = tl.trans(of_values)
     score = scale_scores(score, scale, tl.trans(of_keys), of_values, True)
     score = tl.where(seen[:, None], score, float("-inf"))
@@ -61,7 +63,8 @@ def _weigh(score, scale, top, of_keys, of_values, seen):
 
 @triton.jit
 def _fold(top, total, next_top, next_total):
-    """(top, total, factor of the sum so far, factor of the next one): a sum with the next, which may be empty."""
+    """Return (top, total, factor of the sum so far, factor of the next one) of a sum and the next, which may be
+    empty."""
     both = tl.maximum(top, next_top)
     safe = tl.where(both == float("-inf"), 0.0, both)
     kept, added = tl.exp2(top - safe), tl.exp2(next_top - safe)
@@ -70,13 +73,13 @@ def _fold(top, total, next_top, next_total):
 
 @triton.jit
 def _add(acc, kept, next_acc, added):
-    """A sum of values with the next one, by the factors of `_fold`. Spelled out, so that both kernels round alike."""
+    """Add a sum of values to the next one, by the factors of `_fold`. Spelled out, so that both kernels round alike."""
     return tl.fma(acc, tl.broadcast_to(kept, acc.shape), next_acc * added)
 
 
 @triton.jit
 def _store_sum(part, part_sums, at, d, real, top, total, even, odd, D: tl.constexpr):
-    """A sum of values, of which even and odd elements are apart, with its largest score and its weights' sum."""
+    """Store a sum of values, separately for even and odd elements, with its largest score and its weights' sum."""
     x = joined(tl.trans(even), tl.trans(odd), True)
     tl.store(part + at[:, None] * D + d[None, :], x, mask=real[:, None] & (d < D)[None, :])
     tl.store(part_sums + at * 2, top, mask=real)
@@ -117,7 +120,7 @@ def _attend_runs(
         row_pages = pages + row.to(tl.int64) * pages_row
         k_at, v_at = keys + kv_head * k_head, values + kv_head * v_head
         top = tl.full([BLOCK_H], float("-inf"), tl.float32)
-        weight = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # summed up over tokens where a split ends
+        weight = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # summed over tokens where a split ends
         even = tl.zeros([BLOCK_PAIRS, BLOCK_H], tl.float32)
         odd = even
         run_top, run_total, run_even, run_odd = top, tl.zeros([BLOCK_H], tl.float32), even, odd
@@ -163,7 +166,7 @@ def _attend_runs(
 
 @triton.jit
 def _sum_of_runs(part, part_sums, at, d, splits, per_item, D: tl.constexpr, RUNS: tl.constexpr):
-    """(largest score, sum of weights, sum of values) of a head's splits, which are RUNS runs at the most."""
+    """Return (largest score, sum of weights, sum of values) of a head's splits, which are at most RUNS runs."""
     begin = tl.arange(0, RUNS) * RUN
     apart = begin // per_item != (tl.minimum(begin + RUN, splits) - 1) // per_item  # no program had the whole run
     top = tl.full([RUNS], float("-inf"), tl.float32)

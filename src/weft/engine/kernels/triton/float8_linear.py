@@ -1,17 +1,14 @@
 """Products in FP8: rows and weights as float8_e4m3fn, with a float32 scale for each block of either.
 
-A row has a scale for each group of columns, computed when it is quantised. A weight has one for each block of rows and
-columns, as in its checkpoint. Both cut the depth of a product at the same columns. Tensor cores, which on Hopper keep
-about 14 bits, sum a group's products; these sums are scaled and added in float32 (DeepSeek-V3, arXiv 2412.19437,
-section 3.3.2).
+A row has a scale per group of columns, computed when it is quantised. A weight has one per block of rows and columns,
+as in its checkpoint. Both split the depth of a product at the same columns. Tensor cores, which on Hopper keep about 14
+bits, sum a group's products; these sums are scaled and added in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 
 A separate kernel quantises rows. A product that quantises them as it loads them takes two to four times as long on an
-H200, as each program quantises them again between its loads. With few rows there are few tiles, and one program for
-each would go through the whole depth. So the depth is split over several programs, and another kernel adds their sums
-in the
-order of the parts: the bits are the same every time, and those of a row depend on no other row. Hopper's FP8
-instructions
-multiply 64 rows or more by 8 or more: with few rows, the weight's rows are the 64.
+H200, since each program quantises them again between its loads. With few rows there are few tiles, and one program per
+tile would walk through the whole depth. So the depth is split over several programs, and another kernel adds their sums
+in the order of the parts: the bits are the same every time, and a row's bits depend on no other row. Hopper's FP8
+instructions multiply 64 rows or more by 8 or more: with few rows, the weight's rows are the 64.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from weft.kernels.triton.float8_rows import quantise
 from weft.kernels.triton.launch import cdiv, kernel, scaled
 
 FEW_ROWS = 64
-"""Up to so many rows, experts' products split their depth, too."""
+"""Maximum rows for which experts' products split their depth too."""
 MIN_GROUPS, MAX_PARTS = 3, 7
-"""(Groups of a part, so that their loads overlap; maximum of parts: their sum reads them all.)"""
+"""(Minimum groups of a part, so that their loads overlap; maximum parts: their sum reads them all.)"""
 LIBRARY_ROWS = 1024
-"""From so many rows on, cuBLAS computes dense products where it can: see `of_library`."""
+"""Minimum rows for dense products by cuBLAS, if it supports them: see `of_library`."""
 
 
 @kernel(do_not_specialize=["rows", "groups"])
@@ -44,11 +41,9 @@ def multiply(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of x Wᵀ over one part of the depth, of so many groups, in that part of `out`.
-
-    K: 0 where all rows have one weight. Else rows are pairs of a token, which is a row of x, and one of its K experts
-    (K = 1: x has a row for each pair), and a tile has pairs of one expert (see `route`).
-    """
+    """Store a tile of x Wᵀ over one part of the depth, `groups` of columns, in that part of `out`. K: 0 if all rows
+    have one weight. Else rows are pairs of a token, which is a row of x, and one of its K experts (K = 1: x has a row
+    per pair), and a tile has pairs of one expert (see `route`)."""
     overlap.begin()
     ALL: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     if K:
@@ -110,7 +105,7 @@ def multiply(
 
 
 class Fp8Tile(NamedTuple):
-    """How a product is cut: rows and columns of a block, parts of the depth, warps, and stages of the pipeline."""
+    """Tile of a product: rows and columns of a block, parts of the depth, warps, and stages of the pipeline."""
 
     rows: int
     columns: int
@@ -120,11 +115,8 @@ class Fp8Tile(NamedTuple):
 
 
 def tile_of(rows: int, outputs: int, groups: int) -> Fp8Tile:
-    """The tile of a dense product that is fastest on an H200.
-
-    With few rows, tiles read as many of the weight's columns as they can. Where products are shallow, narrower tiles
-    reach every multiprocessor without parts.
-    """
+    """Return the fastest tile of a dense product on an H200. With few rows, tiles read the maximum of the weight's
+    columns. Narrower tiles of shallow products reach every multiprocessor without parts."""
     block = 16 if rows <= 16 else 32 if rows <= 32 else 64
     blocks = cdiv(rows, block)
     shallow = rows > 32 and groups <= 16 and blocks * cdiv(outputs, 128) < scaled(128)
@@ -134,15 +126,13 @@ def tile_of(rows: int, outputs: int, groups: int) -> Fp8Tile:
 
 
 def parts_of(tiles: int, groups: int, programs: int) -> int:
-    """Parts of the depth, at most MAX_PARTS: tiles · parts is at most `programs`, or there is one part."""
+    """Return the parts of the depth, at most MAX_PARTS: tiles · parts is at most `programs`, or there is one part."""
     return max(1, min(programs // tiles, groups // MIN_GROUPS, MAX_PARTS))
 
 
 def of_library(rows: int, weight: Fp8Weight, out: Tensor) -> bool:
-    """Whether cuBLAS has the product and is faster: since CUDA 12.9 on Hopper, for one scale for 128 × 128.
-
-    It reads a block's scales four at a time, so the weight must have a multiple of four of them along the depth.
-    """
+    """Check if cuBLAS supports the product and is faster: since CUDA 12.9 on Hopper, with one scale per 128 × 128. It
+    reads a block's scales four at a time, so the weight must have a multiple of four of them along the depth."""
     (outputs, width), unit = weight.values.shape, weight.unit
     if rows < LIBRARY_ROWS or unit != (128, 128) or width % 512 or outputs % 16 or out.dtype != torch.bfloat16:
         return False
@@ -152,10 +142,8 @@ def of_library(rows: int, weight: Fp8Weight, out: Tensor) -> bool:
 
 
 def library(x: Fp8Rows, weight: Fp8Weight, out: Tensor) -> None:
-    """x Wᵀ by cuBLAS into out. `torch.nn.functional.scaled_mm` calls the same, but makes a new tensor.
-
-    Rows must be a multiple of four, since their scales are taken column by column and a column begins at 16 bytes.
-    """
+    """Compute x Wᵀ by cuBLAS into out. `torch.nn.functional.scaled_mm` calls the same, but allocates its result. Rows
+    must be a multiple of four, since their scales are column-major and a column begins at 16 bytes."""
     by_row, by_block = x.scales.t().contiguous().t(), weight.scales.t()
     recipes = F.ScalingType.BlockWise1x128.value, F.ScalingType.BlockWise128x128.value
     given = [by_row], [recipes[0]], [0], [by_block], [recipes[1]], [0], None, out.dtype
@@ -163,11 +151,8 @@ def library(x: Fp8Rows, weight: Fp8Weight, out: Tensor) -> None:
 
 
 def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Fp8Tile | None = None) -> Tensor:
-    """x Wᵀ; fills and returns out `[T, N]`.
-
-    x: `[T, K]`, or its rows quantised by groups of the weight's columns, which are 32, 64 or 128. Rows of x and out are
-    contiguous. Raises ValueError where shapes do not match.
-    """
+    """Compute x Wᵀ; fill and return out `[T, N]`. x: `[T, K]`, or its rows quantised in groups of the weight's columns,
+    which are 32, 64 or 128. Rows of x and out are contiguous. Raises ValueError if shapes do not match."""
     weight.check()
     (outputs, width), (unit, group_size) = weight.values.shape, weight.unit
     rows, given, found = (*x.values.shape, x.group_size) if isinstance(x, Fp8Rows) else (*x.shape, group_size)

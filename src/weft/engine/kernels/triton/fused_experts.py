@@ -1,18 +1,18 @@
-"""The routed experts of a mixture-of-experts block, in three kernels that follow `route`.
+"""Routed experts of a mixture-of-experts block, in three kernels that follow `route`.
 
 - up: silu(x · gateᵀ) · (x · upᵀ) of every pair of a token and an expert, both products in one pass over x.
 - down: the product of that with the down projection times the pair's weight, `[T, k, width]`.
 - sum: over a token's pairs in the order of its experts.
 
-Nothing is added atomically, so the bits are the same every time. Products accumulate in float32; between the kernels
-values have x's dtype. Gate and up rows of a weight lie as checkpoints have them, one block after the other: a program
-reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by
-11 µs for one row; and reading a product's weights while the previous kernel still runs (docs/log/gpu-kernels.md).
+There are no atomic additions, so the bits are the same every time. Products accumulate in float32; between the kernels
+values have x's dtype. Gate and up rows of a weight are stored as in checkpoints, one block after the other: a program
+reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by 11
+µs for one row; and reading a product's weights while the previous kernel still runs (docs/log/gpu-kernels.md).
 
-Weights in FP8 have blocks of 32, 64 or 128 columns, and the rows of both products are quantised by groups of as
-many columns. With few rows, programs split the depth of each product: each takes a tile's depth (0: as
-`float8_linear.parts_of` says), and the next kernel adds the parts. With many rows a tile's depth is one group, and
-the first product's columns are one group of the second: the kernel quantises its rows.
+FP8 weights have blocks of 32, 64 or 128 columns, and the rows of both products are quantised in groups of the same
+number of columns. With few rows, programs split the depth of each product: each has a tile's depth (0: see
+`float8_linear.parts_of`), and the next kernel sums the parts. With many rows a tile's depth is one group, and the first
+product's columns are one group of the second: the kernel quantises its rows.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _down(
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile, first = tl.program_id(0) // COLUMN_BLOCKS, tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N
-    # The routing and each token's weights were written before `_up` began, so they may be read while it runs.
+    # Routing and weights were written before `_up` began, so they may be read while it runs.
     pair, expert = pairs_of(tile, order, tile_expert, pairs, SORTED, BLOCK_M, CACHE=".cg")
     real = (pair < pairs) & (expert >= 0)
     share = tl.load(route_weight + pair, mask=real, other=0.0, cache_modifier=".cg")
@@ -158,10 +158,8 @@ def _sum_choices(
     pairs, expert, weight, bias, out, part, out_row, WIDTH: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """PARTS: number of parts of each pair, without bias and weight; 0: pairs are whole and include both.
-
-    ADD: the sum is added to the values of out.
-    """
+    """Sum a token's pairs. PARTS: split-K parts of each pair, without bias and weight; 0: pairs are whole and include
+    both. ADD: add the sum to the values of out."""
     token = tl.program_id(0)
     experts: tl.tuple = ()
     for j in tl.static_range(K):  # written before `_down` began, so they may be read while it runs
@@ -203,19 +201,20 @@ def experts(
     add: bool = False,
     wait: Callable[[], None] = nothing,
 ) -> Tensor:
-    """Fills and returns out: Σ of weight · down(silu(gate(x)) · up(x)) over a token's pairs with an expert of this
-    rank.
+    """Fill and return out: Σ of weight · down(silu(gate(x)) · up(x)) over a token's pairs with an expert of this rank.
 
-    x: `[T, width]` with contiguous rows; with weights in FP8 also its quantised rows.
-    routing: by `route_scored` or `route_chosen`.
-    gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, both in FP8 or neither.
-    out: `[T, width]`, zero where no expert is on this rank.
-    limit, alpha: as in `weft.engine.kernels.model_reference.gated`.
-    gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
-    add: the sum is added to the values of out, such as a shared expert's result. wait: called once, before out is
-        read or written.
+    Args:
+        x: `[T, width]` with contiguous rows; with FP8 weights also its quantised rows.
+        routing: result of `route_scored` or `route_chosen`.
+        gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, both in FP8 or
+            neither.
+        out: `[T, width]`, zero where no expert is on this rank.
+        limit, alpha: as in `weft.engine.kernels.model_reference.gated`.
+        gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
+        add: add the sum to the values of out, such as a shared expert's result.
+        wait: called once, before out is read or written.
 
-    Raises ValueError where shapes or dtypes do not match.
+    Raises ValueError if shapes or dtypes do not match.
     """
     if alpha is not None and limit is None:
         raise ValueError("alpha without a limit")
@@ -242,12 +241,12 @@ def _products(
     down_bias: Tensor | None,
     shared: bool,
 ) -> tuple[Tensor, int]:
-    """What `_sum` adds, with its count. out: made like it. shared: as `up_tile_of` takes it."""
+    """Return the input of `_sum`, with its count. out: shape and dtype to copy. shared: see `up_tile_of`."""
     up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
     given = x.values if isinstance(x, Fp8Rows) else x
     (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2]
     pairs = rows * k
-    x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # none of them is read without FP8
+    x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # not read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
     hidden, plain = None, limit is None and gate_up_bias is None and down_bias is None
     if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
@@ -296,14 +295,14 @@ def _products(
 def route_scored(
     logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
 ) -> Routing:
-    """`route` to experts with the numbers `mine`, in the tiles of `experts`. in_float8: weights are in FP8."""
+    """Apply `route` to experts with the numbers `mine`, in the tiles of `experts`. in_float8: weights are in FP8."""
     rows, experts = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-2:]
     tile_rows = tile_rows_of(rows, rows * rule.k, experts, in_float8)
     return route(logits, rule, live, tile_rows, mine.start, len(mine), bias)
 
 
 def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Routing:
-    """The same of experts that are chosen already, of all there are; −1: none."""
+    """Route tokens to chosen experts, numbered over all ranks; −1: none."""
     here = (expert >= mine.start) & (expert < mine.stop)
     if live is not None:
         here &= torch.arange(len(expert), dtype=torch.int32, device=expert.device)[:, None] < live
@@ -321,7 +320,7 @@ def _check(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> bool:
-    """Whether there are rows. Raises ValueError where shapes, dtypes or strides do not match."""
+    """Return True if there are rows. Raises ValueError if shapes, dtypes or strides do not match."""
     up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
     given = x.values if isinstance(x, Fp8Rows) else x
     (rows, width), inner = given.shape, last.shape[2]
@@ -338,7 +337,7 @@ def _check(
 
 
 def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:
-    """Fills and returns out. count: `_sum_choices`'s PARTS."""
+    """Fill and return out. count: PARTS of `_sum_choices`."""
     rows, width = out.shape
     block = min(1024, next_power_of_2(width))
     _sum_choices[(rows, cdiv(width, block))](

@@ -1,8 +1,6 @@
-"""Both products of the routed experts for few rows in FP8: programs split the depth of each.
-
-The next kernel adds their parts: for the first product, the one that quantises rows for the second; for the second, the
-one that sums a token's pairs (`fused_experts`).
-"""
+"""Products of the routed experts for few rows in FP8: programs split the depth of each. The next kernel sums their
+parts: for the first product, the kernel that quantises rows for the second; for the second, the kernel that sums a
+token's pairs (`fused_experts`)."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from weft.kernels.triton.launch import cdiv, kernel, scaled
 from weft.kernels.triton.rms_norm import activated
 
 PROGRAMS = 1024
-"""Programs of a product of few rows in FP8, roughly: about a quarter of the tiles have an expert."""
+"""Approximate programs of a product of few rows in FP8: about a quarter of the tiles have an expert."""
 
 
 @kernel
@@ -27,7 +25,7 @@ def _gate_parts(
     INNER: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of the first product, and quantises the rows of the second."""
+    """Sum the parts of the first product, and quantise the rows of the second."""
     overlap.begin()
     pair = tl.program_id(0).to(tl.int64)
     mine = tl.load(expert + pair).to(tl.int64)
@@ -63,10 +61,8 @@ def parts_of_pairs(
     alpha: float | None,
     gate_up_bias: Tensor | None,
 ) -> Tensor:
-    """float32 `[parts, pairs, width]`: the sum of the parts is each pair's second product, without bias and weight.
-
-    x: few rows. The other arguments are those of `fused_experts.experts`.
-    """
+    """Return float32 `[parts, pairs, width]`, which sums to each pair's second product, without bias and weight. x: few
+    rows. See `fused_experts.experts` for the other arguments."""
     inner, group_size = down.values.shape[2], down.unit[1]
     parts = _parts(x, routing, gate_up, routing.expert.shape[1], up_tile)
     hidden = Fp8Rows(
@@ -84,8 +80,7 @@ def parts_of_pairs(
 
 
 def _parts(x: Fp8Rows, routing: Routing, weight: Fp8Weight, k: int, cut: ExpertsTile) -> Tensor:
-    """float32 `[parts, pairs, outputs]`: the parts of each pair's product. x has one row for each pair, or for k
-    pairs."""
+    """Return float32 `[parts, pairs, outputs]`: the parts of each pair's product. x has one row per k pairs."""
     (_, outputs, width), (unit, group_size) = weight.values.shape, weight.unit
     order, tile_expert, tiles = routing.tiles()
     programs, groups, pairs = tiles * cdiv(outputs, cut.columns), cdiv(width, group_size), routing.expert.numel()

@@ -32,10 +32,8 @@ def _gate_heads(
 def gate_heads(
     out: Tensor, gate: Tensor | None = None, lse: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """`weft.engine.kernels.model_reference.gate_heads`, in float32, rounded once. A row with lse −inf gets output 0.
-
-    Raises ValueError where shapes do not match.
-    """
+    """Compute `weft.engine.kernels.model_reference.gate_heads` in float32, rounded once. A row with lse −inf gets
+    output 0. Raises ValueError if shapes do not match."""
     rows, heads, dim = out.shape
     fits = gate is None or (gate.shape in ((rows, heads), (rows, heads * dim)) and gate.stride(1) == 1)
     if not fits or (sinks is not None and (lse is None or lse.shape != (rows, heads) or sinks.shape != (heads,))):

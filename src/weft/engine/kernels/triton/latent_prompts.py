@@ -1,9 +1,9 @@
-"""Keys and values of heads, expanded from latent vectors for prompts; and projections of the rows that attend without.
+"""Expansion of latent vectors to keys and values of heads for prompts, and projections of the rows that attend
+absorbed.
 
-Latent attention (arXiv 2405.04434) takes 2 · (latent + rotary + latent) operations for a query, a token and a head
-where the projections are absorbed, and 2 · (n + rotary + value) where each head has keys and values of its own, which
-have to be expanded from every token's vector first (`weft.engine.attention.expansion`). Which sequences of a step do
-so is known on the device alone.
+Latent attention (arXiv 2405.04434) takes 2 · (latent + rotary + latent) operations per query, token and head with
+absorbed projections, and 2 · (n + rotary + value) with keys and values per head, which have to be expanded from every
+token's vector first (`weft.engine.attention.expansion`). Only the device knows which sequences of a step are expanded.
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ def expand_latents(
     up: Tensor,
     expanded: Tensor,
 ) -> None:
-    """Fills expanded `[N, heads, n + value_dim]` at base + t for each token t of the sequences with a base.
+    """Fill expanded `[N, heads, n + value_dim]` at base + t for each token t of the sequences with a base.
 
-    latents: `[slots, 1, width]` or wider, in pages. pages: int32 `[B, max_pages]`. lengths: int32 `[B]`, tokens.
-    bases: int32 `[B]`, multiples of `TILE`, so far apart that no two sequences overlap; −1: none.
-    live: int32 `[1]`, at least the last token's place + 1.
-    up: `[heads, n + value_dim, width]`.
+    Args:
+        latents: `[slots, 1, width]` or wider, in pages.
+        pages: int32 `[B, max_pages]`.
+        bases: int32 `[B]`, multiples of `TILE` that keep sequences apart; −1: none.
+        lengths: int32 `[B]`, tokens.
+        live: int32 `[1]`, at least the last token's place + 1.
+        up: `[heads, n + value_dim, width]`.
     """
     columns, width = up.shape[0] * up.shape[1], up.shape[2]
     if expanded.shape[1:] != up.shape[:2] or not expanded.is_contiguous() or not up.is_contiguous():
@@ -105,11 +108,9 @@ def _project(
 
 
 def project_heads(x: Tensor, weight: Tensor, wanted: Tensor, out: Tensor) -> None:
-    """out[t, h] = x[t, h] · weight[h] for the rows that are wanted; the others do not change.
-
-    x: `[T, heads, depth]`. weight: `[heads, depth, columns]`, of any strides. wanted: bool `[T]`. out: `[T, heads,
-    columns]`. The last dimensions of x and out are contiguous.
-    """
+    """Compute out[t, h] = x[t, h] · weight[h] for the wanted rows; the others do not change. x: `[T, heads, depth]`.
+    weight: `[heads, depth, columns]`, of any strides. wanted: bool `[T]`. out: `[T, heads, columns]`. The last
+    dimensions of x and out are contiguous."""
     (rows, heads, depth), columns = x.shape, weight.shape[2]
     if weight.shape[:2] != (heads, depth) or out.shape != (rows, heads, columns) or wanted.shape != (rows,):
         raise ValueError(f"x is {list(x.shape)}, weight {list(weight.shape)}, out {list(out.shape)}")

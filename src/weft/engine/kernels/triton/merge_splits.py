@@ -1,4 +1,4 @@
-"""The merge of decode attention's splits, in their order."""
+"""Merge of decode attention's splits, in their order."""
 
 from __future__ import annotations
 

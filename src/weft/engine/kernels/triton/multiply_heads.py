@@ -1,8 +1,8 @@
-"""The product of each head's rows with a matrix of its own, as latent attention has two of them (`Absorbed`).
+"""Product of each head's rows with a matrix of its own, used twice by latent attention (`Absorbed`).
 
-For few rows it takes as long as reading the matrices. No kernel writes them, so each program loads its tile before it
-waits for the previous kernel (see `overlap`). That pays where all programs are on the GPU at once: for 16 rows of 16
-heads both products of DeepSeek-V2-Lite take 2 µs less than by a library, for 128 heads 2 µs more.
+With few rows the time is that of reading the matrices. No kernel writes them, so each program loads its tile before it
+waits for the previous kernel (see `overlap`). That is faster if all programs are on the GPU at once: for 16 rows of 16
+heads both products of DeepSeek-V2-Lite take 2 µs less than with a library, for 128 heads 2 µs more.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _multiply_heads(
 
 
 def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
-    """`weft.engine.kernels.model_reference.multiply_heads`, for more rows or other dtypes by torch. The last
-    dimensions of x and out are contiguous. Raises ValueError where shapes do not match."""
+    """Compute `weft.engine.kernels.model_reference.multiply_heads`; more rows and other dtypes use torch. The last
+    dimensions of x and out are contiguous. Raises ValueError if shapes do not match."""
     (rows, heads, depth), columns = x.shape, weight.shape[2]
     if weight.shape[:2] != (heads, depth) or out.shape != (rows, heads, columns):
         raise ValueError(f"x is {list(x.shape)}, weight {list(weight.shape)}, out {list(out.shape)}")

@@ -1,8 +1,8 @@
-"""From the query-key-value product to attention: norms of queries and keys, rotary embedding, the write to the cache.
+"""Norms of queries and keys, rotary embedding, and the write to the cache, between the QKV product and attention.
 
-A program has one head of one row, or of a few rows where there are many. In latent attention, a program has several
-heads of a row's query, or the latent vector. Arithmetic is in float32 and is rounded once, where a value is stored; in
-FP8 it is rounded to the activations' dtype first, so that a cache holds the same as if it were made of the other one.
+A program has one head of one row, or of a few rows if there are many. In latent attention, a program has several heads
+of a row's query, or the latent vector. Arithmetic is in float32 and rounded once, when a value is stored; for FP8 it is
+rounded to the activations' dtype first, so that a cache holds the same as after a conversion from that dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 @triton.jit
 def _pair(i, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two elements that one angle rotates: neighbours where interleaved, else one of each half."""
+    """Return the two elements that one angle rotates: neighbours if interleaved, else one of each half."""
     if INTERLEAVED:
         left = 2 * i
         right = left + 1
@@ -127,18 +127,19 @@ def norm_rope_cache(
     interleaved: bool = False,
     q_out: Tensor | None = None,
 ) -> Tensor:
-    """Rotates queries and keys, stores keys and values at the rows' slots, and returns the queries `[T, heads, D]`.
+    """Rotate queries and keys, store keys and values at the rows' slots, and return the queries `[T, heads, D]`.
 
-    qkv: `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, one head after the other; or the partial
-        products of that, which this kernel adds.
-    cos, sin: `[T, rotary_dim / 2]`, for the first `rotary_dim` elements of a head: an angle rotates element i with
-        element i + rotary_dim / 2, or, interleaved, element 2i with 2i + 1.
-    slots: int32 or int64 `[T]`; −1 stores nothing.
-    keys, values: `[slots, kv_heads, D]`, of qkv's dtype or in FP8.
-    q_weight, k_weight: `[D]`, both or neither: each head's query and key are first divided by √(mean of squares + eps)
-        and multiplied by it.
+    Args:
+        qkv: `[T, (heads + 2 · kv_heads) · D]`: queries, keys, values side by side, one head after the other; or its
+            split-K partials, which this kernel sums.
+        cos, sin: `[T, rotary_dim / 2]`, for the first `rotary_dim` elements of a head: an angle rotates element i with
+            element i + rotary_dim / 2, or, interleaved, element 2i with 2i + 1.
+        slots: int32 or int64 `[T]`; −1: not stored.
+        keys, values: `[slots, kv_heads, D]`, of qkv's dtype or in FP8.
+        q_weight, k_weight: `[D]`, both or neither: each head's query and key are first divided by √(mean of squares +
+            eps) and multiplied by it.
 
-    Raises ValueError where shapes or dtypes do not match.
+    Raises ValueError if shapes or dtypes do not match.
     """
     (parts, bias, dtype), (_, kv_heads, d), cache = as_partials(qkv), keys.shape, parts_of(keys, values)
     keys, values = cache.keys, cache.values
@@ -157,7 +158,7 @@ def norm_rope_cache(
     out = parts.new_empty(rows, heads, d, dtype=dtype) if q_out is None else q_out
     if rows:
         block_d = next_power_of_2(d)
-        # For heads of 64 few programs are quicker, too, but then attention behind them loses more than that.
+        # Few programs are faster for heads of 64 too, but attention after them loses more than that.
         few = 16 if block_d >= 128 else 256
         block_t = 1 if rows < few else 8 if rows < 1024 else max(8, 2048 // block_d)
         _norm_rope_cache[(cdiv(rows, block_t), heads + 2 * kv_heads)](
@@ -237,19 +238,20 @@ def latent_rope_cache(
     interleaved: bool = False,
     q_rotated: Tensor | None = None,
 ) -> None:
-    """Multi-head latent attention (arXiv 2405.04434): rotates the end of each head's query, normalises latent vectors,
-    rotates the key behind each, and stores vector and key at the rows' slots.
+    """Apply the norm and the rotary embedding of multi-head latent attention (arXiv 2405.04434): rotate the end of each
+    head's query, normalise latent vectors, rotate their keys, and store vector and key at the rows' slots.
 
-    q: `[T, heads, D]`, heads one after the other. The rotated elements are written in place, or into q_rotated
-        `[T, heads, rotary_dim]`.
-    kv: `[T, width]`: a latent vector, then a key of rotary_dim = width − latent elements.
-    latents: `[slots, 1, width]`, the cache.
-    weight: `[latent]`; a latent vector is divided by √(mean of squares + eps) and multiplied by it.
-    cos, sin: `[T, rotary_dim]`. The first element of each rotated pair counts: i of i and i + rotary_dim / 2, or,
-        interleaved, 2i of 2i and 2i + 1.
-    slots: int32 or int64 `[T]`; −1 stores nothing.
+    Args:
+        q: `[T, heads, D]`, with contiguous heads. The rotated elements are written in place, or into q_rotated `[T,
+            heads, rotary_dim]`.
+        kv: `[T, width]`: a latent vector, then a key of rotary_dim = width − latent elements.
+        latents: `[slots, 1, width]`, the cache.
+        weight: `[latent]`; a latent vector is divided by √(mean of squares + eps) and multiplied by it.
+        cos, sin: `[T, rotary_dim]`. Only the first element of each rotated pair counts: i of i and i + rotary_dim / 2,
+            or, interleaved, 2i of 2i and 2i + 1.
+        slots: int32 or int64 `[T]`; −1: not stored.
 
-    All have one dtype but for the slots, and for latents in FP8. Raises ValueError where shapes or dtypes do not match.
+    All have one dtype except slots, and latents in FP8. Raises ValueError if shapes or dtypes do not match.
     """
     (rows, heads, dim), cache = q.shape, parts_of(latents, latents)
     width, (latent,), rotary_dim, latents = kv.shape[1], weight.shape, cos.shape[1], cache.keys

@@ -1,16 +1,15 @@
-"""Attention of several queries a sequence over paged keys and values: prompts, whole or in chunks.
+"""Attention of several queries per sequence over paged keys and values: prompts, whole or in chunks.
 
 The algorithm is FlashAttention-2's (arXiv 2307.08691): a program keeps a block of queries and walks over the tokens
-that they see. The query heads that share a key head lie side by side in the block. A row's tokens are taken in blocks
-that begin at multiples of the block's size, so a row's bits depend neither on its neighbours nor on how a prompt was
-cut into chunks. A program finds its block and its sequence on the device.
+that they see. The query heads that share a key head are side by side in the block. A row's tokens are processed in
+blocks that begin at multiples of the block's size, so a row's bits depend neither on its neighbours nor on how a prompt
+was cut into chunks. A program finds its block and its sequence on the device.
 
-On Hopper and later, and for keys and values of 128 elements of two bytes, sequences of many rows attend to a copy of
-their pages' tokens in a row, which tensor descriptors load by whole tiles
-(`weft.engine.kernels.triton.copied_prompts`): on an H200 a prompt of 8,192 tokens takes 0.74 of the time, the copy
-included. Other sequences, GPUs, shapes and dtypes, windows and latent vectors attend over pages. Both take the same
-blocks in the same order. Of a cache in FP8 all prompts attend to copies of what its vectors stand for
-(`weft.engine.attention.paged_triton`), but for windows.
+On Hopper and later, with keys and values of 128 elements of two bytes, sequences of many rows attend to a contiguous
+copy of their tokens, which tensor descriptors load by whole tiles (`weft.engine.kernels.triton.copied_prompts`): on an
+H200 a prompt of 8,192 tokens takes 0.74 of the time, including the copy. Other sequences, GPUs, shapes and dtypes,
+windows and latent vectors attend over pages. Both process the same blocks in the same order. With an FP8 cache all
+prompts except windows attend to dequantised copies (`weft.engine.attention.paged_triton`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 
 class PrefillTile(NamedTuple):
-    """A program's block: queries (rows times heads), tokens of an iteration, warps, stages of the pipeline of loads."""
+    """Block of a program: queries (rows times heads), tokens of an iteration, warps, stages of the pipeline of
+    loads."""
 
     queries: int
     tokens: int
@@ -38,7 +38,7 @@ class PrefillTile(NamedTuple):
 
 
 class Which(IntEnum):
-    """The sequences that a launch attends for, of those of several rows: all, or by whether they have a base."""
+    """Sequences of several rows that a launch attends for: all, or only those with or without a base."""
 
     ALL = 0
     EXPANDED = 1
@@ -49,7 +49,7 @@ class Which(IntEnum):
 def block_of(
     starts, bases, sequences, place, WHICH: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """(number of a block of queries, below 0 where there is none; its sequence; its number in the sequence)."""
+    """Return (index of a block of queries, below 0 if there is none; its sequence; its index in the sequence)."""
     index = tl.arange(0, BLOCK_B)
     first_row = tl.load(starts + index, mask=index < sequences, other=0)
     count = tl.load(starts + index + 1, mask=index < sequences, other=0) - first_row
@@ -57,7 +57,7 @@ def block_of(
     if WHICH > 0:
         expanded = tl.load(bases + index, mask=index < sequences, other=-1) >= 0
         blocks = tl.where(expanded == (WHICH == 1), blocks, 0)
-    blocks_before = tl.cumsum(blocks, 0)  # the sequence's own included
+    blocks_before = tl.cumsum(blocks, 0)  # including the sequence's own
     # The last blocks of a prompt see the largest number of tokens, so they begin first.
     item = tl.sum(blocks, 0) - 1 - place
     sequence = tl.sum((blocks_before <= item).to(tl.int32), 0)
@@ -68,7 +68,7 @@ def block_of(
 def rows_of(
     block, sequence, starts, limits, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Of a block's queries: (rows, key head, heads, which are real, limits, the lowest limit, the highest)."""
+    """Return (rows, key head, heads, mask, limits, lowest limit, highest limit) of a block's queries."""
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     BLOCK_T: tl.constexpr = BLOCK_M // BLOCK_G
     start, last = tl.load(starts + sequence), tl.load(starts + sequence + 1) - 1
@@ -100,7 +100,7 @@ def store_rows(
 
 @triton.jit
 def _load(at, there, width: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of `width` elements. there: of each row, where MASKED."""
+    """Load rows of `width` elements. there: mask of the rows, if MASKED."""
     if MASKED:
         return tl.load(at, mask=there[:, None] & (tl.arange(0, BLOCK) < width)[None, :], other=0.0)
     if width < BLOCK:
@@ -110,7 +110,7 @@ def _load(at, there, width: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.conste
 
 @triton.jit
 def fold(score, v, top, total, acc, scale, MASKED: tl.constexpr):
-    """(greatest scores, sums, output) with those of a block of tokens. MASKED: some scores may be −inf."""
+    """Fold a block of tokens into (greatest scores, sums, output). MASKED: some scores may be −inf."""
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
     finite = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top  # -inf minus -inf would be NaN
     keep = tl.exp2(top - finite)  # exactly 1 where a row sees nothing of these tokens
@@ -126,7 +126,7 @@ def _see(
     LATENT: tl.constexpr, FLOAT8: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, WHICH: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(greatest scores, sums, output) after a block of tokens. MASKED: some rows may not see some of them."""
+    """Attend to a block of tokens and fold it in. MASKED: some rows may not see some of the tokens."""
     token = first + tl.arange(0, BLOCK_N)
     there = (token >= begin) & (token < end)
     page = tl.load(row_pages + token // PAGE, mask=there, other=0) if MASKED else tl.load(row_pages + token // PAGE)
@@ -207,7 +207,7 @@ def _attend(
 
 
 def tile_of(head_dim: int, element_size: int, float8: bool = False) -> PrefillTile:
-    """A tile by the model's shape alone, so that a row has the same bits in every step. float8: of a cache in FP8."""
+    """Return a tile by the model's shape alone, so that a row has the same bits in every step. float8: FP8 cache."""
     if element_size > 2:
         return PrefillTile(32, 16, 4, 1)
     if head_dim <= 128:
@@ -233,21 +233,24 @@ def prefill_attention(
     bases: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
-    """softmax(scale · q Kᵀ) V of each row of the sequences that have two rows or more. Other rows of out do not change.
+    """Compute softmax(scale · q Kᵀ) V for rows of sequences with two rows or more. Other rows of out do not change.
 
-    q: `[T, heads, head_dim]`, the rows of a sequence one after the other.
-    keys: `[slots, kv_heads, head_dim]`. values: `[slots, kv_heads, value_dim]`; they may be the first elements of keys
-        (multi-head latent attention), else both have one head dimension. They are of q's dtype or in FP8. Token t of a
-        sequence lies at slot `pages[sequence, t // page_size] · page_size + t % page_size`.
-    pages: int32 `[B, max_pages]`. starts: int32 `[B + 1]`: sequence i has rows starts[i] … starts[i + 1] − 1.
-    limits: int32 `[T]`: a row sees the first `limit` tokens of its sequence. Limits do not fall from row to row of it.
-    window: a row sees only the last `window` of these tokens.
-    bases: int32 `[B]`: sequences with a base of 0 or more are left to `expanded_prefill_attention`, or to
-        `copied_prefill_attention`.
-    out: `[T, heads, value_dim]`. lse: float32 `[T, heads]`, filled with the natural log-sum-exp of the scaled scores.
+    Args:
+        q: `[T, heads, head_dim]`, with consecutive rows of a sequence.
+        keys: `[slots, kv_heads, head_dim]`.
+        values: `[slots, kv_heads, value_dim]`. They may be the first elements of keys (multi-head latent attention),
+            else both have one head dimension. Keys and values are of q's dtype or in FP8. Token t of a sequence has
+            slot `pages[sequence, t // page_size] · page_size + t % page_size`.
+        pages: int32 `[B, max_pages]`. starts: int32 `[B + 1]`: sequence i has rows starts[i] … starts[i + 1] − 1.
+        limits: int32 `[T]`: a row sees the first `limit` tokens of its sequence. Limits do not fall within a sequence.
+        window: a row sees only the last `window` of these tokens.
+        bases: int32 `[B]`: sequences with a base of 0 or more are left to `expanded_prefill_attention` or
+            `copied_prefill_attention`.
+        out: `[T, heads, value_dim]`.
+        lse: float32 `[T, heads]`, filled with the natural log-sum-exp of the scaled scores.
 
-    Last dimensions are contiguous. A row of limit 0 gets output 0 and lse −inf. Raises ValueError where shapes or
-    dtypes do not match.
+    Last dimensions are contiguous. A row of limit 0 gets output 0 and lse −inf. Raises ValueError if shapes or dtypes
+    do not match.
     """
     (rows, heads, dim), cache = q.shape, parts_of(keys, values)
     keys, values = cache.keys, cache.values
@@ -280,14 +283,16 @@ def expanded_prefill_attention(
     *,
     tile: PrefillTile | None = None,
 ) -> None:
-    """The same where each head has keys and values of its own, which were expanded from latent vectors, for the
-    sequences of two rows or more that have a base.
+    """Compute `prefill_attention` with keys and values per head, expanded from latent vectors, for the sequences of two
+    rows or more that have a base.
 
-    q: `[T, heads, n]`; q_rotated: `[T, heads, rotary_dim]`; its product with the rotated key adds to the score.
-    expanded: `[N, heads, n + value_dim]`, key and value of each token side by side, by `expand_latents`: token t of a
-        sequence lies at base + t.
-    rotated: `[slots, 1, rotary_dim]`, the keys that all heads share, in pages.
-    bases: int32 `[B]`; −1: none. The other arguments are those of `prefill_attention`.
+    Args:
+        q: `[T, heads, n]`.
+        q_rotated: `[T, heads, rotary_dim]`; its product with the rotated key adds to the score.
+        expanded: `[N, heads, n + value_dim]`, key and value of each token side by side, from `expand_latents`: token t
+            of a sequence is at base + t.
+        rotated: `[slots, 1, rotary_dim]`, the keys that all heads share, in pages.
+        bases: int32 `[B]`; −1: none. See `prefill_attention` for the other arguments.
     """
     (rows, heads, n), d, rest = q.shape, out.shape[2], rotated.shape[2]
     if expanded.shape[1:] != (heads, n + d) or q_rotated.shape != (rows, heads, rest) or out.shape[:2] != (rows, heads):
@@ -295,7 +300,7 @@ def expanded_prefill_attention(
         raise ValueError(f"q, q_rotated, expanded, rotated, out are {shapes}")
     if len({t.dtype for t in (q, q_rotated, expanded, rotated)}) > 1 or bases.shape[0] != starts.shape[0] - 1:
         raise ValueError("queries, keys and values must be of one dtype, and each sequence must have a base, or −1")
-    if tile is None:  # wider than `tile_of` takes them to be: GPUs with less shared memory hold one stage of this
+    if tile is None:  # wider than in `tile_of`: GPUs with less shared memory hold one stage of this
         tile = PrefillTile(64, 64, 4, 3) if q.element_size() == 2 else tile_of(max(n, d), q.element_size())
     keys, values = expanded[..., :n], expanded[..., n:]
     queries, where = (q, q_rotated), (pages, starts, limits)
@@ -319,8 +324,8 @@ def _launch(
     lse: Tensor | None = None,
     exponents: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """queries, keys: their first elements, and the rest. where: pages, starts and limits. exponents: of keys and values
-    in FP8."""
+    """queries, keys: their first elements, and the rest. where: pages, starts and limits. exponents: of FP8 keys and
+    values."""
     of_keys, of_values = exponents or (keys, values)
     (q, q_rest), (pages, starts, limits) = queries, where
     if not all(t.stride(-1) == 1 for t in (q, keys, values, q_rest, k_rest, pages, out)):

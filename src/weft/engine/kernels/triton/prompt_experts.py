@@ -1,16 +1,16 @@
-"""Both products of the routed experts for prompts: of 16-bit weights and tiles of 128 rows, on GPUs from sm_90 on.
+"""Products of the routed experts for prompts: 16-bit weights and tiles of 128 rows, on GPUs from sm_90 on.
 
-They compute what `weft.engine.kernels.triton.fused_experts` computes for other sizes and GPUs, with the same bits.
-Experts with biases or limits are left to those kernels: their last bits differed on an H200. What differs here:
+The results have the same bits as `weft.engine.kernels.triton.fused_experts`, which supports other sizes and GPUs.
+Experts with biases or limits are left to those kernels: their last bits differed on an H200. Differences:
 
-- Tensor descriptors (TMA) load the weights. A block of the first product has columns of gate and of up, and is one
-  product. A tile of which at most half the rows have a pair computes half the rows.
-- The rows between the products lie in the order of the tiles, so the second product loads them by a descriptor, too.
-  Rows of a tile that have no pair hold any values, which no other row reads.
-- The second product's programs stay: each computes one block after the other, and loads the next while it stores.
+- Tensor descriptors (TMA) load the weights. A block of the first product has columns of gate and of up, in one product.
+  A tile with pairs in at most half its rows computes half the rows.
+- The rows between the products are in the order of the tiles, so the second product loads them by a descriptor too.
+  Rows of a tile without a pair hold any values, which no other row reads.
+- The second product's programs are persistent: each computes block after block, and loads the next while it stores.
 
-A copy of the first product's rows in that order would be loaded by a descriptor as well. It is 5 to 12 % faster then,
-which the copy costs (docs/log/gpu-kernels.md).
+A copy of the first product's rows in that order could be loaded by a descriptor as well. That gains 5 to 12 %, which
+the copy costs (docs/log/gpu-kernels.md).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from weft.kernels.triton.rms_norm import activated
 TILE_ROWS = 128
 UP_TILE, DOWN_TILE = ExpertsTile(128, 64, 8, 4), ExpertsTile(256, 64, 8, 4)
 PROGRAMS = 132
-"""Of the second product: one for each multiprocessor of an H200."""
+"""Programs of the second product: one per multiprocessor of an H200."""
 
 
 @triton.jit
 def _halves(acc, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of the columns."""
+    """Return the left and the right half of the columns."""
     return tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
@@ -43,7 +43,7 @@ def _up_rows(
     x, order, out, weight, pairs, x_row, begin, first, expert, WIDTH: tl.constexpr, INNER: tl.constexpr,
     K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The columns from `first` on of the BLOCK_M rows from `begin` on."""
+    """Compute the columns from `first` on of BLOCK_M rows from `begin` on."""
     row = begin + tl.arange(0, BLOCK_M)
     pair = tl.load(order + row)
     depth = tl.arange(0, BLOCK_K)
@@ -115,7 +115,7 @@ def _down_prompts(
 
 
 def takes(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether these kernels compute such products: by the GPU, dtypes, sizes and tiles alone."""
+    """Decide by the GPU, dtypes, sizes and tiles alone if these kernels compute the products."""
     tiles = routing.used is not None and routing.tile_rows == TILE_ROWS
     sizes = down.shape[1] % 8 == 0 and down.shape[2] % 8 == 0  # rows of a descriptor begin at multiples of 16 bytes
     aligned = gate_up.data_ptr() % 16 == 0 and down.data_ptr() % 16 == 0
@@ -123,10 +123,8 @@ def takes(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> bool:
 
 
 def pairs_outputs(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:
-    """`[pairs, width]`: each pair's second product, with its weight. Of pairs without an expert here, anything.
-
-    The arguments are those of `fused_experts.experts`, for which `takes` is true.
-    """
+    """Return `[pairs, width]`: each pair's second product, with its weight; undefined for pairs without an expert here.
+    See `fused_experts.experts` for the arguments, for which `takes` is true."""
     (held, width, inner), (rows, k) = down.shape, routing.expert.shape
     order, tile_expert, tiles = routing.tiles()
     assert routing.used is not None

@@ -1,10 +1,9 @@
 """Routing: the experts of each token, and the pairs of token and expert in each tile of the expert products.
 
 Pair (token, choice) has the number token · k + choice. With few pairs each is a tile of its own, and nothing is sorted.
-Otherwise pairs are sorted by expert, and each expert's pairs are padded to whole tiles: a program for each expert
-counts all pairs, so that it knows where its own begin, then writes its own. With more pairs, programs for each chunk of
-them do so, and another kernel first counts each chunk; with many, a program places all pairs of a chunk. No place
-depends on atomic additions.
+Otherwise pairs are sorted by expert, and each expert's pairs are padded to whole tiles: a program per expert counts all
+pairs to find its offset, then writes its own. With more pairs, this is done per chunk, after another kernel has counted
+each chunk; with many, one program places all pairs of a chunk. No place depends on atomic additions.
 """
 
 from __future__ import annotations
@@ -23,27 +22,29 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 CHUNKS = 128, 2048
-"""Minimum and maximum of a chunk's pairs.
-
-The minimum is the number of threads: with fewer elements than threads Triton 3.6 counts some twice.
-"""
+"""Minimum and maximum pairs of a chunk. The minimum is the number of threads: with fewer elements than threads Triton
+3.6 counts some twice."""
 BLOCK = 128
-"""Pairs that a program places at once, where it places those of all experts; a chunk has four blocks."""
+"""Pairs that `_place_pairs` places at once; a chunk has four blocks."""
 MIN_PLACED = 1 << 21
-"""Experts, to a power of two, times pairs from which it does. On an H200, 128 experts and 65,536 pairs take 19 µs
-instead of 69, 64 and 49,152 16 instead of 21; 128 experts and 1,024 pairs would take 6 instead of 2.
+"""Minimum of experts (rounded to a power of two) times pairs for `_place_pairs`. On an H200, 128 experts and 65,536
+pairs take 19 µs instead of 69, 64 and 49,152 16 instead of 21; 128 experts and 1,024 pairs would take 6 instead of 2.
 """
 NO_MODIFIER = tl.constexpr("")
 
 
 class Routing(NamedTuple):
-    """Where T tokens go.
+    """Routing of T tokens.
 
-    weight: float32 `[T, k]`. expert: int32 `[T, k]`, counted from the first expert of this rank; −1 for an expert of
-        another rank, and for tokens that are not live. Such pairs are neither computed nor read.
-    tile_rows: rows of a tile. order: int32, the pairs in the order of the tiles, `tile_rows` for each, padded with T ·
-        k. tile_expert: int32 `[tiles]`, the expert of each tile, or −1. used: int32 `[1]`, the number of tiles with an
-        expert, which are the first ones. These are None where each pair is a tile.
+    Args:
+        weight: float32 `[T, k]`.
+        expert: int32 `[T, k]`, counted from the first expert of this rank; −1 for an expert of another rank, and for
+            tokens that are not live. Such pairs are neither computed nor read.
+        tile_rows: rows of a tile.
+        order: int32, pairs in the order of the tiles, `tile_rows` per tile, padded with T · k. None: each pair is a
+            tile.
+        tile_expert: int32 `[tiles]`, expert of each tile, or −1. None: each pair is a tile.
+        used: int32 `[1]`, number of tiles with an expert, which come first.
     """
 
     weight: Tensor
@@ -54,7 +55,7 @@ class Routing(NamedTuple):
     used: Tensor | None = None
 
     def tiles(self) -> tuple[Tensor, Tensor, int]:
-        """(order, tile_expert, tiles) for kernels. Where each pair is a tile, kernels do not read the order."""
+        """Return (order, tile_expert, tiles) for kernels, which do not read the order if each pair is a tile."""
         order = self.expert if self.order is None else self.order
         tile_expert = self.expert if self.tile_expert is None else self.tile_expert
         return order, tile_expert, tile_expert.numel()
@@ -64,7 +65,7 @@ class Routing(NamedTuple):
 def _allow_groups(
     ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr,
 ):  # fmt: skip
-    """ranked `[rows, GROUPS · SIZE]`, with −inf for the experts of all but the best groups of each row."""
+    """Return ranked `[rows, GROUPS · SIZE]`, with −inf for the experts outside the best groups of each row."""
     by_group = tl.reshape(ranked, (ranked.shape[0], GROUPS, SIZE))
     s = tl.arange(0, SIZE)[None, None, :]
     g = tl.arange(0, GROUPS)[None, :]
@@ -84,8 +85,8 @@ def _allow_groups(
 
 @triton.jit
 def _ordered_bits(bits):
-    """A float's bits as an integer of the same order, and back. A warp finds the greatest of integers in one
-    instruction, of floats in five exchanges."""
+    """Convert a float's bits to an integer of the same order, and back. A warp finds the greatest integer in one
+    instruction, the greatest float in five exchanges."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -128,7 +129,7 @@ def _route(
     keys = _ordered_bits(ranked.to(tl.int32, bitcast=True))
     for i in tl.static_range(K):
         top = tl.max(keys, 1)
-        at = tl.min(tl.where(keys == top[:, None], c[None, :], COLUMNS), 1)  # of equal ones the lower
+        at = tl.min(tl.where(keys == top[:, None], c[None, :], COLUMNS), 1)  # the lower of equal ones
         mine = c[None, :] == at[:, None]
         best = _ordered_bits(top).to(tl.float32, bitcast=True)
         if BIAS:
@@ -139,7 +140,7 @@ def _route(
         local = tl.where(here & (local >= 0) & (local < HELD), local, -1)
         chosen = tl.where(j[None, :] == i, local[:, None], chosen)
     if RENORMALISE:
-        w = w / (tl.sum(w, 1)[:, None] + 1e-20)  # sigmoids may all be 0
+        w = w / (tl.sum(w, 1)[:, None] + 1e-20)  # all sigmoids may be 0
     pair = row[:, None] * K + j[None, :]
     real = (row < rows)[:, None] & (j < K)[None, :]
     tl.store(weight + pair, w * scale, mask=real)
@@ -148,7 +149,7 @@ def _route(
 
 @triton.jit
 def _count(found, BLOCK_HELD: tl.constexpr):
-    """How many of the pairs each expert has, int32 `[BLOCK_HELD]`."""
+    """Return the number of pairs of each expert, int32 `[BLOCK_HELD]`."""
     return tl.histogram(tl.where(found >= 0, found, 0), BLOCK_HELD, mask=found >= 0)
 
 
@@ -202,7 +203,8 @@ def _place_pairs(
     expert, counts, order, tile_expert, used, pairs, tiles, chunks, BLOCK_HELD: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK_COUNTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_TILES: tl.constexpr,
 ):  # fmt: skip
-    """As `_sort_pairs`: a program places a chunk's pairs, and writes every chunks-th block of the tiles' experts."""
+    """Sort pairs like `_sort_pairs`: a program places a chunk's pairs, and writes every chunks-th block of
+    tile_expert."""
     overlap.begin()
     chunk = tl.program_id(0)
     e = tl.arange(0, BLOCK_HELD)
@@ -242,10 +244,8 @@ def _place_pairs(
 def pairs_of(
     tile, order, tile_expert, pairs, SORTED: tl.constexpr, BLOCK_M: tl.constexpr, CACHE: tl.constexpr = NO_MODIFIER
 ):
-    """(pairs `[BLOCK_M]` of a tile, its expert or −1). A row without a pair has the number `pairs`.
-
-    An idle tile's pairs are undefined: its part of the order is never written. CACHE: modifier of the loads.
-    """
+    """Return (pairs `[BLOCK_M]` of a tile, its expert or −1). Rows without a pair have the number `pairs`. An idle
+    tile's pairs are undefined: its part of the order is never written. CACHE: modifier of the loads."""
     expert = tl.load(tile_expert + tile, cache_modifier=CACHE)
     row = tl.arange(0, BLOCK_M)
     pair = tl.where(row == 0, tile, pairs)
@@ -262,7 +262,7 @@ def choose(
     held: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weight float32 `[T, k]`, expert int32 `[T, k]`), with the arguments of `route`. live: None: all are real."""
+    """Return (weight float32 `[T, k]`, expert int32 `[T, k]`). See `route` for the arguments. live: None: all rows."""
     found = as_partials(logits)
     parts, offset = found.values, found.bias
     (count, rows, experts), k = parts.shape, rule.k
@@ -273,7 +273,7 @@ def choose(
     if parts.stride(2) != 1 or experts % groups or any(b is not None and b.shape != (experts,) for b in (bias, offset)):
         raise ValueError(f"logits are {[rows, experts]}, contiguous by rows, in {groups} groups; bias {bias}")
     if rows:
-        # Of four rows of up to 128 experts each warp has one; warps that share rows would wait for each other.
+        # With up to 128 experts each warp has one of four rows; warps that share rows would wait for each other.
         block_t = 4 if experts <= 128 else 1
         _route[(cdiv(rows, block_t),)](
             parts, parts if offset is None else offset, parts if bias is None else bias, live, weight, expert, rows,
@@ -297,16 +297,17 @@ def route(
     held: int | None = None,
     bias: Tensor | None = None,
 ) -> Routing:
-    """The experts of each token by a rule over logits `[T, E]`, in float32.
+    """Choose the experts of each token by a rule over logits `[T, E]`, in float32.
 
-    logits: may be the partial products of the router; they are added here.
-    rule: see `Rule`. Equal scores go to the lower expert, or group. A rule that renormalises makes a token's k weights
-        sum to one, those of other ranks' experts included.
-    bias: `[E]`, as the rule takes it.
-    live: int32 `[1]`, the number of real tokens; those after them choose no expert, and their logits are not read.
-    first, held: this rank has experts first … first + held − 1; all where held is None.
+    Args:
+        logits: may be the router's split-K partials, which are summed here.
+        rule: see `Rule`. Among equal scores the lower expert or group wins. If the rule renormalises, a token's k
+            weights sum to one over the experts of all ranks.
+        bias: `[E]`, bias of the rule.
+        live: int32 `[1]`, number of real tokens; later ones choose no expert, and their logits are not read.
+        first, held: this rank has experts first … first + held − 1; all if held is None.
 
-    Raises ValueError where shapes do not match.
+    Raises ValueError if shapes do not match.
     """
     experts = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-1]
     held = experts - first if held is None else held
@@ -317,11 +318,9 @@ def route(
 
 
 def sort_pairs(weight: Tensor, expert: Tensor, held: int, tile_rows: int) -> Routing:
-    """The routing of tokens with chosen experts: weight float32 and expert int32 `[T, k]`.
-
-    expert is counted from the first expert of this rank; it must be −1 outside `[0, held)`. There are as many tiles as
-    any choice of experts can need.
-    """
+    """Return the routing of tokens with chosen experts: weight float32 and expert int32 `[T, k]`. expert is counted
+    from the first expert of this rank and must be −1 outside `[0, held)`. The number of tiles covers any choice of
+    experts."""
     pairs = expert.numel()
     tiles = (pairs + min(held, pairs) * (tile_rows - 1)) // tile_rows
     order, tile_expert, used = (expert.new_empty(n) for n in (tiles * tile_rows, tiles, 1))

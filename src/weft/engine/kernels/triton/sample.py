@@ -1,14 +1,13 @@
-"""Samples a token for each row, greedily or by the Gumbel-max trick, in two kernels; a third where min_p may be used,
-and two more where top_k and top_p may be (`weft.engine.kernels.triton.top_k_top_p`).
+"""Sampling of a token per row, greedily or by the Gumbel-max trick, in two kernels. min_p adds a third, and top_k and
+top_p two more (`weft.engine.kernels.triton.top_k_top_p`).
 
-Programs share each row's vocabulary. Each program finds the best token of its share, a candidate; the best candidate
-is the sampled token.
+Programs share each row's vocabulary. Each finds the best token of its share, a candidate; the best candidate is the
+sampled token.
 
-The noise of a token depends on the request's seed, the position and the token's number alone: not on the row, nor on
-the number of rows or ranks. So samples are the same in every batch and layout. Where the vocabulary is split over
-ranks, each samples among its own tokens, and the best of the ranks' samples is the sample of the whole vocabulary. The
-random bits are Triton's Philox (Salmon et al., SC 2011), four tokens a call. Small values of the exponential, which
-win, are resolved to 2⁻³¹.
+A token's noise depends only on the request's seed, the position and the token: not on the row, nor on the number of
+rows or ranks. So samples are equal in every batch and layout. If the vocabulary is split over ranks, each rank samples
+among its own tokens, and the best of these is the sample of the whole vocabulary. Random bits are Triton's Philox
+(Salmon et al., SC 2011), four tokens per call. Small values of the exponential, which win, are resolved to 2⁻³¹.
 """
 
 from __future__ import annotations
@@ -25,25 +24,23 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
 from weft.planner.vocabulary import MAX_TOKENS
 
 BLOCK, PROGRAMS = 2048, 1056
-"""(Tokens that a program reads at once, approximate number of programs on an H200: eight for each multiprocessor.)
-
-With fewer programs some multiprocessors would idle; many more would take longer to start than to find no work.
-"""
+"""(Tokens that a program reads at once; approximate number of programs on an H200, eight per multiprocessor.) Fewer
+programs would leave multiprocessors idle. Many more would take longer to start than to find no work."""
 
 MIN_SHARES = 64
-"""Shares are padded to at least so many, so that few kernels are compiled for all numbers of rows."""
+"""Minimum number of shares, to which they are padded, so that few kernels are compiled for all numbers of rows."""
 OF_ROWS = ["temperature", "seed", "position", "min_p", "top_k", "top_p", "keys", "tokens"]
-"""Arguments with one number for each row: their addresses need no alignment."""
+"""Arguments with one number per row: their addresses need no alignment."""
 
 
 @triton.jit
 def _gumbel(seed, position, first, BLOCK: tl.constexpr):
-    """Gumbel noise of the tokens first … first + BLOCK − 1, where first is a multiple of four."""
+    """Return Gumbel noise of the tokens first … first + BLOCK − 1. first is a multiple of four."""
     key = tl.randint(seed, position).to(tl.uint32).to(tl.int64)
     a, b, c, d = tl.rand4x(key, first // 4 + tl.arange(0, BLOCK // 4))
     u = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK])
     u = tl.maximum(u, 4.66e-10)
-    # log1p(-u) from the rounding error of 1 - u (Kahan): log alone would lose small u, which are those that win.
+    # Compute log1p(-u) from the rounding error of 1 - u (Kahan): log alone would lose small u, which win.
     w = 1.0 - u
     exponential = tl.where(w == 1.0, u, -tl.log(w) * (u / tl.where(w == 1.0, 1.0, 1.0 - w)))
     return -tl.log(exponential)
@@ -51,7 +48,7 @@ def _gumbel(seed, position, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def better(value, token):
-    """(greatest value, its token), the lower token where several are equal; NaN counts as −inf."""
+    """Return (greatest value, its token), the lower token among equal ones; NaN counts as −inf."""
     value = tl.where(value == value, value, float("-inf"))
     best = tl.max(value, 0)
     return best, tl.min(tl.where(value == best, token, 2147483647), 0)
@@ -116,7 +113,7 @@ def _candidates(
     value = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 2147483647, tl.int32)
     for block in range(tl.program_id(1), blocks, shares):
-        start = block * BLOCK - SKEW  # noise is made for four tokens at a time, from a multiple of four on
+        start = block * BLOCK - SKEW  # noise is generated for four tokens at a time, aligned to four
         i = start + tl.arange(0, BLOCK)
         inside = (i >= 0) & (i < vocabulary)
         x = tl.load(logits + row.to(tl.int64) * row_stride + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -127,7 +124,7 @@ def _candidates(
             x = tl.where(x >= threshold, x, float("-inf"))
             x += _gumbel(key, place, first + start, BLOCK)
         x = tl.where(inside & (x == x), x, float("-inf"))
-        # Of equal values the first token stays; where all are −inf, any token that exists.
+        # Keep the first of equal values; if all are −inf, any token that exists.
         new = (x > value) | ((token == 2147483647) & inside)
         value, token = tl.where(new, x, value), tl.where(new, first + i, token)
     best, which = better(value, token)
@@ -165,23 +162,24 @@ def candidates(
     first: int = 0,
     table: Tensor | None = None,
 ) -> Tensor:
-    """float32 `[rows, shares, 2]`: of each share of a row's tokens, the greatest logits / temperature + noise and its
-    token. `weft.engine.kernels.triton.decode_step.step_out` takes these candidates, side by side with those of other
-    ranks.
+    """Return float32 `[rows, shares, 2]`: per share of a row's tokens, the greatest logits / temperature + noise and
+    its token. `weft.engine.kernels.triton.decode_step.step_out` accepts these candidates, concatenated over ranks.
 
-    logits: `[rows, vocabulary]` of any float dtype with contiguous rows; −inf excludes a token.
-    temperature: float32 `[R]`; 0 takes the greatest logit, the lower token where several are equal.
-    seed: int64 `[R]`. position: int32 or int64 `[rows]`, a number with which a request never samples twice.
-    live: int32 `[1]`; rows from there on are neither read nor written.
-    min_p: float32 `[R]`; tokens less than min_p times as probable as the row's best are excluded (arXiv 2407.01082). It
-        needs the whole vocabulary.
-    top_k, top_p: int32 and float32 `[R]`, both or neither. The top_k most probable tokens stay (0: all), and of these
-        the fewest most probable that reach top_p (nucleus; arXiv 1904.09751); of equal ones the lower. They need the
-        whole vocabulary.
-    table: int32 `[rows]`, the index of each row in `[R]`; None: its own index.
-    first: the number of the first token, where the vocabulary is split over ranks.
+    Args:
+        logits: `[rows, vocabulary]` of any float dtype with contiguous rows; −inf excludes a token.
+        temperature: float32 `[R]`; 0 selects the greatest logit, the lower token among equal ones.
+        seed: int64 `[R]`.
+        position: int32 or int64 `[rows]`, a number with which a request never samples twice.
+        live: int32 `[1]`; rows from there on are neither read nor written.
+        min_p: float32 `[R]`; tokens less than min_p times as probable as the row's best are excluded (arXiv
+            2407.01082). Requires the whole vocabulary.
+        top_k, top_p: int32 and float32 `[R]`, both or neither. Keeps the top_k most probable tokens (0: all), and of
+            these the fewest most probable that reach top_p (nucleus; arXiv 1904.09751), the lower among equal ones.
+            Requires the whole vocabulary.
+        table: int32 `[rows]`, index of each row in `[R]`; None: its own index.
+        first: number of the first token, if the vocabulary is split over ranks.
 
-    Raises ValueError where these do not match.
+    Raises ValueError if these do not match.
     """
     rows, vocabulary = logits.shape
     if first and not (min_p is None and top_k is None):
@@ -222,7 +220,7 @@ def candidates(
 
 
 def best(found: Tensor, live: Tensor) -> Tensor:
-    """float32 `[rows, 2]`: the best of each row's `candidates`; (−inf, −1) for rows from `live` on."""
+    """Return float32 `[rows, 2]`: the best of each row's `candidates`; (−inf, −1) for rows from `live` on."""
     rows, shares, _ = found.shape
     sampled = found.new_empty(rows, 2)
     if rows:
@@ -234,6 +232,6 @@ def best(found: Tensor, live: Tensor) -> Tensor:
 def sample(
     logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, live: Tensor, **more: Any
 ) -> tuple[Tensor, Tensor]:
-    """(score float32 `[rows]`, token int32 `[rows]`): the samples. Arguments are those of `candidates`."""
+    """Return the samples: (score float32 `[rows]`, token int32 `[rows]`). See `candidates` for the arguments."""
     sampled = best(candidates(logits, temperature, seed, position, live, **more), live)
     return sampled[:, 0], sampled[:, 1].int()

@@ -1,4 +1,4 @@
-"""RMSNorms of two parts of a row that are split over ranks: sums of squares, and the norms from those of all ranks."""
+"""RMSNorms of two parts of a row that are split over ranks: sums of squares, and norms by the sums of all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _rms_norm_by_squares(
 
 
 def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """`weft.engine.kernels.model_reference.sums_of_squares`, in float32. Raises ValueError where shapes do not
+    """Compute `weft.engine.kernels.model_reference.sums_of_squares` in float32. Raises ValueError if shapes do not
     match."""
     first, second = _checked(x, sizes)
     sums = torch.empty(len(x), 2, dtype=torch.float32, device=x.device)
@@ -60,9 +60,8 @@ def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
 def norm_by_squares(
     x: Tensor, squares: Tensor, weight: Tensor, sizes: Sequence[int], features: Sequence[int], eps: float
 ) -> Tensor:
-    """`weft.engine.kernels.model_reference.norm_by_squares`, in float32, rounded once. Raises ValueError where shapes
-    do not match.
-    """
+    """Compute `weft.engine.kernels.model_reference.norm_by_squares` in float32, rounded once. Raises ValueError if
+    shapes do not match."""
     (first, second), (rows, _), ranks = _checked(x, sizes), x.shape, len(squares)
     if squares.shape != (ranks, rows, 2) or not squares.is_contiguous() or weight.shape != (first + second,):
         raise ValueError(f"x is {list(x.shape)}, squares {list(squares.shape)}, weight {list(weight.shape)}")
@@ -77,7 +76,7 @@ def norm_by_squares(
 
 
 def _checked(x: Tensor, sizes: Sequence[int]) -> tuple[int, int]:
-    """The two sizes. Raises ValueError where x has fewer features, or they are not contiguous."""
+    """Return the two sizes. Raises ValueError if x has fewer features, or they are not contiguous."""
     first, second = sizes
     if x.dim() != 2 or x.shape[1] < first + second or x.stride(1) != 1:
         raise ValueError(f"x is {list(x.shape)} with strides {list(x.stride())}, for parts of {first} and {second}")

@@ -1,10 +1,10 @@
-"""How decode attention cuts a step's rows into splits, and in which order programs take them.
+"""Splits of a step's rows in decode attention, and their order.
 
 The tokens that a row sees are cut into splits, which run in parallel (flash-decoding,
-https://pytorch.org/blog/flash-decoding). Their number and length follow from the row's own length alone, so a row's
-bits do not depend on its neighbours. The order depends on all rows. It is longest first (Graham, "Bounds on
-multiprocessing timing anomalies", 1969), since each program takes one item after another and all should end at the same
-time. All layers of a step with caches that are cut alike share one order.
+https://pytorch.org/blog/flash-decoding). Their number and length depend only on the row's length, so a row's bits do
+not depend on its neighbours. The order depends on all rows. It is longest first (Graham, "Bounds on multiprocessing
+timing anomalies", 1969), since each program takes one item after another and all should end at the same time. All
+layers of a step with equal rules share one order.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 FIELDS = tl.constexpr(8)
-"""Fields of an item: row, first token, the token behind the last one, number of its first split in the row, number of
-its splits, tokens of a split, splits of the row.
-"""
+"""Fields of an item: row, first token, end of its tokens, number of its first split in the row, number of its splits,
+tokens of a split, splits of the row."""
 
 
 class Cut(NamedTuple):
-    """How rows are cut into splits.
+    """Rule that cuts rows into splits.
 
-    tokens: minimum of a split, a power of two.
-    splits: maximum of a row, a power of two; longer rows have longer splits.
-    spare: in quarters of a split, by how much a row's last split may be longer than the others.
-    short: rows of more tokens have splits of twice the minimum, or more; None: all have the same minimum.
+    Args:
+        tokens: minimum tokens of a split, a power of two.
+        splits: maximum splits of a row, a power of two; longer rows have longer splits.
+        spare: quarters of a split by which a row's last split may be longer than the others.
+        short: rows of more tokens have splits of at least twice the minimum; None: all have the same minimum.
     """
 
     tokens: int
@@ -40,11 +40,15 @@ class Cut(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """The items that programs take one after another: some consecutive splits of a row each.
+    """Items that programs process one after another, each with some consecutive splits of a row.
 
-    items: int32 `[capacity, FIELDS]`. total: int32 `[2]`: how many of them are valid, splits of each but a row's last.
-    max_splits: maximum splits of a row. window: number of a row's last tokens that it sees; 0: all.
-    consecutive: whether an item may have several splits. cut: how rows are cut.
+    Args:
+        items: int32 `[capacity, FIELDS]`.
+        total: int32 `[2]`: number of valid items, and splits of each item but a row's last.
+        max_splits: maximum splits of a row.
+        window: number of a row's last tokens that it sees; 0: all.
+        consecutive: an item may have several splits.
+        cut: rule that cuts rows.
     """
 
     items: Tensor
@@ -60,7 +64,7 @@ def row_splits(
     length, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr, SPARE: tl.constexpr,
     SHORT: tl.constexpr,
 ):  # fmt: skip
-    """(tokens that a row sees, tokens of each of its splits but the last, splits); one split where it sees none."""
+    """Return (tokens that a row sees, tokens of each of its splits but the last, splits); one split if it sees none."""
     seen = length
     if WINDOW > 0:
         seen = tl.minimum(length, WINDOW)
@@ -83,7 +87,7 @@ def _order_splits(
     lengths, items, total, rows, at_once, WINDOW: tl.constexpr, TOKENS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SPARE: tl.constexpr, SHORT: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the places of one row's items: all except the last have one size and follow one another."""
+    """Find the places of one row's items: all except the last have one size, and they are consecutive."""
     overlap.begin()
     row, any_row = tl.program_id(0), tl.arange(0, BLOCK_R)
     length = tl.load(lengths + row)
@@ -118,27 +122,27 @@ def _order_splits(
 
 @triton.jit
 def place_in_round(round):
-    """The piece of work that this program takes in a round. Items come longest first, and rounds go through the
-    programs in alternating order, to even out their sums.
-    """
+    """Return the piece of work of this program in a round. Items are sorted longest first, and rounds go through the
+    programs in alternating order, to even out their sums."""
     programs, program = tl.num_programs(0), tl.program_id(0)
     return round * programs + program + round % 2 * (programs - 1 - 2 * program)
 
 
 @triton.jit
 def rounds_of_program(work):
-    """Rounds in which there is a piece of work for this program, of so many pieces."""
+    """Return the rounds in which this program has a piece of `work`."""
     rounds = work // tl.num_programs(0)
     return rounds + (place_in_round(rounds) < work).to(tl.int32)
 
 
 def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: Cut) -> Splits:
-    """The splits of a step's rows, longest items first; those of equal length by row and split.
+    """Return the splits of a step's rows, longest items first; items of equal length by row and split.
 
-    lengths: int32 `[rows]`, the tokens of each row, at most `tokens`.
-    window: a row sees its last `window` tokens; None: all.
-    at_once: number of items that run at a time. Where there are more splits, an item has several consecutive ones,
-        which a program reads without a pause. None: each split is an item.
+    Args:
+        lengths: int32 `[rows]`, tokens of each row, at most `tokens`.
+        window: a row sees its last `window` tokens; None: all.
+        at_once: number of items that run at a time. With more splits, an item has several consecutive ones, which a
+            program reads without a pause. None: each split is an item.
     """
     rows = lengths.shape[0]
     max_splits = min(cut.splits, max(1, cdiv(min(tokens, window or tokens), cut.tokens)))

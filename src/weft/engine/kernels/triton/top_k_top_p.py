@@ -1,15 +1,15 @@
-"""Where top_k and top_p cut a row of logits, found by bisection instead of a sort.
+"""Cut of a row of logits by top_k and top_p, found by bisection instead of a sort.
 
-A row's tokens have an order: by logits / temperature, the most probable first, of equal ones the lower token. top_k
-keeps a prefix of this order: tokens behind fewer than k others. top_p keeps a prefix of that: tokens behind less than
-the share p of its probability. So a cut is one number and one token: those above the number stay, and of those that
-equal it the tokens up to that one. `weft.engine.kernels.triton.sample` reads it.
+A row's tokens have an order: by logits / temperature, the most probable first, the lower token among equal ones. top_k
+keeps a prefix of this order: tokens after fewer than k others. top_p keeps a prefix of that: tokens after less than the
+share p of its probability. So a cut is a number and a token: tokens above the number stay, and among tokens equal to
+it, those up to that token. `weft.engine.kernels.triton.sample` reads it.
 
-Both are one search, for the shortest prefix with weights that reach what is needed. A weight is 1 for top_k; for top_p
-it is the probability relative to the best token's, as an integer of 2⁻³⁸. Integers have the same sum in every order: a
-cut depends neither on the batch nor on the tiles. Programs that share a row gather the tokens of a range of numbers,
-which mostly has the cut; one program bisects among these, in registers. The range is from the maxima of groups of
-tokens: at least k tokens are not below the k-th greatest maximum, and hardly more than k. Where the range does not have
+Both are one search, for the shortest prefix with a sufficient sum of weights. A weight is 1 for top_k; for top_p it is
+the probability relative to the best token's, as an integer of 2⁻³⁸. Integers have the same sum in every order: a cut
+depends neither on the batch nor on the tiles. Programs that share a row gather the tokens of a range of numbers, which
+usually includes the cut; one program bisects among these, in registers. The range is from the maxima of groups of
+tokens: at least k tokens are not below the k-th greatest maximum, and hardly more than k. If the range does not include
 the cut, as for flat rows with top_p, or has too many tokens, that program narrows it by passes over the row.
 """
 
@@ -24,27 +24,27 @@ from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2, scaled
 
 BLOCK, CAPACITY, WARPS = 2048, 4096, 16
-"""(Tokens of a row that are read at once, tokens that are gathered at most, warps) of the program that cuts a row."""
+"""(Tokens of a row that are read at once, maximum gathered tokens, warps) of the program that cuts a row."""
 SHARE_BLOCK, PROGRAMS, MIN_SHARES = 2048, 1056, 64
-"""As in `weft.engine.kernels.triton.sample`, of the programs that gather."""
+"""(Tokens that are read at once, programs, minimum shares) of the programs that gather; see `triton.sample`."""
 GROUPS = 2048
-"""Groups of a row's tokens, of which the maxima are read, at most; a power of two."""
+"""Maximum groups of a row's tokens with a maximum each; a power of two."""
 FIRST = 1024
-"""Tokens among which the cut of top_p alone is looked for first, if there are twice as many groups."""
+"""Tokens that are searched first for the cut of top_p alone, if there are twice that number of groups."""
 
 LOWEST = tl.constexpr(-2139095041)
-"""The key of −inf, the lowest of all."""
+"""Key of −inf, the lowest of all."""
 OUTSIDE = tl.constexpr(-2147483648)
-"""What stands for the key of no token."""
+"""Key of no token."""
 ALL = tl.constexpr(2147483647)
-"""No token is behind this one."""
+"""Token after all others."""
 UNIT = tl.constexpr(float(1 << 38))
-"""The weight of the best token: 2²⁴ of them, as many as float32 numbers, still have a sum in int64."""
+"""Weight of the best token: 2²⁴ of them, the number of integers that float32 counts, still have a sum in int64."""
 
 
 @triton.jit
 def index_of(row, table, TABLE: tl.constexpr):
-    """Where a row's sampling parameters are."""
+    """Return the index of a row's sampling parameters."""
     if TABLE:
         return tl.load(table + row)
     else:
@@ -53,14 +53,14 @@ def index_of(row, table, TABLE: tl.constexpr):
 
 @triton.jit
 def heated(x, heat):
-    """float32 logits / temperature, rounded as IEEE 754 says; −inf for NaN."""
+    """Return float32 logits / temperature, rounded per IEEE 754; −inf for NaN."""
     x = tl.div_rn(x, tl.maximum(heat, 1e-5))
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
 def key_of(x):
-    """int32 keys in the order of float32 numbers other than NaN."""
+    """Return int32 keys in the order of float32 numbers other than NaN."""
     x = tl.where(x == 0, 0.0, x)  # −0 is 0
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -68,31 +68,31 @@ def key_of(x):
 
 @triton.jit
 def cuts(heat, top_k, top_p, vocabulary):
-    """Whether a row is cut."""
+    """Return True if a row is cut."""
     return (heat > 0) & (((top_k > 0) & (top_k < vocabulary)) | (top_p < 1))
 
 
 @triton.jit
 def keeps(key, token, cut_key, cut_token):
-    """Whether a cut keeps tokens."""
+    """Return the mask of tokens that a cut keeps."""
     return (key > cut_key) | ((key == cut_key) & (token <= cut_token))
 
 
 @triton.jit
 def _number_of(key):
-    """The float32 number of a key."""
+    """Return the float32 number of a key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _mass(x, top):
-    """int64 weights for top_p; top is the greatest of the row."""
+    """Return int64 weights for top_p. top: the greatest of the row."""
     return (tl.where(x == top, 1.0, tl.exp(x - top)) * UNIT).to(tl.int64)
 
 
 @triton.jit
 def _read(logits, token, there, heat, top, cut_key, cut_token, COUNT: tl.constexpr):
-    """(keys, weights) of tokens: 1 for COUNT, else the mass, and 0 for those that the cut so far leaves out."""
+    """Return (keys, weights) of tokens: 1 for COUNT, else the mass, and 0 for tokens that the current cut excludes."""
     x = heated(tl.load(logits + token, mask=there, other=float("-inf")).to(tl.float32), heat)
     key = tl.where(there, key_of(x), OUTSIDE)
     kept = keeps(key, token, cut_key, cut_token)
@@ -107,8 +107,9 @@ def _gather(
     logits, gathered, vocabulary, heat, top, low, high, cut_key, cut_token,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Stores the tokens of positive weight with low ≤ key < high in ascending order. (How many, all tokens' weight)"""
-    tl.debug_barrier()  # what was gathered before has been read
+    """Store the tokens of positive weight with low ≤ key < high in ascending order. Return (their number, total
+    weight)."""
+    tl.debug_barrier()  # earlier gathered tokens have been read
     count, total = tl.full([], 0, tl.int32), tl.full([BLOCK], 0, tl.int64)
     for start in range(0, vocabulary, BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -129,9 +130,9 @@ def _narrow(
     logits, vocabulary, heat, top, low, high, above, reached, needed, by_number, cut_key, cut_token,
     COUNT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A quarter of a range: (low, high, above, reached), where the cut's key is in low ≤ key < high, `above` is the
-    weight from high on, less than needed, and `reached` that from low on. The quarters are of the numbers, or of keys.
-    """
+    """Return a quarter of a range: (low, high, above, reached), with the cut's key in low ≤ key < high, the weight
+    `above` from high on, less than needed, and the weight `reached` from low on. by_number: quarters of numbers instead
+    of keys."""
     a, b = _number_of(low.to(tl.int32)), _number_of(high.to(tl.int32))
     numbers = by_number & (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))
     step, width = (b - a) * 0.25, high - low
@@ -158,7 +159,8 @@ def _narrow(
 
 @triton.jit
 def _last(own, token, ahead, needed):
-    """Of equal keys, the last token that is kept. own: their weights, 0 for others; ahead: that of greater keys."""
+    """Return the last token that is kept among equal keys. own: their weights, 0 for others. ahead: that of greater
+    keys."""
     last = tl.max(tl.where(own > 0, token, -1), 0)
     first = tl.min(tl.where(own > 0, token, ALL), 0) - 1
     while last - first > 1:
@@ -173,10 +175,13 @@ def _cut(
     logits, gathered, vocabulary, heat, top, count, total, low, lowest, need, cut_key, cut_token,
     COUNT: tl.constexpr, BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Cuts a row: (key, token of the cut, whether all tokens that it keeps are gathered).
+    """Cut a row. Return (key, token of the cut, True if all tokens that it keeps are gathered).
 
-    `count` tokens are gathered: those from low on, or of these all that have a weight. Otherwise the cut is among the
-    keys from lowest on. total: the weight of all tokens; −1: of those that are gathered. need: top_k, or top_p.
+    Args:
+        count: number of gathered tokens: those from low on, or of these all with a weight. Otherwise the cut is among
+            the keys from lowest on.
+        total: weight of all tokens; −1: of the gathered ones.
+        need: top_k, or top_p.
     """
     low, high = low.to(tl.int64), key_of(top).to(tl.int64) + 1
     above = tl.full([], 0, tl.int64)
@@ -225,7 +230,7 @@ def _cut(
                 tl.where(reached >= needed, ahead, reached),
             )
         last = _last(tl.where(key == low.to(tl.int32), weight, 0), token, ahead, needed)
-    else:  # that many equal numbers
+    else:  # a large number of equal values
         for start in range(0, vocabulary, BLOCK):
             if above < needed:
                 i = start + tl.arange(0, BLOCK)
@@ -240,7 +245,7 @@ def _cut(
 
 @triton.jit
 def _bound(maxima, groups, heat, wanted, GROUPS: tl.constexpr):
-    """(the greatest number of a row, a key that at least as many tokens as are wanted have or are above)."""
+    """Return (the greatest number of a row, a key that at least `wanted` tokens have or exceed)."""
     g = tl.arange(0, GROUPS)
     x = heated(tl.load(maxima + g, mask=g < groups, other=float("-inf")), heat)
     key, top = key_of(x), tl.max(x, 0)
@@ -325,7 +330,7 @@ def _cutoff(
                 logits, gathered, vocabulary, heat, top, low, high, key, token, False, BLOCK, CAPACITY
             )
     if p < 1:
-        # What is less probable than (1 − p) / vocabulary times the best has less than 1 − p in all.
+        # Tokens less probable than (1 − p) / vocabulary times the best have less than 1 − p in total.
         lowest = tl.maximum(key_of(top - tl.log(vocabulary / (1 - p)) - 1), lowest)
         key, token, _ = _cut(
             logits, gathered, vocabulary, heat, top, count, total, low, lowest, p, key, token, False, BLOCK, CAPACITY
@@ -344,12 +349,14 @@ def cutoffs(
     live: Tensor,
     table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(key, token), int32 `[rows]` each: each row's cut, to be read by `keeps`. A row that is not cut keeps all.
+    """Return (key, token), int32 `[rows]` each: each row's cut, for `keeps`. A row that is not cut keeps all.
 
-    maxima: float32 `[rows, groups]`: the greatest logits of disjoint groups that are all of a row's tokens, used of
-        rows that are cut; at most GROUPS.
-    counts: int32 `[rows]`, 0 of rows that are cut; overwritten.
-    The rest is as in `weft.engine.kernels.triton.sample.candidates`.
+    Args:
+        maxima: float32 `[rows, groups]`: the greatest logits of disjoint groups that cover a row's tokens, used for
+            rows that are cut; at most GROUPS.
+        counts: int32 `[rows]`, 0 for rows that are cut; overwritten.
+
+    See `weft.engine.kernels.triton.sample.candidates` for the rest.
     """
     rows, vocabulary = logits.shape
     keys, tokens = live.new_empty(2, rows)

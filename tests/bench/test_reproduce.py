@@ -80,7 +80,7 @@ def test_dcp_runs_with_every_backend_that_lacks_nothing(monkeypatch: pytest.Monk
     monkeypatch.setattr(backend_registry, "fa3_library", lambda: None)
     setup = SEEDS["dcp"].large(8)
     assert not any(name.startswith("fa3") for name in setup.variants)
-    assert [line for line in setup.differs if line.startswith("without attention backend fa3: it comes with vLLM")]
+    assert [line for line in setup.differs if line.startswith("without attention backend fa3: it requires vLLM")]
 
 
 def test_the_model_of_dcp_has_the_cache_that_backends_are_asked_for() -> None:

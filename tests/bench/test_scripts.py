@@ -63,5 +63,5 @@ def test_attention_backends_dry_run(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert {row["backend"] for row in found["rows"]} == {"torch"} and len(found["rows"]) == 6
     assert all(row["error"] < 1e-2 and row["us"] > 0 and row["plan_us"] > 0 for row in found["rows"])
-    assert found["left_out"]["fa3, MLA 4"] == "attention_backend fa3 is of GPUs; leave it out"
+    assert found["left_out"]["fa3, MLA 4"] == "attention_backend fa3 runs on GPUs only; omit it"
     assert found["host"]["torch"] and done.stdout.count("| GQA 8/1 |") == 3

@@ -136,18 +136,16 @@ FA3_NEEDS = Needs("cuda", (9, 0), "bfloat16", "auto", lambda: [PagedKV(2, 128), 
 def test_what_flash_attention_3_lacks(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = backends()[option]
     monkeypatch.setattr(backend_registry, "find_spec", lambda name: None)
-    with pytest.raises(
-        LayoutError, match=rf"^attention_backend {re.escape(option)} comes with vLLM and .*: pip install"
-    ):
+    with pytest.raises(LayoutError, match=rf"^attention_backend {re.escape(option)} requires vLLM or .*: pip install"):
         entry.check(FA3_NEEDS)
     with_library(monkeypatch, tmp_path)
     entry.check(FA3_NEEDS)
     entry.check(replace(FA3_NEEDS, dcp=2, dcp_prefill="gather"))
     for change, why in (
-        ({"capability": (8, 0)}, "takes a GPU of sm_90, and this one is sm_80; leave it out"),
+        ({"capability": (8, 0)}, "requires a GPU of sm_90, and this one is sm_80; omit it"),
         ({"dtype": "float32"}, "computes in bfloat16, not in float32: add --dtype bfloat16"),
-        ({"caches": lambda: [Latent(40, 32)]}, r"has no latent vectors of 32 \+ 8 elements, .*"),
-        ({"caches": lambda: [Window(4, 2, 512)]}, "has no heads of 512 elements, .*"),
+        ({"caches": lambda: [Latent(40, 32)]}, r"supports latent vectors of .* elements, not 32 \+ 8"),
+        ({"caches": lambda: [Window(4, 2, 512)]}, "supports heads of .* elements, not 512"),
         ({"dcp": 2}, "does not merge prompts over dcp: add --dcp-prefill gather"),
     ):
         with pytest.raises(LayoutError, match=rf"^attention_backend {re.escape(option)} {why}$"):
@@ -158,7 +156,7 @@ def test_what_flashinfer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     entry, needs = backends()["flashinfer"], replace(FA3_NEEDS, graphs=False)
     monkeypatch.setattr(backend_registry, "find_spec", lambda name: None)
     with pytest.raises(
-        LayoutError, match=r"^attention_backend flashinfer takes FlashInfer, which is not installed: pip"
+        LayoutError, match=r"^attention_backend flashinfer requires FlashInfer, which is not installed: pip"
     ):
         entry.check(needs)
     monkeypatch.setattr(backend_registry, "find_spec", lambda name: name)
@@ -166,8 +164,8 @@ def test_what_flashinfer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     for change, why in (
         ({"graphs": True}, "plans each step on the host, which CUDA graphs cannot: add --no-cuda-graphs"),
         ({"dtype": "float32"}, "computes in bfloat16, .*"),
-        ({"caches": lambda: [Latent(320, 256)]}, r"has no latent vectors of 256 \+ 64 elements, but of 512 \+ 64"),
-        ({"caches": lambda: [PagedKV(2, 96)]}, "has no heads of 96 elements, but of 64, 128 and 256"),
+        ({"caches": lambda: [Latent(320, 256)]}, r"supports latent vectors of 512 \+ 64 elements, not 256 \+ 64"),
+        ({"caches": lambda: [PagedKV(2, 96)]}, "supports heads of 64, 128 and 256 elements, not 96"),
         ({"dcp": 2}, "does not merge prompts over dcp: add --dcp-prefill gather"),
     ):
         with pytest.raises(LayoutError, match=rf"^attention_backend flashinfer {why}$"):
@@ -175,13 +173,15 @@ def test_what_flashinfer_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_backend_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(LayoutError, match=r"^attention_backend triton is of GPUs; leave it out$"):
+    with pytest.raises(LayoutError, match=r"^attention_backend triton runs on GPUs only; omit it$"):
         attention_backend(EngineConfig(attention_backend="triton", device="cpu"))
     shape = {"model": preset_dir("deepseek-v2-lite"), "load_format": "dummy", "device": "cpu"}
     config = EngineConfig(**shape, attention_backend="toy", plugins=(TOY,))
     with pytest.raises(LayoutError, match=r"^attention_backend toy has no latent caches: take another$"):
         check_attention(config, config.read_model())
-    with pytest.raises(LayoutError, match=r"^attention_backend toy has no caches in FP8: --kv-dtype auto, or another"):
+    with pytest.raises(
+        LayoutError, match=r"^attention_backend toy does not support FP8 caches: use --kv-dtype auto, or another"
+    ):
         attention_backend(
             EngineConfig(attention_backend="toy", plugins=(TOY,), device="cpu", kv_dtype="fp8_e4m3"), list
         )

@@ -98,9 +98,9 @@ class BackendEntry:
     def refusal(self, needs: Needs) -> str | None:
         """Return the reason why the backend cannot serve these needs, in words that follow its name; None if it can."""
         if self.device not in (needs.device, "any"):
-            return f"is of {'GPUs' if self.device == 'cuda' else 'CPUs'}; leave it out"
+            return f"runs on {'GPUs' if self.device == 'cuda' else 'CPUs'} only; omit it"
         if needs.kv_dtype != AUTO and not self.float8:
-            return "has no caches in FP8: --kv-dtype auto, or another backend"
+            return "does not support FP8 caches: use --kv-dtype auto, or another backend"
         return self.lacks(needs)
 
     def check(self, needs: Needs) -> None:
@@ -145,11 +145,9 @@ def fa3_library() -> tuple[str, Path] | None:
 def _fa3_lacks(needs: Needs, latents_merge: bool = False) -> str | None:
     """latents_merge: prompts over latents, which use other kernels, are merged over dcp."""
     if needs.capability is not None and needs.capability[0] != 9:
-        return f"takes a GPU of sm_90, and this one is sm_{''.join(map(str, needs.capability))}; leave it out"
+        return f"requires a GPU of sm_90, and this one is sm_{''.join(map(str, needs.capability))}; omit it"
     if fa3_library() is None:
-        return (
-            "comes with vLLM and with sglang-kernel, and neither is installed here: pip install vllm, or leave it out"
-        )
+        return "requires vLLM or sglang-kernel, and neither is installed: pip install vllm, or omit it"
     if needs.dtype != "bfloat16":
         return f"computes in bfloat16, not in {needs.dtype}: add --dtype bfloat16"
     caches = needs.caches()
@@ -157,9 +155,9 @@ def _fa3_lacks(needs: Needs, latents_merge: bool = False) -> str | None:
         if isinstance(spec, Latent):
             rest = spec.width - spec.value_width
             if not (256 <= spec.value_width <= 512 and 8 <= rest <= 64) or spec.value_width % 8 or rest % 8:
-                return f"has no latent vectors of {spec.value_width} + {rest} elements, but 256 to 512 + up to 64"
+                return f"supports latent vectors of 256 to 512 + up to 64 elements, not {spec.value_width} + {rest}"
         elif not isinstance(spec, Recurrent) and (spec.dim > 256 or spec.dim % 8):
-            return f"has no heads of {spec.dim} elements, but multiples of 8 up to 256"
+            return f"supports heads of multiples of 8 up to 256 elements, not {spec.dim}"
     if latents_merge and not any(isinstance(spec, PagedKV) for spec in caches):
         return None
     return _merge_lacks(needs)
@@ -173,7 +171,7 @@ def _merge_lacks(needs: Needs) -> str | None:
 
 def _flashinfer_lacks(needs: Needs) -> str | None:
     if find_spec("flashinfer") is None:
-        return "takes FlashInfer, which is not installed: pip install flashinfer-python, or leave it out"
+        return "requires FlashInfer, which is not installed: pip install flashinfer-python, or omit it"
     if needs.graphs:
         return "plans each step on the host, which CUDA graphs cannot: add --no-cuda-graphs"
     if needs.dtype != "bfloat16":
@@ -181,9 +179,9 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
     for spec in needs.caches():
         if isinstance(spec, Latent):
             if (parts := (spec.value_width, spec.width - spec.value_width)) != (512, 64):
-                return f"has no latent vectors of {parts[0]} + {parts[1]} elements, but of 512 + 64"
+                return f"supports latent vectors of 512 + 64 elements, not {parts[0]} + {parts[1]}"
         elif not isinstance(spec, Recurrent) and spec.dim not in (64, 128, 256):
-            return f"has no heads of {spec.dim} elements, but of 64, 128 and 256"
+            return f"supports heads of 64, 128 and 256 elements, not {spec.dim}"
     return _merge_lacks(needs)
 
 

@@ -103,7 +103,7 @@ class Checkpoint:
         if self._block is None:
             raise ModelError(f"{name} is stored in FP8, but config.json has no weight_block_size")
         if len(shape) < 2:
-            raise ModelError(f"{name} is stored in FP8, but is no matrix, of which blocks have scales")
+            raise ModelError(f"{name} is stored in FP8, but only blocks of a matrix can have scales")
         blocks = tuple(-(-size // block) for size, block in zip(shape[-2:], self._block, strict=True))
         units = tuple(
             slice(t.start // block, -(-t.stop // block)) for t, block in zip(take[-2:], self._block, strict=True)

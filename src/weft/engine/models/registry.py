@@ -87,7 +87,7 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
             text = values.get("text_config", values)  # multimodal models
             there = Fields({"model_type": None, **text}).size("num_hidden_layers", high=MAX_LAYERS)
             if num_layers > there:
-                raise ModelError(f"{num_layers} layers were asked for; there are {there}")
+                raise ModelError(f"{num_layers} layers were requested; there are {there}")
             text["num_hidden_layers"] = num_layers
             if isinstance(text.get("layer_types"), list):
                 text["layer_types"] = text["layer_types"][:num_layers]

@@ -39,7 +39,7 @@ OUTSIDE = tl.constexpr(-2147483648)
 ALL = tl.constexpr(2147483647)
 """Token after all others."""
 UNIT = tl.constexpr(float(1 << 38))
-"""Weight of the best token: 2²⁴ of them, the number of integers that float32 counts, still have a sum in int64."""
+"""Weight of the best token: 2²⁴ of them, the maximum number of tokens, still have a sum in int64."""
 
 
 @triton.jit

@@ -9,10 +9,10 @@ from functools import cached_property
 GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep", "dcp", "host", "rail")
 """Names of rank groups; where two name the same set of ranks, the first is the canonical one.
 
-host: the ranks of one host. rail: the ranks with the same place on each host.
+host: ranks of one host. rail: ranks with the same place on each host.
 """
 AxisSet = int
-"""A set of a mesh's axes, as bits; neighbouring ranks differ in the axis of the lowest bit."""
+"""Set of a mesh's axes, as bits; neighbouring ranks differ in the axis of the lowest bit."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,10 @@ class Axes:
 
     @cached_property
     def host_block(self) -> int:
-        """Number of neighbouring ranks on a host before the next host's begin.
+        """Number of neighbouring ranks on a host before those of the next host begin.
 
-        Blocks of max(attn_tp, moe_tp) ranks go to the hosts round-robin, so that rows that are gathered across hosts
-        and then inside each lie in rank order at once. Where such a block does not fit a host, a host's ranks are
-        neighbours.
+        Blocks of max(attn_tp, moe_tp) ranks go to the hosts round-robin, so rows gathered across hosts and then inside
+        each are already in rank order. If such a block does not fit a host, a host's ranks are neighbours.
         """
         run, on_host = max(self.attn_tp, self.moe_tp), self.world // self.hosts
         fits = on_host % run == 0 and run % self.attn_tp == 0 and run % self.moe_tp == 0
@@ -60,7 +59,7 @@ class Axes:
         return tuple((low, high // low) for low, high in itertools.pairwise(self._cuts))
 
     def between(self, low: int, high: int) -> AxisSet | None:
-        """The axes from one cut to another; None where the ranks are not cut there."""
+        """Return the axes from one cut to another; None if the ranks are not cut there."""
         if low not in self._cuts or high not in self._cuts:
             return None
         return sum(1 << i for i, (stride, _) in enumerate(self.strides) if low <= stride < high)
@@ -108,9 +107,9 @@ class Axes:
 
     @cached_property
     def of_streams(self) -> tuple[AxisSet, ...]:
-        """All unions of the axes over which hidden states gather rows and owe sums; the empty set first.
+        """Unions of the axes over which hidden states gather rows and owe sums; the empty set first.
 
-        The cut between the ranks of a dcp group is left out: they hold outputs of the same heads over parts of the
+        The cut between the ranks of a dcp group is omitted: they hold outputs of the same heads over parts of the
         keys, which is no sum (`weft.planner.recipes`).
         """
         cuts = sorted({1, self.attn_tp, self.moe_tp, *self._host_cuts, self.world} & set(self._cuts))
@@ -118,14 +117,14 @@ class Axes:
         return tuple(sum(some) for n in range(len(single) + 1) for some in itertools.combinations(single, n))
 
     def extent(self, axes: AxisSet) -> int:
-        """Ranks of a group of these axes."""
+        """Return the number of ranks in a group of these axes."""
         size = 1
         for i, (_, extent) in enumerate(self.strides):
             size *= extent if axes >> i & 1 else 1
         return size
 
     def peers(self, axes: AxisSet, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in these axes alone, ascending, itself included."""
+        """Return the ranks that differ from `rank` only in these axes, ascending, including `rank`."""
         ranks = [rank]
         for i, (stride, extent) in enumerate(self.strides):
             if axes >> i & 1:

@@ -1,4 +1,4 @@
-"""A traced model: its reads of the residual stream and the values that its blocks exchange, in order."""
+"""Traced models: their reads of the residual stream and the values that their blocks exchange, in order."""
 
 from __future__ import annotations
 
@@ -14,28 +14,22 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One read of the stream.
+    """One read of the stream."""
 
-    site: the norm's name. target: the placement that the block asks for. deltas: those added since the last read.
-    inside: the values that the reading block exchanges between ranks in a decode step, in order.
-    wire: products of the block take the rows in its format. plain: the block also takes them in the activations' dtype,
-    so they travel in it.
-    """
-
-    site: str
-    target: Placement
-    deltas: tuple[Placement, ...]
-    inside: tuple[BlockValue, ...] = ()
-    wire: Wire | None = None
-    plain: bool = True
+    site: str  # name of the norm
+    target: Placement  # placement that the block asks for
+    deltas: tuple[Placement, ...]  # placements of the deltas added since the last read
+    inside: tuple[BlockValue, ...] = ()  # exchanged between ranks by the reading block in a decode step, in order
+    wire: Wire | None = None  # format that the block's GEMMs require, if any
+    plain: bool = True  # some reader needs the unquantised rows, so they are sent unquantised
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A traced model. width: elements of a row. element_bytes: of the activations.
+    """Traced model. width: elements of a row. element_bytes: bytes of one in the activations' dtype.
 
-    others: the same reads for each other form in which blocks take rows; blocks exchange and leave other values in it.
-    A read's deltas follow from the form of the read before it.
+    others: the same reads in each other form of the blocks, which then exchange and leave other values. A read's deltas
+    follow from the form of the read before it.
     """
 
     reads: tuple[Read, ...]
@@ -45,17 +39,17 @@ class Chain:
 
     @property
     def inside(self) -> tuple[BlockValue, ...]:
-        """All values that blocks exchange in the first form, in order."""
+        """Values that blocks exchange in the first form, in order."""
         return tuple(value for read in self.reads for value in read.inside)
 
     @property
     def forms(self) -> tuple[tuple[Read, ...], ...]:
-        """The reads in each form."""
+        """Reads in each form."""
         return (self.reads, *self.others)
 
 
 def bucket(counts: Counts) -> Counts:
-    """The counts of the plan for these counts: all groups as large as the largest, rounded up to a power of two.
+    """Return the counts of the plan to use: all groups as large as the largest, rounded up to a power of two.
 
     All ranks know all counts, so all get the same bucket.
     """

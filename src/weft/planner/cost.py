@@ -1,4 +1,4 @@
-"""What a step costs, by transport: a preset, or a table measured on the host by `weft tune`.
+"""Time of each step by transport: a preset, or a table measured on the host by `weft tune`.
 
 Presets are latency plus bytes over bandwidth (the α-β model of Hockney, doi:10.1016/S0167-8191(06)80021-9): starting
 points for planning, from public datasheets and the measurements under `bench/results`.
@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Cost(Protocol):
     """Predicted times in microseconds; `bytes_moved` is what the busiest rank receives.
 
-    A collective of `ranks` ranks on so many `hosts`, as many on each, takes infinitely long where nothing says how
-    long: a plan never takes it.
+    A collective of `ranks` ranks, evenly spread over `hosts` hosts, has an infinite time if nothing predicts it: no
+    plan uses it.
     """
 
     @property
@@ -40,93 +40,80 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a transport can do, and at what cost.
-
-    epilogues: the kinds that take residual add and norm. max_bytes: of a call's largest tensor; max_normed_bytes: of a
-    row that an epilogue takes; max_ranks, max_hosts: of a group that it serves; None: any. live_sizes: it takes row
-    counts in device memory, without which a captured step cannot send rows to experts.
-    """
+    """Capabilities and costs of a transport. None: no limit."""
 
     transport: str
     kinds: frozenset[str]
-    epilogues: frozenset[str]
+    epilogues: frozenset[str]  # kinds that can run residual add and norm in the same call
     cost: Cost
-    max_bytes: int | None = None
-    max_normed_bytes: int | None = None
-    max_ranks: int | None = None
-    max_hosts: int | None = None
-    live_sizes: bool = True
+    max_bytes: int | None = None  # maximum size of a call's largest tensor
+    max_normed_bytes: int | None = None  # maximum size of a row in an epilogue
+    max_ranks: int | None = None  # largest group
+    max_hosts: int | None = None  # largest group
+    live_sizes: bool = True  # accepts row counts in device memory, as captured steps with dispatch require
 
     def serves(self, ranks: int, hosts: int) -> bool:
-        """Whether it carries exchanges of groups of so many ranks on so many hosts."""
+        """Return True if the transport serves groups of `ranks` ranks on `hosts` hosts."""
         few_ranks = self.max_ranks is None or ranks <= self.max_ranks
         return few_ranks and (self.max_hosts is None or hosts <= self.max_hosts)
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins hosts. us: latency of a collective of one rank of each host; hop_us: what each doubling of the ranks
-    of a host adds; gb_s: what a rank receives over it. All the bytes of such a collective are taken to cross it.
-    """
+    """Network between hosts. All bytes of a collective over hosts are assumed to cross it."""
 
-    us: float
-    hop_us: float
-    gb_s: float
+    us: float  # latency of a collective with one rank of each host
+    hop_us: float  # extra latency for each doubling of the ranks of a host
+    gb_s: float  # bandwidth into a rank
 
     def collective_us(self, ranks: int, bytes_moved: float, hosts: int) -> float:
-        """Time of one collective over hosts."""
+        """Return the µs of one collective over hosts."""
         return self.us + self.hop_us * math.log2(ranks / hosts) + bytes_moved / (self.gb_s * 1e3)
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """alpha_us: latency of any collective; hop_us: what each doubling of the group adds; gb_s: what a rank receives.
-
-    launch_us, mem_gb_s: latency and memory traffic of a local elementwise kernel. GB/s are 10⁹ bytes a second.
-    network: between hosts, if it is known.
-    """
+    """Latency and bandwidth of a transport; GB/s are 10⁹ bytes a second."""
 
     name: str
-    alpha_us: float
-    hop_us: float
-    gb_s: float
-    launch_us: float
-    mem_gb_s: float
-    network: Network | None = None
+    alpha_us: float  # latency of any collective
+    hop_us: float  # extra latency for each doubling of the group
+    gb_s: float  # bandwidth into a rank
+    launch_us: float  # latency and memory bandwidth of a local elementwise kernel
+    mem_gb_s: float  # latency and memory bandwidth of a local elementwise kernel
+    network: Network | None = None  # between hosts, if it is known
 
     def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
-        """Time of one collective. A fused edge is one launch, so it pays alpha once."""
+        """Return the µs of one collective. A fused edge is one launch, so it pays alpha once."""
         if hosts > 1:
             return math.inf if self.network is None else self.network.collective_us(ranks, bytes_moved, hosts)
         return self.alpha_us + self.hop_us * math.log2(ranks) + bytes_moved / (self.gb_s * 1e3)
 
     def local_us(self, bytes_touched: float) -> float:
-        """Time of one local elementwise kernel."""
+        """Return the µs of one local elementwise kernel."""
         return self.launch_us + bytes_touched / (self.mem_gb_s * 1e3)
 
     def epilogue_us(self, bytes_touched: float) -> float:
-        """What an epilogue adds to its collective: its memory traffic, but no launch."""
+        """Return the µs that an epilogue adds to its collective: its memory traffic, but no launch."""
         return bytes_touched / (self.mem_gb_s * 1e3)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A transport's measured times: us by (kind, ranks, hosts) as points (bytes moved, µs), ascending.
+    """Measured times of a transport, interpolated on logarithmic axes.
 
-    local, epilogue: the same for local kernels and epilogues. network: for collectives over hosts that were not
-    measured. Between points, times are interpolated on logarithmic axes; below the first they are its, beyond the last
-    they grow with the bytes. A number of ranks that was not measured takes the next larger one's times, and beyond the
-    largest its times in proportion.
+    Below the first point the time is constant, beyond the last it grows with the bytes. An unmeasured number of ranks
+    uses the next larger one's times; beyond the largest, its times in proportion.
     """
 
     name: str
-    us: dict[tuple[str, int, int], tuple[tuple[float, float], ...]]
-    local: tuple[tuple[float, float], ...]
-    epilogue: tuple[tuple[float, float], ...]
-    network: Network | None = None
+    us: dict[tuple[str, int, int], tuple[tuple[float, float], ...]]  # (kind, ranks, hosts) → (bytes moved, µs)
+    local: tuple[tuple[float, float], ...]  # points (bytes touched, µs) of local kernels
+    epilogue: tuple[tuple[float, float], ...]  # the same of epilogues
+    network: Network | None = None  # for collectives over hosts that were not measured
 
     def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
-        """Measured time of one collective; infinite where the kind was not measured."""
+        """Return the measured µs of one collective; infinite if the kind was not measured."""
         sizes = sorted(n for k, n, over in self.us if k == kind and over == hosts)
         if not sizes:
             if hosts == 1 or self.network is None:
@@ -136,11 +123,11 @@ class Table:
         return _interpolate(self.us[kind, size, hosts], bytes_moved) * max(1.0, ranks / size)
 
     def local_us(self, bytes_touched: float) -> float:
-        """Measured time of one local elementwise kernel."""
+        """Return the measured µs of one local elementwise kernel."""
         return _interpolate(self.local, bytes_touched)
 
     def epilogue_us(self, bytes_touched: float) -> float:
-        """Measured time that an epilogue adds to its collective."""
+        """Return the measured µs that an epilogue adds to its collective."""
         return _interpolate(self.epilogue, bytes_touched)
 
 
@@ -158,21 +145,21 @@ def _interpolate(points: tuple[tuple[float, float], ...], bytes_moved: float) ->
 
 @dataclass(frozen=True)
 class Costs:
-    """A cost model of every transport. by_transport: of each, by the number of ranks of the world that was measured.
+    """Cost models by transport and number of ranks of the world that was measured.
 
-    The transport `*` stands for all others, the world 0 for any.
+    The transport `*` is the default of all others; the world 0 matches any.
     """
 
     name: str
     by_transport: dict[str, dict[int, Cost]]
 
     def of(self, transport: str, world: int) -> Cost:
-        """A transport's in a world of so many ranks: the next larger one measured, else the largest.
+        """Return a transport's cost in a world of `world` ranks: the next larger one measured, else the largest.
 
-        Raises LayoutError with what was measured.
+        Raises LayoutError with the measured worlds.
         """
         by_world = self.by_transport.get(transport) or self.by_transport.get("*")
-        if by_world is None and world == 1:  # nothing is exchanged, and all tables have the same local times
+        if by_world is None and world == 1:  # no exchanges, and all tables have equal local times
             by_world = next(iter(self.by_transport.values()))
         if by_world is None:
             known = ", ".join(self.by_transport) or "nothing"
@@ -181,7 +168,7 @@ class Costs:
 
 
 def over_network(model: Costs, network: Network) -> Costs:
-    """The cost model, with this network between hosts where it knows none."""
+    """Return the cost model with this network between hosts, unless it has one."""
 
     def priced(cost: Cost) -> Cost:
         if isinstance(cost, AlphaBeta | Table) and cost.network is None:
@@ -193,7 +180,7 @@ def over_network(model: Costs, network: Network) -> Costs:
 
 
 def read_table(path: Path, name: str = "") -> Costs:
-    """The table that `weft tune` wrote, by this name or the file's. Raises LayoutError where it is none."""
+    """Return the table that `weft tune` wrote, named `name` or after the file. Raises LayoutError if it is no table."""
     name = name or str(path)
     try:
         table = json.loads(path.read_text())
@@ -204,7 +191,7 @@ def read_table(path: Path, name: str = "") -> Costs:
             for world in {row["world"] for row in rows}:
                 us: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
                 here = [r for r in rows if r["world"] == world]
-                kinds = {r["kind"] for r in here}  # others as they were measured in other worlds
+                kinds = {r["kind"] for r in here}  # other kinds keep their times from other worlds
                 for row in (*here, *(r for r in rows if r["kind"] not in kinds)):
                     key = row["kind"], row["ranks"], row.get("hosts", 1)
                     us.setdefault(key, []).append((float(row["bytes"]), float(row["us"])))
@@ -223,10 +210,9 @@ def _points(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]
 
 
 def read_tuning(path: Path, key: str, kind: type[T]) -> T:
-    """What `weft tune` found best for a transport: key shm_tuning or peer_tuning; what `kind` is by default if it did
-    not look.
+    """Return the best settings that `weft tune` found; `kind`'s defaults if it did not search.
 
-    Raises LayoutError where the file is no table, or one of another version.
+    key: shm_tuning or peer_tuning. Raises LayoutError if the file is no table, or one of another version.
     """
     if not path.is_file():
         return kind()
@@ -238,27 +224,26 @@ def read_tuning(path: Path, key: str, kind: type[T]) -> T:
 
 
 def cache_folder() -> Path:
-    """Where Weft keeps what it has made for this host and user: tables of times, compiled kernels."""
+    """Return the folder of files made for this host and user: tables of times, compiled kernels."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
 
 def host_table(gpus: bool = False, hosts: int = 1) -> Path:
-    """Where `weft tune` writes this host's table unless it is given another path, and where the engine looks for it.
+    """Return the default path of this host's table, for `weft tune` and the engine.
 
-    gpus: the one of ranks on GPUs, which also lists other times of local kernels. hosts: the one of ranks on so many,
-    of which this is the first.
+    gpus: table for ranks on GPUs, with other times of local kernels. hosts: number of hosts, this one the first.
     """
     over = f"-{hosts}-hosts" if hosts > 1 else ""
     return cache_folder() / f"tune-{socket.gethostname()}{'-gpu' * gpus}{over}.json"
 
 
 def find_host_table(gpus: bool, hosts: int = 1) -> Path | None:
-    """The table of so many hosts where there is one, else this host's own; None where there is neither."""
+    """Return the path of the table for `hosts` hosts if it exists, else this host's own; None without either."""
     return next((path for path in (host_table(gpus, hosts), host_table(gpus)) if path.is_file()), None)
 
 
 INFINIBAND = Network(us=20.0, hop_us=5.0, gb_s=46.0)
-"""A 400 Gb/s port for each GPU, of which collectives reach 46 GB/s; latencies are assumed, not measured."""
+"""A 400 Gb/s port per GPU, at which collectives reach 46 GB/s; latencies are assumed, not measured."""
 ETHERNET = Network(us=300.0, hop_us=300.0, gb_s=1.0)
 
 PRESETS: dict[str, AlphaBeta] = {
@@ -275,13 +260,13 @@ PRESETS: dict[str, AlphaBeta] = {
 
 
 TABLES = {"h200x4": Path(__file__).with_name("h200x4.json")}
-"""Tables that come with the package, as `weft tune` wrote them: transports peer and torchdist/nccl on four H200s."""
+"""Tables in the package, as written by `weft tune`: transports peer and torchdist/nccl on four H200s."""
 GPU_COSTS = "h200x4"
-"""The cost model of GPUs that were never measured."""
+"""Cost model of GPUs that were never measured."""
 
 
 def costs(name: str) -> Costs:
-    """A cost model by name: a preset for every transport; `cpu`, the CPU presets; one of TABLES; a path FILE.json.
+    """Return a cost model by name: a preset; `cpu`, the CPU presets; one of TABLES; or a path FILE.json.
 
     Raises LayoutError with the known names.
     """
@@ -298,8 +283,9 @@ def costs(name: str) -> Costs:
 
 
 def host_costs(gpus: bool, transports: Iterable[str], hosts: int = 1) -> Costs:
-    """The table of so many hosts, or else this host's, where there is one and, on GPUs, times of these transports in
-    it; else the cost model of hosts like it. Raises LayoutError.
+    """Return the table for `hosts` hosts or this host, else the default model. Raises LayoutError.
+
+    On GPUs a table must have times of `transports` to be used.
     """
     if (table := find_host_table(gpus, hosts)) is not None:
         found = costs(str(table))

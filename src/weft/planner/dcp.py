@@ -1,9 +1,8 @@
-"""Where decode context parallelism pays: the time that a step saves in reading the cache, and the cost of its
-exchanges.
+"""Break-even of decode context parallelism: time saved in reading the cache, against the cost of its exchanges.
 
 Without dcp each rank reads all tokens that its heads see. With it a rank reads a share of them, but each layer gathers
-queries and merges outputs. The cost model of the plan predicts both. Not counted is that a group's cache holds `dcp`
-times as many tokens, so that more sequences, or longer ones, run at once.
+queries and merges outputs. The plan's cost model predicts both. A further gain is not counted: a group's cache holds
+`dcp` times the tokens, so more or longer sequences run at once.
 """
 
 from __future__ import annotations
@@ -24,43 +23,40 @@ KEYS_SHARE, LATENT_SHARE = 0.6, 0.3
 """Fractions of the memory bandwidth that decode attention reaches on keys and values, and on latent vectors (one H200:
 bench/results/gpu_kernels_h200_2026-11-22.json)."""
 PROBE_BYTES = 1 << 26
-"""From so many bytes to twice as many, the time of local work grows by the bandwidth alone."""
+"""Size from which doubling the bytes adds time by bandwidth alone in a local kernel."""
 MAX_TOKENS = 1 << 24
 """Maximum length of a sequence that is considered."""
 
 
 @dataclass(frozen=True)
 class ShardedContext:
-    """A decode step of one sequence with tokens sharded over `ranks` ranks, for all layers.
-
-    values: exchanged by attention, in order. tokens: bytes of a cached token in a layer → number of such layers.
-    kept_bytes, latent_bytes: of a cached token, in caches of keys and values, and of latent vectors.
-    """
+    """Decode step of one sequence with tokens sharded over `ranks` ranks, for all layers."""
 
     ranks: int
-    values: Sequence[Value]
-    tokens: Mapping[int, int]
-    kept_bytes: int
-    latent_bytes: int
+    values: Sequence[Value]  # values exchanged by attention, in order
+    tokens: Mapping[int, int]  # bytes of a cached token in a layer → number of such layers
+    kept_bytes: int  # bytes of a cached token in caches of keys and values
+    latent_bytes: int  # bytes of a cached token in caches of latent vectors
 
     def exchange_us(self, batch: int, prices: BlockPrices) -> float:
-        """Time to gather queries and merge outputs of so many sequences. Raises LayoutError."""
+        """Return the µs to gather queries and merge outputs of `batch` sequences. Raises LayoutError."""
         return sum(prices.cheapest(value, "dcp", batch).us for value in self.values)
 
     def saved_us(self, prices: BlockPrices) -> float:
-        """Time saved for each token of a sequence, as each rank reads 1 / `ranks` of the tokens."""
+        """Return the µs saved per token of a sequence, as each rank reads 1 / `ranks` of the tokens."""
         local_us = prices.local_us
         byte_us = (local_us(2 * PROBE_BYTES) - local_us(PROBE_BYTES)) / PROBE_BYTES
         read_us = byte_us * (self.kept_bytes / KEYS_SHARE + self.latent_bytes / LATENT_SHARE)
         return read_us * (1 - 1 / self.ranks)
 
     def pays_from(self, batch: int, prices: BlockPrices) -> int:
-        """The number of tokens in each of so many sequences from which a step is faster with dcp than without."""
+        """Return the tokens in each of `batch` sequences from which a step is faster with dcp."""
         return math.ceil(self.exchange_us(batch, prices) / (self.saved_us(prices) * batch))
 
     def merges_from(self, rows: int, prices: BlockPrices) -> int | None:
-        """The number of cached tokens from which a prompt's next `rows` are merged instead of gathering the tokens that
-        they see; None: never. It is that of the most frequent kind of layer.
+        """Return the cached tokens from which a prompt's next `rows` are merged instead of gathering the tokens seen.
+
+        None: never. The most frequent kind of layer decides.
         """
         queries = Counter(value.row_bytes for value in self.values if isinstance(value, Gather))
         merged = Counter(value for value in self.values if isinstance(value, Merge))
@@ -78,14 +74,14 @@ class ShardedContext:
 
 
 def _usual(found: Mapping[T, int]) -> T | None:
-    """The most frequent key; None where there is none."""
+    """Return the most frequent key; None if there is none."""
     return max(found, key=lambda each: found[each], default=None)
 
 
 def dcp_dict(context: ShardedContext, batch: int, prices: BlockPrices) -> dict[str, Any]:
-    """For so many sequences: the tokens of each from which dcp pays, and the step's exchanges in µs; null for none.
+    """Return the tokens of each of `batch` sequences from which dcp pays, and the µs of the step's exchanges.
 
-    prompt_merges_from: the cached tokens from which as many rows of a prompt are merged; null for never.
+    prompt_merges_from: cached tokens from which `batch` rows of a prompt are merged; null for never.
     """
     if not batch:
         return {"pays_from": None, "us": None, "prompt_merges_from": None}
@@ -97,7 +93,7 @@ def dcp_dict(context: ShardedContext, batch: int, prices: BlockPrices) -> dict[s
 
 
 def dcp_text(context: ShardedContext, batches: Sequence[int], prices: BlockPrices) -> str:
-    """`dcp_dict` for people, for several numbers of sequences."""
+    """Return `dcp_dict` as a text, for several numbers of sequences."""
     rows = [("  sequences in each DP group", "pays from tokens in each", "exchanges of a step")]
     prompts = [("  rows of a prompt", "what they see is gathered, but merged on top of")]
     for n in filter(None, batches):

@@ -15,7 +15,7 @@ With rows gathered over the axes R, a sum owed over D ⊆ R, and any groups S, A
 | all_reduce+all_gatherv over A + B | R, owes A | R + B, complete: a sum inside each part, gathered over all |
 | reduce_scatterv+all_reduce over A + B | R + B, owes A + B | R, complete: its mirror |
 
-Fused edges sum over neighbours: every axis of A lies below those of B. On one host these are all steps that lead to
+Fused edges sum over neighbours: every axis of A lies below every axis of B. On one host the table has all steps to
 rows of groups with a name: OWN, GROUP and WORLD. Over several hosts R and S are any sets of axes, so that plans may
 exchange inside a host first and across hosts then, or in the opposite order.
 
@@ -38,7 +38,7 @@ SLICE = "slice"
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One step. exchange: None for a slice; group: the group that communicates, the world for mixed edges."""
+    """One step. exchange: None for a slice. group: group that communicates; the world for mixed edges."""
 
     exchange: Exchange | None
     group: str | None
@@ -47,40 +47,39 @@ class Edge:
 
     @property
     def kind(self) -> str:
-        """The exchange's name, or `slice`."""
+        """Name of the exchange, or `slice`."""
         return self.exchange.kind if self.exchange else SLICE
 
     @property
     def moves(self) -> bool:
-        """Whether the step communicates."""
+        """True if the step communicates."""
         return self.exchange is not None
 
     @property
     def segment_rows(self) -> Rows:
-        """The rows of a segment of the exchange: a rank's input of a gather, and its result of a scatter."""
+        """Rows of one segment of the exchange: a rank's input of a gather, its result of a scatter."""
         assert self.exchange is not None
         return self.dst.rows if self.exchange.direction == "scatter" else self.src.rows
 
     def segments(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """For each segment of the exchange a rank that holds it."""
+        """Return one rank that holds each segment of the exchange."""
         assert self.exchange is not None
         return mesh.peers(self.group, rank)[:: self.exchange.span]
 
     def sizes(self, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Rows of each segment of the exchange, for `counts` tokens in each DP group."""
+        """Return the rows of each segment of the exchange, for `counts` tokens in each DP group."""
         return tuple(mesh.row_count(self.segment_rows, first, counts) for first in self.segments(mesh, rank))
 
     def reorders(self, mesh: Mesh) -> bool:
-        """Whether the segments of the exchange, one after the other, are not in rank order. Then a copy reorders rows
-        after a gather, and before a scatter.
-        """
+        """Return True if the segments are not in rank order: a copy then reorders rows after a gather or before a
+        scatter."""
         if self.exchange is None or self.exchange.segments == 1:
             return False
         segment, joined = mesh.gathered(self.segment_rows), mesh.axes(self.group)
         if joined is None:
             return False
         joined &= ~segment
-        return joined & -joined < segment  # the lowest axis that is joined lies below one that a segment has
+        return joined & -joined < segment  # the lowest joined axis lies below an axis of a segment
 
     def __str__(self) -> str:
         over = f" over {self.group}" if self.group else ""
@@ -96,7 +95,7 @@ def _placement(mesh: Mesh, rows: Rows, owes: str | None) -> Placement | None:
 
 @cache
 def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
-    """All legal edges of the mesh, by the placement from which they start."""
+    """Return all legal edges of the mesh, by their source placement."""
     kinds = {mesh.gathered(rows): rows for rows in mesh.row_kinds}
     groups = {name: mesh.axes(name) for name in mesh.communicating}
     found: dict[Placement, dict[Edge, None]] = {}
@@ -140,7 +139,7 @@ def legal_edges(mesh: Mesh) -> dict[Placement, tuple[Edge, ...]]:
 
 
 def wire_edges(mesh: Mesh, wire: Wire) -> dict[Placement, tuple[Edge, ...]]:
-    """All gathers of complete rows in this format, by the placement from which they start."""
+    """Return all gathers of complete rows in this format, by their source placement."""
     return {
         replace(src, wire=wire): tuple(
             replace(edge, src=replace(src, wire=wire), dst=replace(edge.dst, wire=wire))
@@ -153,7 +152,7 @@ def wire_edges(mesh: Mesh, wire: Wire) -> dict[Placement, tuple[Edge, ...]]:
 
 
 def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) -> float:
-    """Rows that a rank must receive for an edge (`weft.planner.exchange.rows_received`).
+    """Return the rows that a rank must receive for an edge (`weft.planner.exchange.rows_received`).
 
     A rank's rows count as an even share of its DP group's, so that one edge never seems to move more than the two that
     it replaces.

@@ -1,4 +1,4 @@
-"""Exchanges: one description of a collective on rows, from which all else follows.
+"""Exchanges: one description of each collective on rows, from which all else follows.
 
 An `Exchange` is a row of the table of collectives. `parts` unfolds it into ranges of rows: which ranks sum a range, and
 which want it. Transports, costs, expected results and the native kernels are built on `parts`, or tested against it.
@@ -13,7 +13,7 @@ which want it. Transports, costs, expected results and the native kernels are bu
 | all_to_allv | permute | n | 1 | none |
 | merge_scatterv over n ranks | scatter | n | 1 | softmax_merge |
 
-A broadcast is an all_gatherv in which one rank alone has rows.
+A broadcast is an all_gatherv with rows on one rank only.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ Combine = Literal["none", "sum", "softmax_merge"]
 
 
 class Exchange(NamedTuple):
-    """A collective over `segments · span` ranks, which are numbered by their place in the group.
+    """Collective over `segments · span` ranks, numbered by their place in the group.
 
-    The rows are cut into `segments` ranges, each shared by `span` neighbouring ranks. gather: the span's ranks hold the
-    terms of their segment, and all ranks want all segments. scatter: all ranks hold a term of each segment, and the
-    span's ranks want their own. permute: each rank holds a segment for each rank.
+    The rows are cut into `segments` ranges, each shared by `span` neighbouring ranks.
 
-    combine: how the terms of a segment are combined: sum, or softmax_merge by their log-sum-exp (attention over parts
-    of the keys, `weft.kernels.torch_reference.softmax_merge`); none where a segment has one source.
+    Attributes:
+        direction: `gather`: the span's ranks hold the terms of their segment, and all ranks want all segments;
+          `scatter`: all ranks hold a term of each segment, and the span's ranks want their own; `permute`: each rank
+          holds a segment for each rank.
+        combine: how a segment's terms are combined: `sum`, or `softmax_merge` by log-sum-exp (attention over parts of
+          the keys, `weft.kernels.torch_reference.softmax_merge`); `none` if a segment has one source.
     """
 
-    kind: str
+    kind: str  # name of the collective
     direction: Direction
     segments: int
     span: int
@@ -45,72 +47,71 @@ class Exchange(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Ranks that take part."""
+        """Number of ranks that take part."""
         return self.segments * self.span
 
 
 @cache
 def all_gatherv(ranks: int) -> Exchange:
-    """All ranks get all ranks' rows, in rank order."""
+    """Return the exchange that gives all ranks the rows of all ranks, in rank order."""
     return Exchange("all_gatherv", "gather", ranks, 1, "none")
 
 
 @cache
 def all_reduce(ranks: int) -> Exchange:
-    """All ranks get the sum of all ranks' rows."""
+    """Return the exchange that gives all ranks the sum of all ranks' rows."""
     return Exchange("all_reduce", "gather", 1, ranks, "sum")
 
 
 @cache
 def reduce_scatterv(ranks: int) -> Exchange:
-    """The i-th rank gets the i-th segment of the sum."""
+    """Return the exchange that gives the i-th rank the i-th segment of the sum."""
     return Exchange("reduce_scatterv", "scatter", ranks, 1, "sum")
 
 
 @cache
 def all_reduce_all_gatherv(groups: int, ranks: int) -> Exchange:
-    """All ranks get, for each group of `ranks` neighbours, the sum of their rows."""
+    """Return the exchange that sums the rows of each group of `ranks` neighbours and gives all sums to all ranks."""
     return Exchange("all_reduce+all_gatherv", "gather", groups, ranks, "sum")
 
 
 @cache
 def reduce_scatterv_all_reduce(groups: int, ranks: int) -> Exchange:
-    """The ranks of the i-th group of `ranks` neighbours each get the i-th segment of the sum over all."""
+    """Return the exchange that gives each rank of the i-th group of `ranks` neighbours the i-th segment of the sum."""
     return Exchange("reduce_scatterv+all_reduce", "scatter", groups, ranks, "sum")
 
 
 @cache
 def all_to_allv(ranks: int) -> Exchange:
-    """The j-th rank gets the j-th segment of each rank, in rank order."""
+    """Return the exchange that gives the j-th rank the j-th segment of each rank, in rank order."""
     return Exchange("all_to_allv", "permute", ranks, 1, "none")
 
 
 @cache
 def merge_scatterv(ranks: int) -> Exchange:
-    """The i-th rank gets its own heads of attention over all ranks' keys; a row is one head of one token."""
+    """Return the exchange that merges attention over all ranks' keys and gives the i-th rank its own heads.
+
+    A row is one head of one token.
+    """
     return Exchange("merge_scatterv", "scatter", ranks, 1, "softmax_merge")
 
 
 class Part(NamedTuple):
-    """A range of rows that is combined over its sources and that its readers want.
+    """Range of rows that is combined over its sources and sent to its readers."""
 
-    sources, readers: places in the group, ascending. source_row: where the range begins in each source's input.
-    reader_row: where it begins in each reader's result.
-    """
-
-    sources: tuple[int, ...]
-    readers: tuple[int, ...]
-    source_row: int
-    reader_row: int
+    sources: tuple[int, ...]  # places in the group, ascending
+    readers: tuple[int, ...]  # places in the group, ascending
+    source_row: int  # start of the range in each source's input
+    reader_row: int  # start of the range in each reader's result
     rows: int
 
 
 def parts(exchange: Exchange, sizes: Sequence[int]) -> tuple[Part, ...]:
-    """The parts of an exchange, in the order of the result.
+    """Return the parts of an exchange, in the order of the result.
 
-    sizes: rows of each segment; for permute the rows from rank i to rank j at `i · ranks + j`. A rank that knows only
-    its own sends and receives passes zeros elsewhere: the parts that concern it are the same. Raises ValueError where
-    the sizes are too many, too few, or negative.
+    sizes: rows of each segment; for permute, the rows from rank i to rank j at `i · ranks + j`. A rank that knows only
+    its own sends and receives passes zeros elsewhere: its own parts stay the same. Raises ValueError for a wrong number
+    of sizes or a negative size.
     """
     _check(exchange, sizes)
     n, span = exchange.ranks, exchange.span
@@ -136,11 +137,11 @@ def parts(exchange: Exchange, sizes: Sequence[int]) -> tuple[Part, ...]:
 
 
 def in_two_steps(found: Sequence[Part]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """The parts as two steps, in even shares: (each share is combined by one rank, each share goes to all readers).
+    """Split the parts into two steps: each share is combined by one rank, then sent to all readers.
 
-    A part with several sources is cut into a share for each rank that both holds a term and wants the result. In the
-    second step a rank's input is its shares, one after the other in the order of the parts. No row is then received
-    twice (Rabenseifner's algorithm, doi:10.1007/978-3-540-24685-5_1).
+    A part with several sources is cut into even shares, one for each rank that both holds a term and wants the result.
+    In the second step a rank's input is its shares, one after the other in the order of the parts. No row is then
+    received twice (Rabenseifner's algorithm, doi:10.1007/978-3-540-24685-5_1).
     """
     first: list[Part] = []
     second: list[Part] = []
@@ -159,7 +160,7 @@ def in_two_steps(found: Sequence[Part]) -> tuple[tuple[Part, ...], tuple[Part, .
 
 
 def input_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
-    """Rows of the input of the rank at `place`: those of `parts`, in time linear in the sizes, like the next two."""
+    """Return the input rows of the rank at `place`: linear in the sizes, unlike a walk over `parts`."""
     _check(exchange, sizes)
     if exchange.direction == "permute":
         return sum(sizes[place * exchange.ranks : (place + 1) * exchange.ranks])
@@ -167,7 +168,7 @@ def input_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
 
 
 def result_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
-    """Rows of the result of the rank at `place`."""
+    """Return the result rows of the rank at `place`."""
     _check(exchange, sizes)
     if exchange.direction == "permute":
         return sum(sizes[place :: exchange.ranks])
@@ -175,11 +176,11 @@ def result_rows(exchange: Exchange, sizes: Sequence[int], place: int) -> int:
 
 
 def rows_received(exchange: Exchange, sizes: Sequence[float], place: int) -> float:
-    """Rows that the rank at `place` must receive, by the algorithm that is optimal in bandwidth.
+    """Return the rows that the rank at `place` must receive with the bandwidth-optimal algorithm.
 
     A segment with several terms is combined in even shares, one for each rank that both holds a term and wants the
-    result. That rank receives the other terms of its share, and all readers then receive the shares of the others (for
-    an all_reduce: Thakur et al., doi:10.1177/1094342005051521). sizes may be fractions.
+    result. That rank receives the other terms of its share; all readers then receive the other ranks' shares (for an
+    all_reduce: Thakur et al., doi:10.1177/1094342005051521). sizes may be fractions.
     """
     if exchange.direction == "permute":
         return sum(sizes[place :: exchange.ranks]) - sizes[place * exchange.ranks + place]

@@ -1,4 +1,4 @@
-"""The two forms of a mixture of experts, gather and dispatch, and what the second exchanges.
+"""The two forms of a mixture of experts, gather and dispatch, and the exchanges of dispatch.
 
 | form | reads | leaves | exchanges inside |
 |---|---|---|---|
@@ -20,59 +20,52 @@ from typing import ClassVar, Literal
 from weft.planner.spec import Mesh
 
 Forms = Literal["auto", "gather", "dispatch"]
-"""The values of an option: auto allows both and chooses by cost."""
+"""Values of the option: `auto` allows both forms and chooses by cost."""
 COUNTS, SEND, RETURN = "counts", "dispatch", "combine"
 """Names of a dispatch's exchanges, in order."""
 COUNT_BYTES = 4
 PACK_KERNELS = 16
-"""Small torch kernels that pack rows, and read their lists after they arrive, beside the copy."""
+"""Number of small torch kernels that pack rows and read their lists after arrival, in addition to the copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Permute:
-    """Rows that ranks send to each other; only the step itself knows how many.
+    """Rows that ranks send to each other; only the step itself knows how many."""
 
-    what: its name in plans. shared: ranks that share a DP group's tokens. fixed_bytes: from each rank to each other
-    one, for any rows. row_bytes: expected, to each other rank for each of a rank's rows. sent_row_bytes: of a row that
-    is sent.
-    """
-
-    what: str
-    shared: int
-    fixed_bytes: int
-    row_bytes: float
-    sent_row_bytes: int
+    what: str  # name in plans
+    shared: int  # ranks that share a DP group's tokens
+    fixed_bytes: int  # bytes from each rank to each other rank, for any number of rows
+    row_bytes: float  # expected bytes to each other rank, per row of the sender
+    sent_row_bytes: int  # bytes of a row that is sent
 
     def bytes(self, tokens: int, ranks: int) -> int:
-        """Of the largest tensor: all rows may go to all ranks, or to one."""
+        """Return the bytes of the largest tensor: all rows may go to all ranks, or to one."""
         return -(-tokens // self.shared) * ranks * self.sent_row_bytes
 
     def alike(self, counts: tuple[int, ...]) -> float:
-        """Tokens of each DP group, all equal, with which the busiest rank receives as much as with these counts."""
+        """Return the tokens per DP group, all equal, with which the busiest rank receives as much as with `counts`."""
         others = len(counts) * self.shared - 1
         return (sum(counts) * self.shared - min(counts)) / others
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Local work of a rank between exchanges. what: its name in plans. row_bytes: bytes touched for each of its rows.
-    launches: small kernels beside it.
-    """
+    """Local work of a rank between exchanges."""
 
-    what: str
-    row_bytes: float
-    launches: int = 0
+    what: str  # name in plans
+    row_bytes: float  # bytes touched per row
+    launches: int = 0  # small kernels launched in addition
 
     def bytes(self, rows: int, ranks: int) -> int:
-        """0: no transport is involved."""
+        """Always 0: local kernels use no transport buffer."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Rows that go to k of so many experts, which are spread evenly over `ep`, and the sums of the experts' results.
+    """Rows that go to k of `experts` experts, spread evenly over `ep`, and the sums of the experts' results.
 
-    shared: ranks that share a DP group's tokens. row_bytes: of a row of the stream.
+    shared: ranks that share a DP group's tokens. row_bytes: bytes of a row of the stream.
     """
 
     experts: int
@@ -84,17 +77,18 @@ class Dispatch:
 
     @staticmethod
     def on(mesh: Mesh, experts: int, k: int, row_bytes: int) -> Dispatch:
-        """The dispatch over the world of a mesh."""
+        """Return the dispatch over the world of a mesh."""
         return Dispatch(experts, k, mesh.ep, mesh.attn_tp, row_bytes)
 
     @property
     def share(self) -> float:
-        """The probability that a row goes to a given rank: 1 minus that none of its k experts is there."""
+        """Probability that a row goes to a given rank: 1 minus that none of its k experts is there."""
         elsewhere = self.experts - self.experts // self.ep
         return 1 - math.comb(elsewhere, self.k) / math.comb(self.experts, self.k)
 
     def parts(self, ranks: int, tokens: int) -> tuple[tuple[Permute | Kernel, int], ...]:
-        """By all_to_allv, in order. Packing reads rows and writes those that are sent; adding is the reverse."""
+        """Return the exchanges (all_to_allv) and kernels in order: packing writes the rows to send, adding is the
+        reverse."""
         share, sent, own = self.share, self.row_bytes + listed_bytes(self.k), -(-tokens // self.shared)
         moved = self.row_bytes * (1 + ranks * share)
         return (
@@ -106,10 +100,10 @@ class Dispatch:
         )
 
     def bytes(self, tokens: int, ranks: int) -> int:
-        """Of the largest tensor of all exchanges."""
+        """Return the bytes of the largest tensor of all exchanges."""
         return max(part.bytes(rows, ranks) for part, rows in self.parts(ranks, tokens))
 
 
 def listed_bytes(k: int) -> int:
-    """Bytes of a row's lists: for each of its k experts a number and a weight, in four bytes each."""
+    """Return the bytes of a row's lists: a number and a weight, of four bytes each, for each of its k experts."""
     return 8 * k

@@ -13,11 +13,11 @@ from weft.planner.show import columns
 from weft.planner.spec import LayoutError
 
 MAX_TOKENS = 1 << 16
-"""Up to so many tokens in each DP group dispatch is considered."""
+"""Maximum tokens per DP group for which dispatch is considered."""
 
 
 class FormCosts:
-    """A step's time by gather and by dispatch, where a planner's chain has both forms."""
+    """Step times by gather and by dispatch, for a planner with both forms in its chain."""
 
     def __init__(self, planner: Planner, dispatch: Dispatch):
         self.mesh, self.dispatch, chain = planner.mesh, dispatch, planner.chain
@@ -26,15 +26,16 @@ class FormCosts:
         self._planners = [Planner(self.mesh, c, planner.offers, slices_copy=copy, recipes=recipes) for c in alone]
 
     def us(self, tokens: int) -> list[float]:
-        """µs of a step of `tokens` tokens in each DP group by gather, and by dispatch; infinite where impossible."""
+        """Return the µs of a step by gather and by dispatch, for `tokens` tokens per DP group; infinite if
+        impossible."""
         return [self._us(planner, tokens) for planner in self._planners]
 
     def pays_from(self) -> int | None:
-        """Power of two of tokens from which dispatch is faster in all steps; None: not up to MAX_TOKENS."""
+        """Return the power of two of tokens from which dispatch is always faster; None: not up to MAX_TOKENS."""
         tokens, found = MAX_TOKENS, None
         while tokens:
             gather, dispatch = self.us(tokens)
-            if dispatch < math.inf or gather < math.inf:  # otherwise no step is so large
+            if dispatch < math.inf or gather < math.inf:  # otherwise the step is too large for both
                 if dispatch >= gather:
                     break
                 found = tokens
@@ -49,15 +50,14 @@ class FormCosts:
 
 
 def forms_of(planner: Planner) -> FormCosts | None:
-    """None where a chain has one form alone."""
+    """Return the costs of both forms; None if a chain has only one."""
     values = (inside.value for reads in planner.chain.others for read in reads for inside in read.inside)
     dispatch = next((value for value in values if isinstance(value, Dispatch)), None)
     return None if dispatch is None else FormCosts(planner, dispatch)
 
 
 def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:
-    """For so many tokens in each DP group: µs of a step in each form, null where it is not possible; and where dispatch
-    pays.
+    """Return the µs of a step in each form (null if impossible) and the tokens per DP group from which dispatch pays.
 
     ranks: expected number of ranks that a row goes to.
     """
@@ -71,7 +71,7 @@ def forms_dict(forms: FormCosts, tokens: int) -> dict[str, Any]:
 
 
 def forms_text(forms: FormCosts, counts: Sequence[int]) -> str:
-    """`forms_dict` for people, for several numbers of tokens."""
+    """Return `forms_dict` as a text, for several numbers of tokens."""
     experts, k, world = forms.dispatch.experts, forms.dispatch.k, forms.mesh.world
     ranks = forms.dispatch.share * world
     first = forms.pays_from()

@@ -1,4 +1,4 @@
-"""The ops of a plan: what the ranks do in a step, in order, each by one transport or on a rank alone.
+"""Ops of a plan: the exchanges and local work of a step, in order.
 
 A `StreamOp` brings the stream's rows to a read; a `BlockOp` exchanges a value inside the block that has read. Plans,
 texts, counts and timers know both as an `Op`.
@@ -26,9 +26,9 @@ LOCAL = {
     "pack": "quantise and pack as",
     "unpack": "unpack",
 }
-"""Local ops of the stream in a few words."""
+"""Names of the stream's local ops in texts."""
 EPILOGUES = {"finish": " +norm"}
-"""Words for the work of ops that do more with an edge than `move`."""
+"""Suffixes of ops that do more with an edge than `move`."""
 EdgeBytes = Callable[[Edge, tuple[int, ...]], float]
 """Bytes that the busiest rank receives for an edge with these tokens in each DP group."""
 
@@ -37,23 +37,17 @@ class Op:
     """One op of a plan.
 
     Attributes:
-        kinds: the kinds of its collectives, in order; none for local work.
-        group: the name of the group that communicates; empty where none is named.
-        transport: carries out its collectives; `local` for local work, `nobody` where none offers them.
-        us: predicted time.
-        each: maximum rows of a call, where more rows go in several calls; 0: all rows go in one.
-        asked: it runs only in steps in which a row asks for it.
-        packed: the rows of a rank travel as one.
-        by_counts: its bytes follow from the rows of all DP groups, not from the contents of the rows.
+        kinds: kinds of its collectives, in order; empty for local work.
+        by_counts: bytes follow from the rows of all DP groups, not from the contents of the rows.
     """
 
     __slots__ = ()
-    group: str
-    transport: str
-    us: float
-    each: int = 0
-    asked: bool = False
-    packed: bool = False
+    group: str  # name of the communicating group; empty if none is named
+    transport: str  # runs its collectives; `local` for local work, `nobody` if none offers them
+    us: float  # predicted time
+    each: int = 0  # maximum rows per call, larger ops are split into several calls; 0: no limit
+    asked: bool = False  # runs only in steps with a row that asks for it
+    packed: bool = False  # the rows of a rank travel as one
 
     @property
     @abstractmethod
@@ -65,36 +59,36 @@ class Op:
 
     @abstractmethod
     def brief(self) -> str:
-        """The op in a few words, without its transport: `reduce_scatterv world → OWN +norm`."""
+        """Return the op in a few words, without its transport: `reduce_scatterv world → OWN +norm`."""
 
     def __str__(self) -> str:
         return f"{self.brief()} · {self.transport}"
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        """The kind of each call, in order."""
+        """Kind of each call, in order."""
         return self.kinds
 
     def steps(self) -> Iterator[Op]:
-        """Itself, or the ops that it is made of, in order."""
+        """Yield the op itself, or the ops that it is made of, in order."""
         yield self
 
     @abstractmethod
     def moved(self, edge_bytes: EdgeBytes, counts: tuple[int, ...]) -> float:
-        """Bytes that the busiest rank receives, for these tokens in each DP group where its bytes depend on them."""
+        """Return the bytes that the busiest rank receives, for `counts` tokens in each DP group."""
 
     def named_calls(self, capacity: int, live: int) -> list[tuple[str, int]]:
-        """`BlockOp.calls` with the name of each; empty for ops `by_counts`."""
+        """Return `BlockOp.calls` with a name for each; empty for ops `by_counts`."""
         return []
 
     @abstractmethod
     def as_dict(self, edge_bytes: EdgeBytes, counts: tuple[int, ...]) -> dict[str, Any]:
-        """The op as plain values."""
+        """Return the op as plain values."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOp(Op):
-    """One op that serves a read. A delta's index is its place among the deltas that are left.
+    """One op that serves a read. A delta's index is its place among the deltas that remain.
 
     move:   send `operand` (a delta's index, "residual" or "normed") along `edge`.
     merge:  add the delta `operand` to the equally placed delta `into`, which comes before it.
@@ -102,7 +96,7 @@ class StreamOp(Op):
     norm:   normalise the residual. wire: its kernel also makes the rows in the format.
     finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
 
-    Ops on normalised rows that products take in a format. Right after the norm, the norm's own kernel makes them:
+    Ops on normalised rows in a format that GEMMs require; right after the norm, the norm's own kernel runs them:
 
     quantise: make the rows in `wire`'s format, in place.
     pack:     make them, and lay them out as they travel.
@@ -155,27 +149,23 @@ class StreamOp(Op):
 
 
 def with_formats(steps: Sequence[StreamOp]) -> tuple[StreamOp, ...]:
-    """The ops of a read, in which the norm also makes the format of the op right after it."""
+    """Return the ops of a read, with a `quantise` or `pack` right after the norm merged into the norm's kernel."""
     pairs = zip(steps, (*steps[1:], None), strict=True)
     return tuple(replace(op, wire=then.wire) if then and op.op in ("norm", "finish") else op for op, then in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockValue:
-    """A value that a block exchanges between ranks after it has read the stream.
-
-    packed: the rows of a rank travel as one. asked: only in steps in which a row asks for it. spares: without it, the
-    value that rows ask for would be exchanged in all steps.
-    """
+    """Value that a block exchanges between ranks after it has read the stream."""
 
     value: Value
     group: str
-    packed: bool = False
-    asked: bool = False
-    spares: bool = False
+    packed: bool = False  # the rows of a rank travel as one
+    asked: bool = False  # exchanged only in steps with a row that asks for it
+    spares: bool = False  # without it, a value that only some rows ask for would be exchanged in every step
 
     def of(self, tokens: int) -> tuple[Value, str, int]:
-        """The value, its group, and the number of its rows in a step of `tokens` tokens in each DP group."""
+        """Return the value, its group, and its rows in a step of `tokens` tokens in each DP group."""
         if self.packed and isinstance(self.value, Gather):
             return replace(self.value, row_bytes=self.value.row_bytes * tokens), self.group, 1
         return self.value, self.group, tokens
@@ -183,10 +173,10 @@ class BlockValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockOp(Op):
-    """A recipe for `rows` rows of a value, with the transport of its collectives and the predicted time.
+    """Recipe for `rows` rows of a value, with the transport of its collectives and the predicted time.
 
-    parts: the ops of a recipe that is made of other values. It compares by identity, as calls in all layers are counted
-    by it: `BlockPrices.plan` returns the same object for the same arguments.
+    parts: ops of a recipe that is made of other values. Compares by identity, since calls in all layers are counted by
+    it: `BlockPrices.plan` returns the same object for the same arguments.
     """
 
     value: Value
@@ -220,7 +210,8 @@ class BlockOp(Op):
         return sum(moved for _, moved in self.calls(self.rows, live))
 
     def calls(self, capacity: int, live: float) -> list[tuple[str, int]]:
-        """The collectives in order: kind, and bytes that a rank receives. capacity: rows of tensors; live: of these."""
+        """Return (kind, bytes that a rank receives) of each collective. capacity: rows of tensors; live: rows in
+        use."""
         found: list[tuple[str, int]] = []
         for begin in range(0, capacity, self.each):
             rows = max(0, min(self.each, live - begin))
@@ -260,5 +251,5 @@ class BlockOp(Op):
 
 
 def finite(us: float) -> float | None:
-    """None where an op is not offered: JSON has no infinity."""
+    """Return `us`, or None if an op is not offered: JSON has no infinity."""
     return None if us == math.inf else us

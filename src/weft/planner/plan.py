@@ -1,10 +1,10 @@
-"""The planner: the cheapest legal steps for every read of a model, found exactly.
+"""The planner: an exact search for the cheapest legal steps of every read of a model.
 
 A model is a `Chain`: its reads in order, each with the deltas added before it. To serve a read, the deltas' debts are
-settled, the residual is brought up to date, normalised, and delivered on the rows that the block asks for. The norm
-works on single rows, so it may run before the last gather. The only state between two reads is which rows of the
-residual a rank holds. So the cheapest plan is a shortest path: dynamic programming over the chain with these rows as
-the state. `weft.planner.search` finds the cost of each read.
+paid, the residual is brought up to date, normalised, and delivered on the rows that the block asks for. The norm works
+on single rows, so it may run before the last gather. The only state between two reads is the set of residual rows that
+a rank holds. So the cheapest plan is a shortest path: dynamic programming over the chain with these rows as the state.
+`weft.planner.search` finds the cost of each read.
 """
 
 from __future__ import annotations
@@ -30,26 +30,23 @@ Choice = Literal["cheapest", "naive"]
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The ops of one read. steps: bring the stream's rows. residual: the rows of the residual that stay after them.
-
-    inside: the ops of the reading block, before the next read. us: of the steps, and of the ops that run in all steps.
-    """
+    """Ops of one read."""
 
     read: Read
-    steps: tuple[StreamOp, ...]
-    residual: Rows
-    us: float
-    inside: tuple[BlockOp, ...] = ()
+    steps: tuple[StreamOp, ...]  # ops that bring the stream's rows
+    residual: Rows  # rows of the residual after these steps
+    us: float  # time of the steps, and of the ops that run in all steps
+    inside: tuple[BlockOp, ...] = ()  # ops of the reading block, before the next read
 
     def ops(self) -> Iterator[Op]:
-        """All ops in order; for one that is made of others, these."""
+        """Yield all ops in order; an op that is made of others yields these."""
         for op in (*self.steps, *self.inside):
             yield from op.steps()
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step's plan, made for `counts` tokens in each DP group: a read plan for each read of the chain."""
+    """Plan of a step, made for `counts` tokens in each DP group: a read plan for each read of the chain."""
 
     mesh: Mesh
     chain: Chain
@@ -58,34 +55,37 @@ class Plan:
     us: float = field(default=0.0)
 
     def moves(self) -> Iterator[tuple[Read, StreamOp, Edge]]:
-        """The communicating ops of the stream, in order."""
+        """Yield the communicating ops of the stream, in order."""
         for read in self.reads:
             for step in read.steps:
                 if step.edge is not None and step.edge.moves:
                     yield read.read, step, step.edge
 
     def ops(self, asked: bool = True) -> Iterator[tuple[str, Op]]:
-        """All exchanges of ranks in the order of a step, each with the site of the read that it serves or follows.
+        """Yield all ops in order, each with the site of the read that it serves or follows.
 
-        asked: also those that only run where a row asks for them.
+        asked: include ops that only run if a row asks for them.
         """
         for read in self.reads:
             yield from ((read.read.site, op) for op in read.ops() if op.kinds and (asked or not op.asked))
 
     def checksum(self) -> int:
-        """CRC-32 of the ops, and of the rows that they are for: ranks with another one run other collectives."""
+        """CRC-32 of the ops and their rows: ranks with a different checksum run different collectives."""
         ops = (f"{site} {op}" + (f" by {op.each}" if op.each else "") for site, op in self.ops())
         return zlib.crc32("|".join((str(self.counts), *ops)).encode())
 
 
 class Planner(StreamPrices):
-    """Plans a chain on a mesh with the edges that transports offer; each edge goes to the cheapest transport.
+    """Planner of a chain on a mesh with the edges that transports offer; each edge goes to the cheapest transport.
 
-    Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. choice: naive makes
-    the naive plan the one to follow, to compare the two. slices_copy: as for `StreamPrices`, in captured steps.
-    recipes: of the blocks' ops, as for `BlockPrices`. Raises PlacementError, naming the block, where no legal
-    steps lead to the placement that a block asks for; LayoutError where a step's tensors are larger than any transport
-    carries.
+    Slices need no offer; local steps cost what the first offer says. Plans are cached by `bucket`. Raises
+    PlacementError, naming the block, if no legal steps lead to the placement that a block asks for; LayoutError if a
+    step's tensors exceed every transport's capacity.
+
+    Args:
+        choice: `naive` follows the naive plan, to compare the two.
+        slices_copy: as for `StreamPrices`, in captured steps.
+        recipes: recipes of the blocks' ops, as for `BlockPrices`.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Planner(StreamPrices):
         self._inside, self._delivery = cache(self._find_inside), cache(self._make_delivery)
 
     def plan(self, counts: Counts) -> Plan:
-        """The plan to follow for the bucket of these counts: the cheapest, unless the naive one was chosen."""
+        """Return the plan to follow for the bucket of these counts: the cheapest, unless `choice` is naive."""
         if self.choice == "cheapest":
             return self._plan(max(bucket(counts)))
         plan = self.naive(counts)
@@ -121,10 +121,11 @@ class Planner(StreamPrices):
         return plan
 
     def naive(self, counts: Counts) -> Plan:
-        """The plan of other engines: all-reduce each debt, slice to the group, add, norm, gather the requested rows;
-        and merge attention by the first recipe, and gather all logits of a split vocabulary.
+        """Return the plan of other engines: all-reduce each debt, slice to the group, add, norm, gather the requested
+        rows.
 
-        It is for comparison and never fails: an edge that no transport offers takes infinitely long, by `nobody`.
+        Attention is merged by the first recipe, and all logits of a split vocabulary are gathered. For comparison only,
+        so it never fails: an edge that no transport offers has an infinite time, by `nobody`.
         """
         return self._naive(max(bucket(counts)))
 
@@ -143,7 +144,7 @@ class Planner(StreamPrices):
                 delivered.append(self._quantise(read.target.rows, read.wire, tokens, with_norm=not delivered))
             steps += [self._norm(home.rows, tokens, added), *delivered]
             inside, (us, ops) = read.inside, self._inside(read.inside, tokens)
-            if self.choice != "naive":  # blocks exchange as they do, where it is the plan to follow
+            if self.choice != "naive":  # the blocks' exchanges only change if it is the plan to follow
                 inside = tuple(replace(value, asked=False) for value in inside if not value.spares)
                 ops = tuple(self.blocks.naive(*value.of(tokens)) for value in inside)
                 us = sum(op.us for op in ops)
@@ -154,11 +155,12 @@ class Planner(StreamPrices):
     def _whole(self, tokens: int, reads: tuple[ReadPlan, ...], us: float) -> Plan:
         for read in reads:
             for value in read.read.inside[len(read.inside) :]:
-                self.blocks.plan(*value.of(tokens))  # raises, and says what is missing
+                self.blocks.plan(*value.of(tokens))  # raises, with the missing offer
         return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, reads, us)
 
     def _find_inside(self, values: tuple[BlockValue, ...], tokens: int) -> tuple[float, tuple[BlockOp, ...]]:
-        """The ops for these values, up to one that nothing offers, and the time of those that run in all steps."""
+        """Return the ops for these values, up to one that nothing offers, and the time of the ops that run in all
+        steps."""
         ops, us = [], 0.0
         for value in values:
             op = self.blocks.find(*value.of(tokens))
@@ -170,7 +172,7 @@ class Planner(StreamPrices):
         return us, tuple(ops)
 
     def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[StreamOp]:
-        """All-reduces the whole debt, then slices or gathers; by way of the world's rows where no step leads to dst."""
+        """All-reduce the whole debt, then slice or gather; by way of the world's rows if no step leads to dst."""
         steps: list[StreamOp] = []
         while src != dst:
             edges = {edge.dst: edge for edge in legal_edges(self.mesh)[src]}
@@ -203,8 +205,8 @@ class Planner(StreamPrices):
         return Sums([self._placements.index(delta) for delta in deltas], self._graph(tokens))
 
     def _make_delivery(self, target: Placement, wire: Wire | None, plain: bool, tokens: int) -> Delivery:
-        """The delivery of a read's rows: plain, and in its readers' format; in the format on the wire, if none is
-        plain.
+        """Return the delivery of a read's rows: plain and in its readers' format; without plain readers, in that
+        format.
 
         Rows on the wire have numbers after the placements, and the readers' values after these.
         """
@@ -235,15 +237,15 @@ class Planner(StreamPrices):
         readers: tuple[Placement, Wire | None, bool],
         tokens: int,
     ) -> dict[Rows, tuple[float, tuple[StreamOp, ...]]]:
-        """The cheapest steps that serve a read, for each placement of the residual after it. readers: what they
-        take."""
+        """Return the cheapest steps of a read, by the placement of the residual after it. readers: their
+        requirements."""
         sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
         found = sums.serve(before, delivery)
         return {self._placements[at].rows: (node.us, with_formats(sums.steps(node))) for at, node in found.items()}
 
     def _make(self, tokens: int) -> Plan:
-        # The state: the residual's rows, and the form in which the last read was served.
+        # The state: the residual's rows, and the form of the last read.
         best: dict[tuple[Rows | None, int], tuple[float, tuple[ReadPlan, ...]]] = {(None, 0): (0.0, ())}
         for index, forms in enumerate(zip(*self.chain.forms, strict=True)):
             reached: dict[tuple[Rows | None, int], tuple[float, tuple[ReadPlan, ...]]] = {}
@@ -269,7 +271,7 @@ class Planner(StreamPrices):
         return plan
 
     def _different(self, index: int) -> list[int]:
-        """The forms of a read, one of each set that are equal in rows, values inside and the deltas added next."""
+        """Return one form of each set of a read's forms with equal rows, values inside and deltas added next."""
         found: dict[object, int] = {}
         for form, reads in enumerate(self.chain.forms):
             after = reads[index + 1].deltas if index + 1 < len(reads) else ()

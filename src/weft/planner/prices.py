@@ -1,7 +1,7 @@
-"""Prices of a plan's ops, by the offers of transports and the local kernels of a rank.
+"""Prices of a plan's ops: collectives by the transports' offers, and local kernels of a rank.
 
-The stream's prices are for `tokens` tokens in each DP group, equally many, as plans are made for buckets. A block's
-value costs what the cheapest recipe (`weft.planner.recipes`) costs on the cheapest transport: it leaves no debt.
+The stream's prices are for `tokens` tokens in every DP group, as plans are made for buckets. A block's value leaves no
+debt: it costs as much as the cheapest recipe (`weft.planner.recipes`) on the cheapest transport.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from weft.planner.row_formats import Wire
 from weft.planner.spec import LayoutError, Mesh, Placement, Rows
 
 Recipes = Mapping[type[Value], str]
-"""The recipe for each kind of value, by name; `auto` or missing: the cheapest."""
+"""Recipe for each kind of value, by name; `auto` or missing: the cheapest."""
 
 
 class Prices:
-    """Times of collectives of the groups of a mesh, by the transports' offers, and of local kernels, by the first."""
+    """Times of a mesh's collectives, by the transports' offers, and of local kernels, by the first offer."""
 
     def __init__(self, mesh: Mesh, offers: Sequence[Offer]):
         self.mesh, self.offers = mesh, tuple(offers)
 
     def local_us(self, touched: float) -> float:
-        """µs of a local kernel."""
+        """Return the µs of a local kernel."""
         return self.offers[0].cost.local_us(touched)
 
     def serves(self, offer: Offer, group: str | None) -> bool:
-        """Whether a transport carries exchanges of a group."""
+        """Return True if a transport serves exchanges of a group."""
         return offer.serves(self.mesh.size(group), self.mesh.hosts_of(group))
 
     def calls_us(self, offer: Offer, group: str | None, calls: Iterable[tuple[str, float]]) -> float:
-        """µs of a group's collectives, each a kind and the bytes that a rank receives, by one transport."""
+        """Return the µs of a group's collectives by one transport; calls: kind and bytes that a rank receives."""
         ranks, hosts = self.mesh.size(group), self.mesh.hosts_of(group)
         return sum(offer.cost.collective_us(kind, ranks, moved, hosts) for kind, moved in calls)
 
 
 class BlockPrices(Prices):
-    """The cheapest ops for the values that blocks of a model exchange on a mesh, each for a number of rows.
+    """Cheapest ops for the values that a model's blocks exchange on a mesh, each for a number of rows.
 
-    Plans are made for rows rounded up to a power of two, so that all ranks of a group get the same plan from what all
-    know. captured: for captured steps, in which only the device knows some sizes.
+    Plans are made for rows rounded up to a power of two, so that all ranks of a group make the same plan from shared
+    numbers. captured: for captured steps, where only the device knows some sizes.
     """
 
     def __init__(self, mesh: Mesh, offers: Sequence[Offer], recipes: Recipes | None = None, captured: bool = False):
@@ -63,22 +63,22 @@ class BlockPrices(Prices):
         self.find, self.naive = lru_cache(1 << 12)(self._find), lru_cache(1 << 12)(self._find_naive)
 
     def plan(self, value: Value, group: str, rows: int) -> BlockOp:
-        """The op to run for up to `rows` rows of each rank of a group: `cheapest` for the rounded rows."""
+        """Return the op to run for up to `rows` rows of each rank of a group: `cheapest` for the rounded rows."""
         return self.cheapest(value, group, 1 << max(rows - 1, 0).bit_length())
 
     def _find_naive(self, value: Value, group: str, rows: int) -> BlockOp:
-        """The op of other engines: the first recipe of the table, by the fastest transport.
+        """Return the op of other engines: the first recipe of the table, by the fastest transport.
 
-        It is for comparison and never fails: what no transport offers takes infinitely long, by `nobody`.
+        For comparison only, so it never fails: a call that no transport offers has an infinite time, by `nobody`.
         """
         recipe = RECIPES[type(value)][0]
         nobody = BlockOp(value, group, self.mesh.size(group), rows, recipe, "nobody", math.inf, rows)
         return next((op for op in self.options(value, group, rows) if op.recipe is recipe), nobody)
 
     def options(self, value: Value, group: str, rows: int) -> list[BlockOp]:
-        """All recipes on all transports that have them, serve the group and have the capacity for a row; fastest first.
+        """Return all recipes on all transports that serve the group and have capacity for a row; fastest first.
 
-        A recipe that is made of other values takes the cheapest op of each, on any transport.
+        A recipe that is made of other values uses the cheapest op of each, on any transport.
         """
         ranks, found = self.mesh.size(group), []
         for recipe in RECIPES[type(value)]:
@@ -115,7 +115,8 @@ class BlockPrices(Prices):
         return int(min(rows, max(0, max_bytes - fixed) // (value.bytes(1, ranks) - fixed)))
 
     def _find(self, value: Value, group: str, rows: int) -> BlockOp | None:
-        """The cheapest option of the requested recipe, which need not have been measured; None where there is none."""
+        """Return the cheapest option of the requested recipe, which need not have been measured; None if there is
+        none."""
         asked = self.recipes.get(type(value), "auto")
         for op in self.options(value, group, rows):
             if asked == op.recipe.name or (asked == "auto" and op.us < math.inf):
@@ -123,14 +124,14 @@ class BlockPrices(Prices):
         return None
 
     def cheapest(self, value: Value, group: str, rows: int) -> BlockOp:
-        """The op of `find`. Raises LayoutError where there is none, and says which there are."""
+        """Return the op of `find`. Raises LayoutError with the available recipes if there is none."""
         found = self.find(value, group, rows)
         if found is None:
             raise LayoutError(self._refusal(value, group, rows))
         return found
 
     def _refusal(self, value: Value, group: str, rows: int, of: str = "") -> str:
-        """of: the value that it is part of."""
+        """Return the text of the error. of: name of the value that it is part of."""
         asked, ranks = self.recipes.get(type(value), "auto"), self.mesh.size(group)
         recipes = [recipe for recipe in RECIPES[type(value)] if asked in ("auto", recipe.name)]
         for part, n in recipes[0].parts(value, ranks, rows) if recipes[0].parts else ():
@@ -161,8 +162,8 @@ class BlockPrices(Prices):
 class StreamPrices(Prices):
     """Bytes, times and transports of the stream's ops in a chain's plans.
 
-    slices_copy: a slice copies its rows, as in a CUDA graph, where the host does not know at which row it begins;
-    otherwise it is a view, and free.
+    slices_copy: a slice copies its rows, as in a CUDA graph, where the host does not know their first row; otherwise it
+    is a view, and free.
     """
 
     def __init__(self, mesh: Mesh, chain: Chain, offers: Sequence[Offer], slices_copy: bool):
@@ -173,7 +174,7 @@ class StreamPrices(Prices):
         self.bytes_received = lru_cache(1 << 16)(self._bytes_received)
 
     def _bytes_received(self, edge: Edge, counts: Counts) -> float:
-        """Bytes that the busiest rank receives.
+        """Return the bytes that the busiest rank receives.
 
         A rank's bytes are linear in its own group's tokens, so the busiest is in the largest or the smallest group.
         """
@@ -181,11 +182,11 @@ class StreamPrices(Prices):
         return max(rows_of_edge(edge, self.mesh, r, counts) for r in ranks) * self._row_bytes(edge.src.wire)
 
     def received(self, op: Op, counts: Counts) -> int:
-        """Bytes that the busiest rank receives for an op of a plan."""
+        """Return the bytes that the busiest rank receives for an op of a plan."""
         return int(op.moved(self.bytes_received, counts))
 
     def _price(self, edge: Edge, tokens: int, finish: bool = False) -> tuple[float, str]:
-        """(µs, transport) of the fastest; infinite where none has the capacity, or none was measured.
+        """Return (µs, transport) of the fastest; infinite if none has the capacity or none was measured.
 
         finish: with residual add and norm in the same call.
         """
@@ -206,7 +207,7 @@ class StreamPrices(Prices):
         return min(times, default=(math.inf, "nobody"))
 
     def _reorder_us(self, edge: Edge, tokens: int) -> float:
-        """µs of a copy of the rows of all segments, where these are not in rank order."""
+        """Return the µs of a copy of the rows of all segments; 0 if these are in rank order."""
         if not edge.reorders(self.mesh):
             return 0.0
         return max(self._local_us(p, 2, tokens) for p in (edge.src, edge.dst))
@@ -215,7 +216,7 @@ class StreamPrices(Prices):
         return max(self._max_bytes(p, tokens) for p in (edge.src, edge.dst))
 
     def _bytes_moved(self, edge: Edge, tokens: int) -> float:
-        """Bytes that each rank receives: `_bytes_received`, without a look at single ranks."""
+        """Return the bytes that each rank receives: `_bytes_received` without a look at single ranks."""
         assert edge.exchange is not None
         rows = self.mesh.extent(self.mesh.gathered(edge.segment_rows)) * tokens / self.mesh.attn_tp
         return rows_received(edge.exchange, [rows] * edge.exchange.segments, 0) * self._row_bytes(edge.src.wire)
@@ -227,8 +228,8 @@ class StreamPrices(Prices):
         return self._max_rows(at.rows, tokens) * self._row_bytes(at.wire)
 
     def _max_rows(self, rows: Rows, tokens: int) -> int:
-        """Maximum of any rank: that of the first, as the first ranks of a DP group have one token more where the
-        number of ranks does not divide the tokens."""
+        """Return the maximum rows of any rank: the first, as a DP group's first ranks hold the remainder of the
+        tokens."""
         gathered, groups = self.mesh.gathered(rows), self.mesh.gathered(self.mesh.rows(Rows.GROUP))
         whole = self.mesh.extent(gathered & ~groups)
         held = self.mesh.peers(self.mesh.named(gathered & groups), 0)
@@ -245,7 +246,7 @@ class StreamPrices(Prices):
         return self._local_us(self._home[rows], 3, tokens)
 
     def _norm(self, rows: Rows, tokens: int, added: bool) -> StreamOp:
-        """added: right after an addition to the residual, which one kernel then does with the norm."""
+        """Return the norm's op. added: right after an addition to the residual, in the same kernel."""
         at = self._home[rows]
         us = self._local_us(at, 2, tokens)
         if added:
@@ -256,13 +257,13 @@ class StreamPrices(Prices):
         return self._max_rows(rows, tokens) * sum(wire.format.parts(self.chain.width))
 
     def _quantise(self, rows: Rows, wire: Wire, tokens: int, with_norm: bool) -> StreamOp:
-        """with_norm: in the norm's kernel, which has read the rows."""
+        """Return the op that quantises. with_norm: in the norm's kernel, which has read the rows."""
         cost, made = self.offers[0].cost, self._format_bytes(rows, wire, tokens)
         us = cost.epilogue_us(made) if with_norm else cost.local_us(self._max_bytes(self._home[rows], tokens) + made)
         return StreamOp("quantise", NORMED, rows=rows, us=us, wire=wire)
 
     def _laid_out_us(self, rows: Rows, wire: Wire, tokens: int, kernels: int = 1) -> float:
-        """µs of kernels that pack or unpack rows."""
+        """Return the µs of kernels that pack or unpack rows."""
         touched = self._format_bytes(rows, wire, tokens) + self._max_rows(rows, tokens) * self._row_bytes(wire)
         return self.local_us(touched) + (kernels - 1) * self.local_us(0)
 

@@ -1,4 +1,4 @@
-"""Values that blocks exchange between ranks, and the recipes that do it: one table.
+"""Values that blocks exchange between ranks, and the recipes that exchange them: one table.
 
 | value | from | to | recipe | collectives | between them |
 |---|---|---|---|---|---|
@@ -28,33 +28,27 @@ from weft.planner.experts import Dispatch, Kernel, Permute
 from weft.planner.spec import Mesh
 
 QUERIES, TOKENS = "queries", "cached tokens"
-"""What attention gathers: its name in plans."""
+"""Names in plans of the values that attention gathers."""
 LSE_BYTES, UNIT_BYTES = 4, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows of `row_bytes` bytes of each rank, for all ranks of the group. what: their name in plans.
+    """Rows of `row_bytes` bytes of each rank, for all ranks of the group."""
 
-    relaid: the received rows are copied once more, into another layout. live: only the device knows how many rows each
-    rank has, so transports must take `LiveSizes`.
-    """
-
-    what: str
+    what: str  # name in plans
     row_bytes: int
-    relaid: bool = False
-    live: bool = False
+    relaid: bool = False  # the received rows are copied once more, into another layout
+    live: bool = False  # only the device knows each rank's rows, so transports must accept `LiveSizes`
 
     def bytes(self, rows: int, ranks: int) -> int:
-        """Bytes of the largest tensor of a call: all ranks' rows, padded to units of 16 bytes."""
+        """Return the bytes of a call's largest tensor: all ranks' rows, padded to units of 16 bytes."""
         return rows * ranks * (-(-self.row_bytes // UNIT_BYTES) * UNIT_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Attention outputs of all `heads` heads of the dcp group, with `dim` elements of so many bytes each; a row is one
-    token.
-    """
+    """Attention outputs of all `heads` heads of the dcp group, with `dim` elements each; a row is one token."""
 
     heads: int
     dim: int
@@ -66,37 +60,33 @@ class Merge:
         return self.heads * (self.dim * self.element_bytes + LSE_BYTES)
 
     def bytes(self, rows: int, ranks: int) -> int:
-        """Bytes of the largest tensor of any recipe's calls: all ranks' lse, padded to units of 16 bytes."""
+        """Return the bytes of the largest tensor of any recipe's calls: all ranks' lse, padded to units of 16 bytes."""
         head = -(-self.dim * self.element_bytes // UNIT_BYTES) * UNIT_BYTES
         return rows * self.heads * (max(head, ranks * LSE_BYTES) + LSE_BYTES) + 2 * UNIT_BYTES * ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens that the prompts of a step see, of which each rank holds a part; a row is one of the step's.
+    """Tokens seen by a step's prompts, sharded over the ranks; a row is one of the step's tokens."""
 
-    seen: maximum number of these tokens on a rank, each of `token_bytes` bytes. query_bytes: of a row's queries on a
-    rank; 0: each rank computes the queries of all. merge: of the outputs.
-    """
-
-    seen: int
+    seen: int  # maximum number of these tokens on a rank, of `token_bytes` bytes each
     token_bytes: int
-    query_bytes: int
-    merge: Merge
+    query_bytes: int  # bytes of a row's queries on a rank; 0: each rank computes the queries of all
+    merge: Merge  # merge of the outputs
     what: ClassVar[str] = "what prompts see"
 
     def gathered(self, ranks: int, rows: int) -> Parts:
-        """Each rank gets all tokens that prompts see, and attends with its own heads."""
+        """Return the parts of `gather`: each rank gets all tokens seen, and attends with its own heads."""
         copy = Kernel("copy cached tokens", 2.0 * self.token_bytes)
         return (copy, self.seen), (Gather(TOKENS, self.token_bytes), self.seen)
 
     def merged(self, ranks: int, rows: int) -> Parts:
-        """Each rank attends with all heads over its own tokens, as in decode steps, and outputs are merged."""
+        """Return the parts of `merge`: each rank attends with all heads over its own tokens, as in decode steps."""
         queries = ((Gather(QUERIES, self.query_bytes, relaid=True), rows),) if self.query_bytes else ()
         return *queries, (self.merge, rows)
 
     def bytes(self, rows: int, ranks: int) -> int:
-        """Bytes of the largest tensor, for either recipe."""
+        """Return the bytes of the largest tensor, for either recipe."""
         parts = (*self.gathered(ranks, rows), *self.merged(ranks, rows))
         return max(value.bytes(n, ranks) for value, n in parts)
 
@@ -105,30 +95,30 @@ Value = Gather | Merge | Permute | Kernel | Dispatch | Prompt
 Parts = tuple[tuple[Value, int], ...]
 """Values, and the number of rows of each."""
 Calls = list[tuple[str, float]]
-"""Collectives in order: for each its kind and the bytes that a rank receives."""
+"""Collectives in order: kind and bytes that a rank receives."""
 
 
 class Recipe(NamedTuple):
     """One recipe for a kind of value.
 
-    calls: its collectives for (value, ranks, rows). touched: for the same the bytes that each kernel between them reads
-    and writes. once: touched is that of one kernel after all calls, where rows go in several calls. whole: rows never
-    do. live: in a captured step only the device knows the sizes, so transports must take `LiveSizes`. alike: for bytes
-    that follow from the rows of all DP groups, the number of rows that gives them for (value, counts). parts: a recipe
-    made of other values, for (value, ranks, rows); it has no calls of its own then.
+    Attributes:
+        calls: (value, ranks, rows) → its collectives; none for a recipe with parts.
+        touched: (value, ranks, rows) → bytes that each kernel between them reads and writes.
+        alike: (value, counts) → rows with the same bytes, for bytes that follow from the rows of all DP groups.
+        parts: (value, ranks, rows) → the other values that the recipe is made of.
     """
 
     name: str
     calls: Callable[[Any, int, float], Calls] = lambda value, ranks, rows: []
     touched: Callable[[Any, int, int], list[float]] = lambda value, ranks, rows: []
-    once: bool = False
-    whole: bool = False
-    live: bool = False
+    once: bool = False  # `touched` is one kernel after all calls, if rows go in several calls
+    whole: bool = False  # rows are never split over several calls
+    live: bool = False  # in a captured step only the device knows the sizes, so transports must accept `LiveSizes`
     alike: Callable[[Any, tuple[int, ...]], float] | None = None
     parts: Callable[[Any, int, int], Parts] | None = None
 
     def kinds(self, value: Value, ranks: int) -> tuple[str, ...]:
-        """The kinds of its collectives, where no rows go in several calls."""
+        """Return the kinds of its collectives, for rows that fit one call."""
         return tuple(kind for kind, _ in self.calls(value, ranks, 1))
 
 
@@ -141,7 +131,7 @@ def _gather_touched(value: Gather, ranks: int, rows: int) -> list[float]:
 
 
 def _outputs(value: Merge, rows: float) -> tuple[float, float]:
-    """Bytes of a rank's outputs, and of their lse."""
+    """Return the bytes of a rank's outputs, and of their lse."""
     lses = rows * value.heads * LSE_BYTES
     return rows * value.row_bytes() - lses, lses
 
@@ -185,13 +175,12 @@ RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
     Dispatch: (Recipe("all_to_allv", parts=Dispatch.parts),),
     Prompt: (Recipe("gather", parts=Prompt.gathered), Recipe("merge", parts=Prompt.merged)),
 }
-"""The table of recipes; other engines use the first. `weft.stream.block_exchanges` carries them out."""
+"""Table of recipes; other engines use the first. `weft.stream.block_exchanges` carries them out."""
 
 
 def block_exchanges(mesh: Mesh) -> set[Exchange]:
-    """All exchanges that merge attention on a mesh, and that send rows to their experts; not those of gathers, which
-    streams have, too.
-    """
+    """Return all exchanges of a mesh that merge attention or send rows to experts; gathers are in the stream's
+    edges."""
     kinds = (exchange.all_gatherv, exchange.reduce_scatterv, exchange.all_to_allv, exchange.merge_scatterv)
     merges = {kind(mesh.dcp) for kind in kinds} if mesh.dcp > 1 else set()
     return merges | ({exchange.all_to_allv(mesh.world)} if mesh.world > 1 else set())

@@ -1,7 +1,7 @@
-"""Formats in which complete rows may travel: the bytes of a row on the wire instead of the activations' dtype.
+"""Wire formats of complete rows: fewer bytes than the activations' dtype.
 
-A format is a value with a name and the bytes of a row; `weft.stream.formats` has its kernels. Rows are put into a
-format one by one, so doing it before a gather gives the same bits as doing it after: the planner may choose.
+A format is a value with a name and the bytes of a row; its kernels are in `weft.stream.formats`. Each row is quantised
+on its own, so quantising before a gather gives the same bits as after it: the planner may choose.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ UNIT_BYTES, SCALE_BYTES = 16, 4
 
 
 class Format(Protocol):
-    """The format of a row. Equal formats have equal bytes; the text is its name in plans."""
+    """Format of a row. Equal formats have equal bytes; `str` gives the name in plans."""
 
     def __hash__(self) -> int: ...
 
     def __str__(self) -> str: ...
 
     def parts(self, width: int) -> tuple[int, ...]:
-        """Bytes that a row of so many elements takes in each of its tensors."""
+        """Return the bytes of a row of `width` elements in each of its tensors."""
         ...
 
 
@@ -34,13 +34,13 @@ class Float8:
         return f"fp8/{self.group}"
 
     def parts(self, width: int) -> tuple[int, ...]:
-        """Bytes of values, and of scales."""
+        """Return the bytes of the values and of the scales."""
         return width, -(-width // self.group) * SCALE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A row that travels in a format, with `beside` more bytes that were computed from it before."""
+    """Row that travels in a format, followed by `beside` bytes that were computed from it before."""
 
     format: Format
     beside: int = 0
@@ -49,5 +49,5 @@ class Wire:
         return f"{self.format}{f' + {self.beside} bytes' if self.beside else ''}"
 
     def row_bytes(self, width: int) -> int:
-        """Bytes on the wire of a row of so many elements: both, padded to units of 16."""
+        """Return the bytes on the wire of a row of `width` elements, padded to units of 16."""
         return -(-(sum(self.format.parts(width)) + self.beside) // UNIT_BYTES) * UNIT_BYTES

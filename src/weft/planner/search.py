@@ -1,10 +1,10 @@
-"""The cheapest steps that serve one read, found exactly.
+"""Exact search for the cheapest steps that serve one read.
 
 Steps on different values commute, so a plan is determined by the sets of deltas that are summed, and where, before the
 residual absorbs them. The cheapest sum of a set of deltas in some placement is either moved there, or joined there from
 the sums of two smaller sets: the Steiner trees of Dreyfus and Wagner (doi:10.1002/net.3230010302). The residual absorbs
-such sums between moves of its own, the last of them perhaps in a `finish`. This is exact for all costs that are not
-negative, and takes time in 3ⁿ for n deltas of different placements; of equal ones only the number counts.
+such sums between its own moves, the last of them perhaps in a `finish`. This is exact for all costs that are not
+negative, and costs O(3ⁿ) for n deltas of different placements; deltas of equal placements only count once.
 """
 
 from __future__ import annotations
@@ -20,24 +20,20 @@ from weft.planner.op import NORMED, RESIDUAL, StreamOp
 from weft.planner.spec import Placement
 
 Deltas = tuple[int, ...]
-"""A set of a read's deltas: the number of each placement."""
+"""Set of a read's deltas: how many of each placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """All steps that may be taken, with their prices; placements have numbers.
-
-    moves, finishes: by the number where they start, each with the number where it ends. merge, absorb, norm: on each
-    placement's rows. norm_of_sum: right after an absorb.
-    """
+    """All legal steps with their prices; placements have numbers."""
 
     placements: tuple[Placement, ...]
-    moves: tuple[tuple[tuple[int, StreamOp], ...], ...]
-    finishes: tuple[tuple[tuple[int, StreamOp], ...], ...]
-    merge: tuple[StreamOp, ...]
-    absorb: tuple[StreamOp, ...]
-    norm: tuple[StreamOp, ...]
-    norm_of_sum: tuple[StreamOp, ...]
+    moves: tuple[tuple[tuple[int, StreamOp], ...], ...]  # by start placement: (end placement, step)
+    finishes: tuple[tuple[tuple[int, StreamOp], ...], ...]  # by start placement: (end placement, step)
+    merge: tuple[StreamOp, ...]  # by the placement of the rows
+    absorb: tuple[StreamOp, ...]  # by the placement of the rows
+    norm: tuple[StreamOp, ...]  # by the placement of the rows
+    norm_of_sum: tuple[StreamOp, ...]  # norm right after an absorb, by placement
 
 
 Moves = Sequence[Sequence[tuple[int, StreamOp]]]
@@ -45,10 +41,12 @@ Moves = Sequence[Sequence[tuple[int, StreamOp]]]
 
 
 class Delivery:
-    """The cheapest steps from a normalised value in any placement to the value that its readers take.
+    """Cheapest steps from a normalised value in any placement to the value that its readers require.
 
-    moves: of the value; numbers are those of the graph's placements, and more after them. goal: the readers' value.
-    with_norm: by the placement that is normalised, steps that its norm's kernel includes, and where they end.
+    Args:
+        moves: steps of the value, by the graph's placement numbers and further numbers after them.
+        goal: number of the readers' value.
+        with_norm: steps that a norm's kernel includes, and where they end, by the placement that is normalised.
     """
 
     def __init__(self, moves: Moves, goal: int, with_norm: Mapping[int, Sequence[tuple[int, StreamOp]]]):
@@ -73,7 +71,7 @@ class Delivery:
         self._known: dict[int, tuple[StreamOp, ...] | None] = {}
 
     def steps(self, normed: int) -> tuple[StreamOp, ...] | None:
-        """The steps after the norm on a placement; None where none lead to the goal."""
+        """Return the steps after the norm on a placement; None if none lead to the goal."""
         if normed not in self._known:
             starts: list[tuple[tuple[float, int], int, StreamOp | None]] = []
             if normed in self._best:
@@ -94,30 +92,29 @@ class Delivery:
 
 
 class SearchNode(NamedTuple):
-    """The cheapest steps found so far that make a value: the last step, and the nodes of its operands.
+    """Cheapest steps found so far that make a value: the last step, and the nodes of its operands.
 
-    us, length: of all steps; of nodes with equal times the one with fewer steps is kept. given: the number of the
-    placement of the delta that it begins with, where it has no step; -1 for the residual.
+    Of nodes with equal times the one with fewer steps is kept.
     """
 
-    us: float
-    length: int
+    us: float  # time of all steps
+    length: int  # number of all steps
     step: StreamOp | None = None
     after: tuple[SearchNode, ...] = ()
-    given: int = -1
+    given: int = -1  # without a step: number of the placement of the delta to begin with; -1 for the residual
 
 
 Nodes = dict[int, SearchNode]
-"""The node of a value in each placement that can be reached."""
+"""Node of a value in each reachable placement."""
 
 
 def _within(of: Deltas) -> Iterator[Deltas]:
-    """All sets of deltas within `of`; a set comes after its subsets."""
+    """Yield all sets of deltas within `of`, each after its subsets."""
     return itertools.product(*(range(n + 1) for n in of))
 
 
 def _improve(nodes: Nodes, at: int, step: StreamOp, *after: SearchNode) -> None:
-    """Keeps the node that takes `step` after these, where it is better than the one found before."""
+    """Keep the node that does `step` after `after`, if it is better than the one found before."""
     us, length = step.us, 1
     for node in after:
         us, length = us + node.us, length + node.length
@@ -131,12 +128,12 @@ def _cost(node: SearchNode) -> tuple[float, int]:
 
 
 def _better(one: Nodes, other: Nodes) -> Nodes:
-    """The better of two nodes of a value, in each placement."""
+    """Return the better of two nodes of a value, in each placement."""
     return {at: min((nodes[at] for nodes in (one, other) if at in nodes), key=_cost) for at in one | other}
 
 
 def _spread(begin: Nodes, graph: Graph) -> Nodes:
-    """The nodes of a value in all placements that moves lead to (Dijkstra's algorithm)."""
+    """Return the nodes of a value in all placements that moves lead to (Dijkstra's algorithm)."""
     best, done = dict(begin), set[int]()
     heap = [(node.us, node.length, at) for at, node in best.items()]
     heapq.heapify(heap)
@@ -155,7 +152,7 @@ def _spread(begin: Nodes, graph: Graph) -> Nodes:
 
 
 class Sums:
-    """The nodes of the sum of each set of a read's deltas, in each placement. deltas: numbers of placements."""
+    """Nodes of the sum of each set of a read's deltas, in each placement. deltas: numbers of placements."""
 
     def __init__(self, deltas: Sequence[int], graph: Graph):
         kinds = tuple(dict.fromkeys(deltas))
@@ -180,9 +177,9 @@ class Sums:
             self.nodes[chosen] = _spread(found, graph)
 
     def serve(self, residual: int | None, delivery: Delivery) -> Nodes:
-        """For each placement of the residual after the read: the node of the readers' value.
+        """Return the node of the readers' value, by the placement of the residual after the read.
 
-        residual: its placement before; None where the first delta becomes the residual.
+        residual: its placement before; None if the first delta becomes the residual.
         """
         graph = self.graph
         taken: dict[Deltas, Nodes] = {}  # the residual, once it has absorbed a set of deltas
@@ -220,13 +217,13 @@ class Sums:
         return found
 
     def steps(self, node: SearchNode) -> tuple[StreamOp, ...]:
-        """The steps of a node of `serve` in order, with the indices that deltas have by then."""
+        """Return the steps of a node of `serve` in order, with the indices that deltas have by then."""
         live = list(range(len(self.deltas)))
         unused = list(live)
         written: list[StreamOp] = []
 
         def write(node: SearchNode) -> int | str:
-            """Writes the steps; returns what they make: a delta by its number in the read, RESIDUAL or NORMED."""
+            """Write the steps; return the result: a delta by its number in the read, RESIDUAL or NORMED."""
             if node.step is None:
                 if node.given < 0:
                     return RESIDUAL

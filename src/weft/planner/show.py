@@ -1,4 +1,4 @@
-"""Plans for people (text) and programs (JSON-ready dictionaries)."""
+"""Plans as texts for people and as JSON-ready dictionaries for programs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weft.planner.plan import Plan, Planner, ReadPlan
 
 
 def fold(site: str) -> str:
-    """A read's name with its layer number folded, so that equal layers share a line."""
+    """Return a read's name with its layer number folded, so that equal layers share a line."""
     return re.sub(r"\b\d+\b", "*", site)
 
 
 def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
-    """The plan and the naive plan for `counts` tokens in each DP group: all steps of all reads.
+    """Return the plan and the naive plan for `counts` tokens in each DP group: all steps of all reads.
 
-    bytes: that the busiest rank receives. us: predicted; null where no transport offers a step of the naive plan.
+    bytes: received by the busiest rank. us: predicted; null if no transport offers a step of the naive plan.
     """
     plan, naive = planner.plan(counts), planner.naive(counts)
     return {
@@ -37,7 +37,7 @@ def plan_dict(planner: Planner, counts: Counts) -> dict[str, Any]:
 
 
 def plan_text(planner: Planner, counts: Counts) -> str:
-    """The plans as text of 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
+    """Return the plans as text of 80 columns: equal layers once, the naive plan in a sentence, the saving last."""
     plan, naive = planner.plan(counts), planner.naive(counts)
     models = ", ".join(dict.fromkeys(o.cost.name for o in planner.offers))
     by = list(dict.fromkeys(op.transport for _, op in plan.ops()))
@@ -68,14 +68,14 @@ def plan_text(planner: Planner, counts: Counts) -> str:
 
 
 def size_text(size: float) -> str:
-    """Bytes as text: `512 B`, `10.5 KiB`."""
+    """Return bytes as text: `512 B`, `10.5 KiB`."""
     power = min(max(int(size), 1).bit_length() - 1, 39) // 10
     number = size / 1024**power
     return f"{number:,.{int(power > 0 and number < 100)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table: the first cells of the rows left-aligned, the others right-aligned; a row may have fewer."""
+    """Return a table's lines: first cells left-aligned, others right-aligned; a row may have fewer cells."""
     widths = [max(map(len, cells)) for cells in zip_longest(*rows, fillvalue="")]
     lines = []
     for first, *others in rows:
@@ -91,7 +91,7 @@ def _sum(planner: Planner, plan: Plan) -> str:
 
 
 def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
-    """For each format of rows: the number of calls, and the bytes that a rank receives with and without it."""
+    """Return the calls of each format of rows, and the bytes that a rank receives with and without it."""
     found: dict[str, list[tuple[float, float]]] = {}
     for _, _, edge in plan.moves():
         if edge.src.wire is not None:
@@ -110,7 +110,7 @@ def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _kinds(plan: Plan) -> str:
-    """How often each collective runs."""
+    """Return how often each collective runs."""
     found = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in op.collectives)
     return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
 
@@ -134,7 +134,7 @@ def _reads(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
 
 
 def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
-    """A line for each op under its read: its text, the bytes that the busiest rank receives, µs."""
+    """Return a line for each op under its read: its text, the bytes that the busiest rank receives, µs."""
     rows: list[tuple[str, ...]] = []
     reads = _folded(plan)
     first = {read.read.site.split(".")[0] for _, read in reads}
@@ -152,7 +152,7 @@ def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
 
 
 def _folded(plan: Plan) -> list[tuple[int, ReadPlan]]:
-    """Reads with equal folded names, residuals and ops, counted, in the order first seen."""
+    """Return the reads with equal folded names, residuals and ops, counted, in the order first seen."""
     seen: dict[tuple[object, ...], list[ReadPlan]] = {}
     for read in plan.reads:
         seen.setdefault((fold(read.read.site), read.steps, read.residual, read.inside), []).append(read)

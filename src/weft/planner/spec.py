@@ -27,24 +27,24 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 class LayoutError(ValueError):
-    """An impossible layout: the text says which numbers conflict and what to change."""
+    """Impossible layout: the message names the conflicting numbers and what to change."""
 
 
 class PlacementError(TypeError):
-    """Two placements that do not match: the text names the block and both placements."""
+    """Mismatch of two placements: the message names the block and both placements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Which tokens a rank holds: the OWN rows of all ranks of its group `over`, in rank order.
+    """Tokens that a rank holds: the OWN rows of all ranks of its group `over`, in rank order.
 
-    over: a group's name; None: its own rows alone. A mesh normalises it (`Mesh.rows_over`).
+    over: name of a group; None for the rank's own rows alone. A mesh normalises it (`Mesh.rows_over`).
     """
 
     over: str | None
 
     OWN: ClassVar[Rows]
-    """A rank's share of its DP group's tokens."""
+    """Rank's share of its DP group's tokens."""
     GROUP: ClassVar[Rows]
     """All tokens of its DP group."""
     WORLD: ClassVar[Rows]
@@ -66,13 +66,13 @@ NAMED_ROWS = (Rows.OWN, Rows.GROUP, Rows.WORLD)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The type of a hidden state. Build it with `Mesh.placement`, which normalises.
+    """Type of a hidden state. Build it with `Mesh.placement`, which normalises.
 
-    rows:  the tokens held.
-    owes:  None for a complete value. Otherwise the value is a partial sum: the terms of the group's other ranks are
-           still to be added.
-    split: the group over which the feature dimension is split, or None; only inside a block, never on the stream.
-    wire:  the format of complete rows, or None for the activations' dtype; only between a norm and its readers.
+    Attributes:
+        rows: tokens held.
+        owes: group of a pending sum: the terms of its other ranks must still be added. None for a complete value.
+        split: group over which the feature dimension is split, or None; only inside a block, never on the stream.
+        wire: format of complete rows, or None for the activations' dtype; only between a norm and its readers.
     """
 
     rows: Rows
@@ -93,12 +93,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout of N = attn_dp·attn_tp = ep·moe_tp ranks.
+    """Layout of N = attn_dp·attn_tp = ep·moe_tp ranks, the same number on each of `hosts` hosts (`host_of`).
 
     Rank r is place `r % attn_tp` of DP group `r // attn_tp`, place `r % moe_tp` of expert group `r // moe_tp`, and
-    place `r % dcp` of the `dcp` neighbours that shard the same cached tokens. hosts: all have equally many ranks;
-    `host_of` says which. Raises LayoutError where the two views differ in size, dcp does not divide attn_tp, or hosts
-    the ranks.
+    place `r % dcp` of the `dcp` neighbours that shard the same cached tokens. Raises LayoutError if the two views
+    differ in size, dcp does not divide attn_tp, or hosts does not divide the ranks.
     """
 
     attn_dp: int = 1
@@ -131,11 +130,11 @@ class Mesh:
         return self.attn_dp * self.attn_tp
 
     def group_of(self, rank: int) -> int:
-        """The DP group of a rank."""
+        """Return the DP group of a rank."""
         return rank // self.attn_tp
 
     def leader(self, group: int) -> int:
-        """The first rank of a DP group: the engine uses its sampled tokens."""
+        """Return the first rank of a DP group: the engine uses its sampled tokens."""
         return group * self.attn_tp
 
     # --- axes -------------------------------------------------------------------------------------------------
@@ -145,28 +144,28 @@ class Mesh:
         return Axes(self.world, self.attn_tp, self.moe_tp, self.dcp, self.hosts)
 
     def host_of(self, rank: int) -> int:
-        """The host that a rank is on (`Axes.host_block`)."""
+        """Return the host of a rank (`Axes.host_block`)."""
         return rank // self._axes.host_block % self.hosts
 
     def axes(self, group: str | None) -> AxisSet | None:
-        """The axes of a group, 0 for none; None where it is no set of axes. KeyError for an unknown name."""
+        """Return the axes of a group, 0 for None; None if it is no set of axes. KeyError for an unknown name."""
         if group is None:
             return 0
         return self._axes.of_name.get(group) if group in GROUP_NAMES else self._axes.combined[group]
 
     def named(self, axes: AxisSet) -> str | None:
-        """The canonical name of a set of axes; None for none."""
+        """Return the canonical name of a set of axes; None for the empty set."""
         return self._axes.names[axes] if axes else None
 
     def extent(self, axes: AxisSet) -> int:
-        """Ranks of a group of these axes."""
+        """Return the number of ranks in a group of these axes."""
         return self._axes.extent(axes)
 
     @cached_property
     def communicating(self) -> tuple[str, ...]:
-        """The canonical names of the groups that may exchange hidden states, the world first.
+        """Canonical names of the groups that may exchange hidden states, the world first.
 
-        On one host those with a name: each takes memory of a transport. Over hosts all sets of axes.
+        On one host only named groups: each costs transport memory. Over several hosts all sets of axes.
         """
         found = [canonical for name in GROUP_NAMES[:5] if (canonical := self.canonical(name))]
         if self.hosts > 1:
@@ -175,24 +174,24 @@ class Mesh:
 
     @cached_property
     def row_kinds(self) -> tuple[Rows, ...]:
-        """The rows that hidden states may hold, each once, fewest first. Over hosts those of all sets of axes."""
+        """Rows that hidden states may hold, each once, fewest first; over several hosts one entry per set of axes."""
         found = [self.rows(rows) for rows in NAMED_ROWS]
         if self.hosts > 1:
             found += [self.rows_over(axes) for axes in self._axes.of_streams]
         return tuple(sorted(dict.fromkeys(found), key=lambda rows: self.extent(self.gathered(rows))))
 
     def gathered(self, rows: Rows) -> AxisSet:
-        """The axes over which rows are gathered."""
+        """Return the axes over which rows are gathered."""
         axes = self.axes(rows.over)
         assert axes is not None, "rows are gathered over axes: attn_tp, the world, or parts of them"
         return axes
 
     def rows_over(self, axes: AxisSet) -> Rows:
-        """The rows that are gathered over these axes."""
+        """Return the rows that are gathered over these axes."""
         return next((rows for rows in NAMED_ROWS if self.axes(rows.over) == axes), Rows(self.named(axes)))
 
     def rows(self, rows: Rows) -> Rows:
-        """The same rows by their canonical name."""
+        """Return the canonical form of `rows`."""
         found = self._rows.get(rows)
         if found is None:
             found = self._rows[rows] = self.rows_over(self.gathered(rows))
@@ -206,7 +205,7 @@ class Mesh:
 
     @cached_property
     def _named(self) -> dict[str, tuple[int, int]]:
-        """Each name that is a range of rank numbers or a stride through them, axes or not: (stride, extent)."""
+        """(stride, extent) of each name for a range or a stride of rank numbers."""
         return {
             "world": (1, self.world),
             "attn_tp": (1, self.attn_tp),
@@ -231,11 +230,11 @@ class Mesh:
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """All groups that may communicate, each once, the world first. With dcp = 1 there are none of dcp."""
+        """All groups that may communicate, each once, the world first. With dcp = 1 there are no dcp groups."""
         return tuple(dict.fromkeys(self.peers(name, rank) for name in self._group_names for rank in range(self.world)))
 
     def groups_on_host(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """The groups of a rank by names that never cross hosts: equally many on all ranks, in the same order."""
+        """Return the groups of a rank that never cross hosts: the same number on all ranks, in the same order."""
         names = (name for name in self._group_names if self.hosts_of(name) == 1)
         return tuple(dict.fromkeys(self.peers(name, rank) for name in names))
 
@@ -248,7 +247,7 @@ class Mesh:
         return found | {name: name for name in self._axes.combined}
 
     def canonical(self, group: str | None) -> str | None:
-        """The one name of a group's set of ranks; None for groups of a single rank. KeyError for an unknown name."""
+        """Return the one name of a group's set of ranks; None for a single rank. KeyError for an unknown name."""
         return None if group is None else self._canonical[group]
 
     @cached_property
@@ -256,7 +255,7 @@ class Mesh:
         return {}
 
     def peers(self, group: str | None, rank: int) -> tuple[int, ...]:
-        """The ranks of `rank`'s group, ascending, itself included."""
+        """Return the ranks of `rank`'s group, ascending, including `rank`."""
         if group is None:
             return (rank,)
         found = self._peers.get((group, rank))
@@ -277,14 +276,14 @@ class Mesh:
         return tuple(range(first, first + stride * extent, stride))
 
     def size(self, group: str | None) -> int:
-        """Ranks in one group."""
+        """Return the number of ranks in one group."""
         if group is None:
             return 1
         axes = self.axes(group)
         return self._named[group][1] if axes is None else self.extent(axes)
 
     def hosts_of(self, group: str | None) -> int:
-        """Number of hosts over which a group is spread; the maximum over the groups of this name."""
+        """Return the number of hosts that a group spans: the maximum over the groups of this name."""
         if self.hosts == 1:
             return 1
         axes, rail = self.axes(group), self.axes("rail")
@@ -293,7 +292,8 @@ class Mesh:
         return max(len({self.host_of(r) for r in self.peers(group, rank)}) for rank in range(self.world))
 
     def same_rows(self, rows: Rows, group: str | None) -> bool:
-        """Whether all ranks of each group hold the same tokens; only then may the group sum, or split features."""
+        """Return True if all ranks of each group hold the same tokens; only then may the group sum or split
+        features."""
         known = self._same_rows.get((rows, group))
         if known is None:
             known = self._same_rows[rows, group] = self._holds_same(self.gathered(rows), group)
@@ -311,9 +311,9 @@ class Mesh:
         return all(len({self.peers(name, r) for r in self.peers(group, rank)}) == 1 for rank in range(self.world))
 
     def left_after(self, owes: str, group: str) -> tuple[bool, str | None]:
-        """(legal, rest): the debt that is left of `owes` after a sum over `group`.
+        """Return (legal, rest): `rest` is the debt that remains of `owes` after a sum over `group`.
 
-        Legal when `group` divides `owes` evenly: owes = group × rest.
+        Legal if `group` divides `owes` evenly: owes = group × rest.
         """
         if owes == group:
             return True, None
@@ -328,7 +328,8 @@ class Mesh:
     # --- placements -------------------------------------------------------------------------------------------
 
     def placement(self, rows: Rows, owes: str | None = None, split: str | None = None) -> Placement:
-        """The normalised placement. Raises PlacementError where ranks that would be summed hold different tokens."""
+        """Return the normalised placement. Raises PlacementError if ranks that would be summed hold different
+        tokens."""
         found = self._placements.get((rows, owes, split))
         if found is None:
             found = self._placements[rows, owes, split] = self._placement(rows, owes, split)
@@ -351,7 +352,8 @@ class Mesh:
     # --- rows -------------------------------------------------------------------------------------------------
 
     def row_range(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> tuple[int, int]:
-        """[start, stop) of a rank's OWN, GROUP or WORLD rows, counted in WORLD rows. `counts`: tokens of each DP group.
+        """Return [start, stop) of a rank's OWN, GROUP or WORLD rows, counted in WORLD rows; `counts`: tokens per DP
+        group.
 
         OWN rows are the group's rows cut into attn_tp ranges; their lengths differ by at most one, longer ones first.
         """
@@ -363,7 +365,7 @@ class Mesh:
         return start, start + self.row_count(rows, rank, counts)
 
     def row_count(self, rows: Rows, rank: int, counts: tuple[int, ...]) -> int:
-        """Number of rows a rank holds."""
+        """Return the number of rows that a rank holds."""
         if rows == Rows.WORLD:
             return sum(counts)
         if rows == Rows.OWN:

@@ -1,8 +1,8 @@
-"""What a split of embedding and head over ranks saves in a decode step, and what it costs.
+"""Savings and costs of a decode step with embedding and head split over ranks.
 
 A rank then reads its share of the head's weights and computes its share of the logits. In return the embedding owes a
-sum, which the plan of the residual stream settles, and the ranks gather each rank's best token of a row with its score.
-For a row that asks for more than its best token, they gather all its logits.
+sum, which the residual stream's plan pays, and the ranks gather each rank's best token of a row with its score. For a
+row that asks for more than its best token, they gather all logits of the row.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from weft.planner.recipes import Gather
 from weft.planner.show import columns, size_text
 
 BEST_BYTES, LOGIT_BYTES = 8, 4
-"""Bytes of a token and its score; of a logit."""
+"""Bytes of a token and its score, and of a logit."""
 MAX_TOKENS = 1 << 24
-"""Number of tokens that float32 can count: a row's best token travels beside its score."""
+"""Number of tokens that float32 can count: a row's best token travels next to its score."""
 SMALL_KERNELS = 1
 """Extra kernel launches of a split in a decode step on a GPU: local argmax before the gather."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head that is split by tokens over `ranks` ranks. token_bytes: of a token's weights."""
+    """Head that is split by tokens over `ranks` ranks. token_bytes: bytes of a token's weights."""
 
     ranks: int
     tokens: int
@@ -35,43 +35,36 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class SplitStep:
-    """A decode step of so many rows in each DP group with a split vocabulary; times in µs.
-
-    embedding_us: extra time of the plan for the embedding's sum.
-    best, logits: the plans that gather best tokens, and logits where a row asks for them. best_bytes, logits_bytes:
-    that a rank receives.
-    kernels_us: of SMALL_KERNELS. head_us, whole_head_us: of the head's product, with a rank's share of the weights and
-    with all of them.
-    """
+    """Decode step of `rows` rows in each DP group with a split vocabulary."""
 
     rows: int
-    embedding_us: float
-    best: BlockOp
-    best_bytes: int
-    kernels_us: float
-    head_us: float
-    whole_head_us: float
-    logits: BlockOp
-    logits_bytes: int
+    embedding_us: float  # extra µs of the plan for the embedding's sum
+    best: BlockOp  # gather of best tokens
+    best_bytes: int  # bytes that a rank receives in `best`
+    kernels_us: float  # µs of SMALL_KERNELS
+    head_us: float  # µs of the head's GEMM with a rank's share of the weights
+    whole_head_us: float  # µs of the head's GEMM with all weights
+    logits: BlockOp  # gather of the logits of rows that ask for them
+    logits_bytes: int  # bytes that a rank receives in `logits`
 
     @property
     def saved_us(self) -> float:
-        """Below 0: the split takes longer."""
+        """µs saved by the split; below 0 if it takes longer."""
         return self.whole_head_us - self.head_us - self.kernels_us - self.best.us - self.embedding_us
 
 
 def best_tokens(rows: int) -> Gather:
-    """What the ranks gather for rows that take their best token: all rows of a rank travel as one."""
+    """Return the gather of best tokens; all rows of a rank travel as one."""
     return Gather("best tokens", BEST_BYTES * rows)
 
 
 def logit_rows(tokens: int, ranks: int) -> Gather:
-    """What they gather for a row that asks for more: from each rank as many logits as the largest share has."""
+    """Return the gather of a row's logits: each rank sends the size of the largest share."""
     return Gather("logits", -(-tokens // ranks) * LOGIT_BYTES)
 
 
 def split_step(head: Head, rows: int, embedding_us: float, prices: BlockPrices) -> SplitStep:
-    """Raises LayoutError where no transport gathers."""
+    """Return the costs of the split for `rows` rows. Raises LayoutError if no transport gathers."""
     local_us, ranks, share = prices.local_us, head.ranks, -(-head.tokens // head.ranks)
     return SplitStep(
         rows,
@@ -87,7 +80,7 @@ def split_step(head: Head, rows: int, embedding_us: float, prices: BlockPrices) 
 
 
 def vocabulary_dict(step: SplitStep) -> dict[str, Any]:
-    """The step as plain values, with what it saves."""
+    """Return the step as plain values, with its savings."""
     how = {
         name: {"transport": plan.transport, "us": plan.us}
         for name, plan in (("best", step.best), ("logits", step.logits))
@@ -97,7 +90,7 @@ def vocabulary_dict(step: SplitStep) -> dict[str, Any]:
 
 
 def vocabulary_text(tokens: int, ranks: int, steps: Sequence[SplitStep]) -> str:
-    """Several steps for people: what the split adds to a step, and what it saves."""
+    """Return a text on several steps: what the split adds to each, and what it saves."""
     rows = [("  rows in each DP group", "embedding", "best tokens", "by", "head", "saved")]
     whole = [("  logits, where a row asks for more", "by", "bytes a rank", "")]
     for s in steps:

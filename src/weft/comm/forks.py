@@ -1,7 +1,7 @@
-"""Objects that act for their process towards others, and what a forked child gets instead of them.
+"""Guards against use in a forked child of objects that act for their process towards other ranks.
 
 A fork copies a rank's counters, descriptors and mappings, but not its place among the ranks: a child that went on with
-the copy would take its parent's place.
+the copy would act as its parent.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from weakref import WeakSet
 
 
 class OfOneProcess:
-    """A base class of objects that only the process that made them may use.
+    """Base class of objects that only the process that made them may use.
 
-    In a child that is forked from it, each of them turns into a `Forked`.
+    In a forked child, each of them turns into a `Forked`.
     """
 
     fork_error: type[Exception]
-    """Raised by every method in a forked child."""
+    """Exception that every method raises in a forked child."""
 
     def __new__(cls, *_args: Any, **_options: Any) -> Self:
         made = super().__new__(cls)
@@ -27,12 +27,12 @@ class OfOneProcess:
 
     def _forked(self, copy: Forked) -> None:
         """Turn into the copy, in a forked child."""
-        held = {"_held": self.__dict__}  # stays: the end of what it holds might tell others that the parent is gone
+        held = {"_held": self.__dict__}  # kept: closing its contents might tell other ranks that the parent is gone
         self.__dict__, self.__class__ = copy.__dict__ | held, Forked  # type: ignore[assignment]
 
 
 class Forked:
-    """A copy of a parent's object in a forked child: every method raises, but `close`, which does nothing."""
+    """Copy of a parent's object in a forked child: every method raises, except `close`, which does nothing."""
 
     def __init__(self, kind: str, parent: int, error: type[Exception]):
         self._kind, self._parent, self._error = kind, parent, error
@@ -44,7 +44,7 @@ class Forked:
         )
 
     def close(self, *_arguments: Any) -> None:
-        """Does nothing: only the process that made the object may leave."""
+        """Do nothing: only the process that made the object may leave."""
 
 
 _owned: WeakSet[OfOneProcess] = WeakSet()

@@ -1,4 +1,4 @@
-"""What processes of one host tell each other without native code: barriers, a few bytes, and which of them is gone.
+"""Host-side connection of the processes of one host, without native code: barriers, short notes, lost processes.
 
 It is for rare calls: a wait sleeps between looks at the other ranks' counters in a shared segment.
 """
@@ -18,15 +18,14 @@ from weft.comm.transport import CommError, CommTimeout, PeerLost, Ranks
 from weft.planner.spec import Mesh
 
 NOTE_BYTES = 64
-"""What a rank can share at once."""
+"""Bytes of a note."""
 SLEEP_S = 0.0002
 
 
 class HostMemory(OfOneProcess):
-    """One rank's end.
+    """One rank's end. Raises CommError if the ranks of this host do not meet.
 
-    path: of a socket in a folder that only this user can reach; the ranks meet there. timeout_s: of each wait. Raises
-    CommError where the ranks of this host do not meet.
+    path: of a socket in a folder that only this user can reach; the ranks meet there. timeout_s: limit of each wait.
     """
 
     fork_error = CommError
@@ -44,20 +43,20 @@ class HostMemory(OfOneProcess):
             meeting.ready()
         finally:
             meeting.close()
-        # An aligned word is stored at once. Row g: to how many barriers of group g each rank has come; the last row:
-        # whether it has left.
+        # An aligned word is stored at once. Row g: barriers of group g that each rank has reached; last row:
+        # 1 if the rank has left.
         self._counters = memoryview(self._segment)[: 8 * words].cast("q", (len(self._groups) + 1, mesh.world))
         self._notes = memoryview(self._segment)[8 * words :]
 
     def barrier(self, group: Ranks) -> None:
-        """Returns once every rank of the group has called it. Raises PeerLost, CommTimeout."""
+        """Return once every rank of the group has called it. Raises PeerLost, CommTimeout."""
         at, deadline = self._groups[group], time.monotonic() + self._timeout_s
         count = self._counters[at, self._rank] + 1
         self._counters[at, self._rank] = count
         for rank in group:
             while self._counters[at, rank] < count:
                 self.check()
-                if self._left(rank) and self._counters[at, rank] < count:  # it will not come any more
+                if self._left(rank) and self._counters[at, rank] < count:  # it will never arrive
                     raise PeerLost(rank, by=self._rank)
                 if time.monotonic() > deadline:
                     raise CommTimeout(
@@ -66,19 +65,20 @@ class HostMemory(OfOneProcess):
                 time.sleep(SLEEP_S)
 
     def gather_notes(self, note: bytes) -> list[bytes]:
-        """Every rank's note of NOTE_BYTES, in rank order; for a single call of each rank. Raises as `barrier` does."""
+        """Return every rank's note of NOTE_BYTES, in rank order; each rank may call it once. Raises as `barrier`
+        does."""
         self._notes[NOTE_BYTES * self._rank : NOTE_BYTES * (self._rank + 1)] = note
         self.barrier(self._ranks)
         return [bytes(self._notes[NOTE_BYTES * rank : NOTE_BYTES * (rank + 1)]) for rank in self._ranks]
 
     def check(self) -> None:
-        """Raises PeerLost where a rank's process is gone that did not close its end."""
+        """Raise PeerLost if a rank's process ended without closing its end."""
         for rank in self._ranks:
             if self._ended(rank) and not self._left(rank):
                 raise PeerLost(rank, by=self._rank)
 
     def close(self) -> None:
-        """Leaves: the end of this process is no loss to the others from now on. It may be called twice."""
+        """Leave: the end of this process is no loss to the other ranks from now on. It may be called twice."""
         if self._segment is None:
             return
         self._counters[len(self._groups), self._rank] = 1

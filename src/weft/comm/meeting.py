@@ -1,6 +1,6 @@
-"""Rendezvous of a ProcessGroup's ranks: they agree on a folder of the first rank's, or all raise the same error.
+"""Rendezvous of a ProcessGroup's ranks: they agree on a folder of the first rank, or all raise the same error.
 
-An error that one rank finds travels with its facts, so that no rank waits for one that has given up.
+An error on one rank travels with its facts, so that no rank waits for one that has given up.
 """
 
 from __future__ import annotations
@@ -26,24 +26,20 @@ PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 @dataclass(frozen=True)
 class Facts:
-    """A rank's facts for the others. terms: values that must be equal on all.
-
-    gpu: its GPU's UUID. visible: the UUIDs of all GPUs that its process sees, by their index; empty on CPUs.
-    problem: one line, empty where there is none.
-    """
+    """Facts of a rank for the other ranks."""
 
     host: str
     boot: str
     namespace: str
-    terms: Mapping[str, object]
+    terms: Mapping[str, object]  # values that must be equal on all ranks
     directory: str | None
-    gpu: str | None
-    visible: tuple[str, ...]
-    problem: str
+    gpu: str | None  # UUID of its GPU
+    visible: tuple[str, ...]  # UUIDs of all GPUs that its process sees, by their index; empty on CPUs
+    problem: str  # one line, or empty
 
 
 def gather_objects(group: dist.ProcessGroup, mine: T) -> list[T]:
-    """All ranks' values, in rank order. Collective. Raises CommError."""
+    """Return all ranks' values, in rank order. Collective. Raises CommError."""
     found: list[T | None] = [None] * group.size()
     try:
         dist.all_gather_object(found, mine, group=group)
@@ -56,11 +52,15 @@ def gather_objects(group: dist.ProcessGroup, mine: T) -> list[T]:
 def meeting_place(
     group: dist.ProcessGroup, terms: Mapping[str, object], device: torch.device, prepare: Callable[[], None]
 ) -> Iterator[Path]:
-    """A folder of this user that all ranks see, removed when the first rank leaves the context. Collective.
+    """Yield a folder of this user that all ranks see, removed when the first rank leaves the context. Collective.
 
-    terms: JSON-like values that must be equal on all ranks. prepare: work that may fail on one rank. Raises CommError
-    on all ranks where they are on several hosts or in several containers, have other terms, share a GPU or cannot reach
-    each other's. An exception of `prepare` is raised on its rank, and a CommError that names the rank on the others.
+    Raises CommError on all ranks if they are on several hosts or in several containers, have different terms, share a
+    GPU or cannot reach each other's GPUs. An exception of `prepare` is raised on its rank, and a CommError with that
+    rank's number on the other ranks.
+
+    Args:
+        terms: JSON-like values that must be equal on all ranks.
+        prepare: work that may fail on one rank.
     """
     own: Exception | None = None
     directory: str | None = None
@@ -103,7 +103,7 @@ def _raise_first(problems: Sequence[str], own: Exception | None) -> None:
 
 
 def _problem(facts: Sequence[Facts], rank: int, device: torch.device) -> str:
-    """Why this rank cannot work with the others: one line that says what to do."""
+    """Return one line that says why this rank cannot work with the other ranks and what to do."""
     mine, first = facts[rank], facts[0]
     if mine.boot != first.boot:
         return (

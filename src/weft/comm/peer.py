@@ -1,10 +1,9 @@
-"""Peer memory: GPUs of one host, on Weft's own CUDA kernels over NVLink (`weft/kernels/csrc/cuda`).
+"""Transport peer: GPUs of one host, on Weft's own CUDA kernels over NVLink (`weft/kernels/csrc/cuda`).
 
-Where the mesh has several hosts, it serves the groups inside a host, and the kernels number a host's ranks by their
-place on it.
+On a mesh of several hosts it serves the groups inside a host; kernels number ranks by their place on it.
 
 Each exchange is one kernel with no barrier: data is stored directly in the readers' memory and is its own flag. Small
-sums take one shot, larger ones two (`weft.comm.peer_launch`). Calls are queued on torch's current stream and can be
+sums use one shot, larger ones two (`weft.comm.peer_launch`). Calls are queued on torch's current stream and can be
 captured in a CUDA graph; with row counts in device memory, one graph serves all counts up to the tensors' size.
 """
 
@@ -61,7 +60,7 @@ MANY_CALLS = 4096
 
 
 class Request(Structure):
-    """A call, as the native `run` takes it; `csrc/cuda/peer.cu` documents the fields."""
+    """Arguments of a call for the native `run`; `csrc/cuda/peer.cu` documents the fields."""
 
     _fields_ = (
         *((name, c_int64) for name in ("group", "direction", "segments", "span", "two_shot", "x", "x_rows", "out")),
@@ -74,7 +73,7 @@ class Request(Structure):
 
 
 class MergeRequest(Structure):
-    """A merge, as the native `merge` takes it."""
+    """Arguments of a merge for the native `merge`."""
 
     _fields_ = (
         *((name, c_int64) for name in ("group", "x", "x_token", "x_head", "lse", "lse_token", "lse_head", "out")),
@@ -84,7 +83,7 @@ class MergeRequest(Structure):
 
 
 def layout() -> str:
-    """The layout of structures and the constants that this module assumes; the native module must report the same."""
+    """Return this module's assumptions on structures and constants; the native module must report the same."""
     fields = ", ".join(
         " ".join(f"{field[0]}@{getattr(kind, field[0]).offset}" for field in kind._fields_) + f" size {sizeof(kind)}"
         for kind in (Request, MergeRequest)
@@ -95,23 +94,23 @@ def layout() -> str:
 
 
 class Host(Protocol):
-    """What a rank needs of its peers' hosts: see HostMemory."""
+    """Requirements on the connection between a host's processes: see HostMemory."""
 
     def barrier(self, group: Ranks) -> None:
-        """Returns once all ranks' hosts have called it; raises CommError."""
+        """Return once all ranks' hosts have called it; raises CommError."""
         ...
 
     def check(self) -> None:
-        """Raises PeerLost where a rank's process is gone."""
+        """Raise PeerLost if a rank's process is gone."""
         ...
 
     def close(self) -> None:
-        """Leaves the world."""
+        """Leave the world."""
         ...
 
 
 def check_peer_access(world: int, rank: int) -> None:
-    """Raises LayoutError where this rank's GPU does not reach the memory of each of `world` GPUs."""
+    """Raise LayoutError if this rank's GPU does not reach the memory of each of `world` GPUs."""
     for other in range(world):
         if other != rank and not torch.cuda.can_device_access_peer(rank, other):
             raise LayoutError(
@@ -123,14 +122,14 @@ def check_peer_access(world: int, rank: int) -> None:
 class PeerTransport(NamedCalls):
     """One of the GPUs of the ranks `on_host`; see `weft.comm.transport.Transport` for the results of each method.
 
-    path: where the processes of a host's ranks meet (`weft.comm.host_memory`). device: of this rank.
-    max_bytes: of the larger of a call's input and result, for any split of rows over ranks. Building the transport
-        allocates a little more than twice as much for each rank of each group that this rank is in.
-    timeout_s: of a kernel's wait. After it the kernel ends, and `check`, or the next call, raises PeerLost or
-        CommTimeout.
+    Sums accept float32, bfloat16 and float16, and add in rank order and float32: the same bits on all ranks. A NaN may
+    become another NaN. Exchanges without a sum deliver any dtype bit for bit.
 
-    Sums take float32, bfloat16 and float16, in rank order and float32: the same bits on all ranks. A NaN may become
-    another NaN. Exchanges without a sum deliver any dtype bit for bit.
+    Args:
+        path: meeting place of the processes of a host's ranks (`weft.comm.host_memory`).
+        max_bytes: maximum of the larger of a call's input and result, for any split of rows over ranks. Each rank of
+          each group of this rank costs a little more than twice as much memory.
+        timeout_s: limit of a kernel's wait, after which `check`, or the next call, raises PeerLost or CommTimeout.
     """
 
     entry = PEER
@@ -167,7 +166,8 @@ class PeerTransport(NamedCalls):
 
     @property
     def tuning(self) -> PeerTuning:
-        """May be changed between calls, equally on all ranks. The plain form has no clusters and no early launch."""
+        """Tuning; may be changed between calls, equally on all ranks. The plain form has no clusters and no early
+        launch."""
         return self._tuning
 
     @tuning.setter
@@ -188,7 +188,7 @@ class PeerTransport(NamedCalls):
         torch.cuda.synchronize(self.device)
 
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
-        """Maps the memory of the host's ranks into this process; returns the hosts' own connection."""
+        """Map the memory of the host's ranks into this process; return the hosts' own connection."""
         host = HostMemory(mesh, self.rank, path, max(120.0, self._timeout_s))
         mine = torch.empty(NOTE_BYTES, dtype=torch.uint8)
         self._kernels.export_handle(self._handle, mine)
@@ -197,10 +197,7 @@ class PeerTransport(NamedCalls):
         return host
 
     def close(self) -> None:
-        """Leaves the world once all ranks do: no rank may free memory that another still writes to.
-
-        After a lost peer nothing is freed before the process ends.
-        """
+        """Leave the world once all ranks do, as they may write until then; after a lost peer nothing is freed."""
         if self._handle:
             self._synchronize()
             with suppress(CommError):
@@ -210,7 +207,7 @@ class PeerTransport(NamedCalls):
         self._handle = 0
 
     def check(self) -> None:
-        """Raises the errors of kernels that have run: PeerLost, CommTimeout, or more rows than a tensor holds."""
+        """Raise the errors of kernels that have run: PeerLost, CommTimeout, or more rows than a tensor holds."""
         code = self._kernels.error(self._handle)
         if not code:
             return
@@ -218,7 +215,7 @@ class PeerTransport(NamedCalls):
             raise CommError(
                 f"rank {self.rank}: the counts in device memory ask for more rows than the tensors hold, or an inbox"
             )
-        deadline = time.monotonic() + 1.0  # a process that ends is not gone at once
+        deadline = time.monotonic() + 1.0  # a process takes a moment to end
         while time.monotonic() < deadline:
             self._host.check()
             time.sleep(0.02)
@@ -230,7 +227,7 @@ class PeerTransport(NamedCalls):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """As the protocol says. With LiveSizes, rows after the live ones are neither read nor written."""
+        """Run an exchange as one kernel. With LiveSizes, rows after the live ones are neither read nor written."""
         self.check()
         x = x.contiguous()
         live, capacity = (sizes.live, sizes.capacity) if isinstance(sizes, LiveSizes) else (None, sizes)
@@ -274,19 +271,19 @@ class PeerTransport(NamedCalls):
     def _prepare(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, live: bool, epilogue: Epilogue | None
     ) -> tuple[Request, int]:
-        """The parts of a request that all calls like this one share, and the rows of its result. Raises CommError."""
+        """Return the parts of a request shared by all calls like this one, and its result's rows. Raises CommError."""
         place = check_call(self, x, exchange, group, sizes, epilogue)
         direction, n = exchange.direction, len(group)
         if exchange.combine == "sum" and x.dtype not in DTYPES:
             raise CommError(f"peer sums {', '.join(map(str, DTYPES))}, not {x.dtype}")
         rows, width = result_rows(exchange, sizes, place), x.shape[1:].numel()
-        row_bytes = -(-width * x.element_size() // UNIT_BYTES) * UNIT_BYTES  # as they travel
+        row_bytes = -(-width * x.element_size() // UNIT_BYTES) * UNIT_BYTES  # on the wire
         largest = max(rows, x.shape[0]) * row_bytes
         self._check_bytes(largest)
         sent, received = sizes, sizes[:0]
         if direction == "permute":
             sent, received = sizes[place * n : (place + 1) * n], sizes[place::n]
-        segment = max((*sent, *received), default=0) * row_bytes  # largest that two ranks exchange in one shot
+        segment = max((*sent, *received), default=0) * row_bytes  # largest piece between two ranks in one shot
         shared = n > 2 and exchange.combine == "sum" and exchange.span > 1
         two_shot = shared and spared_by_two_shot(exchange, segment) > self._tuning.one_shot_bytes
         launch = launch_of(self._tuning, largest, two_shot, rows if epilogue is not None else 0, row_bytes)
@@ -312,8 +309,10 @@ class PeerTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol says. Rows after the live ones are not written. The kernel takes heads of whole units of 16
-        bytes: others are copied to padded heads, and back. tag: ranks do not compare it, as kernels exchange no notes.
+        """Merge attention in one kernel. Rows after the live ones are not written.
+
+        Heads that are not whole units of 16 bytes are copied to padded heads, and back. tag: not compared between
+        ranks, as kernels exchange no notes.
         """
         self.check()
         check_merge(self, out, lse, group)
@@ -361,7 +360,7 @@ class PeerTransport(NamedCalls):
             raise CommError(f"rank {self.rank}: peer has max_bytes={limit}; this call takes {largest}")
 
     def _id(self, group: Ranks) -> int:
-        """The group's number in the kernels."""
+        """Return the group's number in the kernels."""
         if group not in self._ids:
             raise CommError(
                 f"rank {self.rank}: {group} is no group of the layout inside this host; there are {list(self._ids)}"
@@ -373,7 +372,7 @@ class PeerTransport(NamedCalls):
         self._host.barrier(group)
 
     def _expect(self, given: Tensor, what: str, dtype: torch.dtype, *shape: int) -> None:
-        """Raises CommError for a tensor that does not match: the kernel would read it unchecked."""
+        """Raise CommError for a tensor that does not match: the kernel would read it unchecked."""
         fits = (
             given.dtype == dtype
             and given.shape == shape
@@ -388,7 +387,7 @@ class PeerTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> PeerTransport:
-    """Transport peer: the `open` of its row in the table. Raises LayoutError."""
+    """Open transport peer: the `open` of its row in the table. Raises LayoutError."""
     on_host = rank.mesh.peers("host", rank.rank)
     check_peer_access(len(on_host), on_host.index(rank.rank))
     tuning = rank.tuning("peer_tuning", PeerTuning)

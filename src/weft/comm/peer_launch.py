@@ -1,4 +1,4 @@
-"""The launch of a call of transport peer: which algorithm, how many blocks and threads, and the size of an inbox.
+"""Launch of a call of transport peer: the algorithm, the number of blocks and threads, and the size of an inbox.
 
 One shot: each source pushes its rows to all readers, and each reader sums. Two shots: each part of a segment goes to
 one of the ranks that share it, which sums the part and pushes the sum (the terms of MSCCL++ and of TensorRT-LLM's
@@ -14,14 +14,14 @@ from weft.planner.exchange import Exchange
 MAX_RANKS, MAX_THREADS = 8, 480
 UNIT_BYTES = 16
 MAX_NORMED_BYTES = 64 << 10
-"""Bytes of a row that an epilogue takes. These four constants are the kernels' own: see `csrc/cuda/call.h`."""
+"""Maximum bytes of a row with an epilogue. These four constants are the kernels' own: see `csrc/cuda/call.h`."""
 NEVER = 1 << 40
-"""More bytes than any call has."""
+"""Threshold that no call reaches, in bytes."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """In a call of from_bytes or more, each block has one kind of work. threads: maximum of a block."""
+    """Blocks of a call of from_bytes or more, each with one kind of work. threads: maximum of a block."""
 
     from_bytes: int
     push: int
@@ -32,47 +32,39 @@ class Split:
 
 @dataclass(frozen=True)
 class PeerTuning:
-    """What depends on the machine. Sizes are bytes of a call's larger tensor.
+    """Machine-dependent settings. Sizes are bytes of a call's larger tensor.
 
-    one_shot_bytes: sums take two shots where that saves a rank more than so many received bytes.
-    few_bytes, blocks, threads: a call of up to few_bytes gets at most `blocks` blocks, of `threads` threads, or as many
-        more as give each unit a thread.
-    wide_blocks, wide_threads: of larger calls. norm_blocks: blocks of calls that normalise rows.
-    merge_blocks, merge_threads: of merges of attention. Threads are `threads` while that is one for each unit,
-        merge_threads up to 1024 units a block, then wide_threads.
-    split_…: large calls in which each block has one kind of work, by number of shots and with or without rows to
-        normalise.
-    cluster: maximum blocks that share a row to normalise, a power of two up to 8.
-    early: 1: a call's blocks start before the previous kernel ends (programmatic dependent launch).
+    Blocks are limited to the number that the GPU holds at a time. Threads are multiples of 32, up to MAX_THREADS:
+    `threads` while that is one per unit, merge_threads up to 1024 units a block, then wide_threads. GPUs before Hopper
+    have neither clusters nor early launch.
 
-    Of all numbers of blocks, the GPU gets as many as it holds at a time. Threads are multiples of 32, up to
-    MAX_THREADS. GPUs before Hopper have neither clusters nor early launch.
+    The split_… are for large calls, by number of shots and with or without rows to normalise.
     """
 
-    one_shot_bytes: int = 192 << 10
-    few_bytes: int = 128 << 10
-    blocks: int = 24
+    one_shot_bytes: int = 192 << 10  # sums use two shots if that saves a rank more than this number of received bytes
+    few_bytes: int = 128 << 10  # up to this size: `blocks` and `threads`; above: wide_blocks and wide_threads
+    blocks: int = 24  # maximum, or enough blocks for one unit per thread
     threads: int = 128
     wide_blocks: int = 128
     wide_threads: int = 480
-    norm_blocks: int = 256
-    merge_blocks: int = 256
-    merge_threads: int = 256
+    norm_blocks: int = 256  # blocks of calls that normalise rows
+    merge_blocks: int = 256  # for merges of attention
+    merge_threads: int = 256  # for merges of attention
     split_one_shot: Split = Split(1 << 20, 32, 0, 96, 480)
     split_two_shot: Split = Split(2 << 20, 128, 224, 176, 224)
     split_one_shot_norm: Split = Split(4 << 20, 32, 0, 96, 480)
     split_two_shot_norm: Split = Split(6 << 20, 64, 96, 368, 224)
-    cluster: int = 8
-    early: int = 1
+    cluster: int = 8  # maximum blocks that share a row to normalise, a power of two up to 8
+    early: int = 1  # 1: a call's blocks start before the previous kernel ends (programmatic dependent launch)
 
     def __post_init__(self) -> None:
-        """Takes a Split as JSON gives it."""
+        """Convert each Split from its JSON form."""
         for name in SPLITS:
             if isinstance(given := getattr(self, name), dict):
                 object.__setattr__(self, name, Split(**given))
 
     def split_from(self, size: int) -> PeerTuning:
-        """This tuning, where calls of `size` bytes or more are split, for all edges."""
+        """Return this tuning with calls of `size` bytes or more split, for all edges."""
         return replace(self, **{name: replace(getattr(self, name), from_bytes=size) for name in SPLITS})
 
 
@@ -81,8 +73,8 @@ SPLITS = tuple(f.name for f in fields(PeerTuning) if f.type == "Split")
 
 @dataclass(frozen=True)
 class Launch:
-    """blocks: that push, sum and write; if only the last is not 0, so many blocks do all work. cluster: blocks that
-    share a row."""
+    """Blocks that push, sum and write; if only the last is not 0, they do all work. cluster: blocks that share a
+    row."""
 
     blocks: tuple[int, int, int]
     threads: int
@@ -90,7 +82,10 @@ class Launch:
 
 
 def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row_bytes: int) -> Launch:
-    """The launch of a call. largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue."""
+    """Return the launch of a call.
+
+    largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue.
+    """
     if normed_rows:
         split = t.split_two_shot_norm if two_shot else t.split_one_shot_norm
     else:
@@ -115,29 +110,30 @@ def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row
 
 
 def merge_launch(t: PeerTuning, own_bytes: int) -> tuple[int, int]:
-    """(maximum of blocks, threads of each) of a merge that gives this rank so many bytes."""
+    """Return (maximum of blocks, threads of each) of a merge that gives this rank `own_bytes` bytes."""
     each = own_bytes / UNIT_BYTES / t.merge_blocks  # units of a block
     return t.merge_blocks, t.threads if each <= t.threads else t.merge_threads if each <= 1024 else t.wide_threads
 
 
 def threads_for(units: int, limit: int) -> int:
-    """Threads of a block for a row of so many units, in whole warps, at most `limit`: all threads have equally many."""
+    """Return a block's threads for a row of `units` units: whole warps, at most `limit`, with equal work per thread."""
     warps = max(1, -(-units // 32))
     passes = -(-32 * warps // limit)
     return 32 * -(-warps // passes)
 
 
 def inbox_bytes(ranks: int, max_bytes: int) -> int:
-    """Bytes of a group's inbox, for any split of a call's rows over ranks.
+    """Return the bytes of a group's inbox, for any split of a call's rows over ranks.
 
-    One shot fills one lane for each rank, with max_bytes at most, or an empty-lane flag. Two shots use half of it for
+    One shot fills one lane for each rank, with at most max_bytes, or an empty-lane flag. Two shots use half of it for
     parts of a rank's input or result, which at least two ranks share, and half for the sums.
     """
     return ranks * (max_bytes + 2 * UNIT_BYTES)
 
 
 def spared_by_two_shot(exchange: Exchange, segment: int) -> float:
-    """Received bytes that a rank saves if segments of so many bytes are summed in parts, each by one rank."""
+    """Return the received bytes that a rank saves if segments of `segment` bytes are summed in parts, each by one
+    rank."""
     ranks, span, scatters = exchange.ranks, exchange.span, exchange.direction == "scatter"
     second = span - 1 if scatters else ranks - 1  # parts of summed segments
     first = ranks - 1 if scatters else span - 1  # parts of terms

@@ -1,4 +1,4 @@
-"""The oracle: N emulated ranks in one process, one thread each, every exchange in plain torch.
+"""Reference transport: N emulated ranks in one process, one thread each, every exchange in plain torch.
 
 Sums are computed in float64 in rank order and rounded once. Every call is checked: the ranks of a group must make the
 same call with matching shapes, or all of them raise instead of hanging.
@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 class _Meeting:
-    """Where the ranks of one group exchange their values."""
+    """Meeting point of one group, for an exchange of values."""
 
     def __init__(self, size: int):
         self.barrier = threading.Barrier(size)
@@ -45,9 +45,9 @@ class _Meeting:
 
 
 class ComputeLock:
-    """Lets ranks that are threads compute one at a time, with the others going on while one waits for its peers.
+    """Lock that lets one of several rank threads compute at a time, while a waiting rank releases it.
 
-    Threads that compute at once hand Python's lock to each other at every operator, for a fifth of their time.
+    Threads that compute at once hand Python's lock to each other at every operator, which costs a fifth of their time.
     timeout_s: a rank that waits longer for another to stop computing raises CommError.
     """
 
@@ -56,7 +56,7 @@ class ComputeLock:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Holds the lock, but inside of `waiting`."""
+        """Hold the lock, except inside of `waiting`."""
         self._lock.acquire()
         self._of_thread.holds = True
         try:
@@ -66,7 +66,7 @@ class ComputeLock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Releases the lock meanwhile, where this thread holds it."""
+        """Release the lock meanwhile, if this thread holds it."""
         held = self._release()
         try:
             yield
@@ -77,7 +77,7 @@ class ComputeLock:
                 self._of_thread.holds = True
 
     def _release(self) -> bool:
-        """Whether this thread held the lock."""
+        """Release the lock; return True if this thread held it."""
         if held := getattr(self._of_thread, "holds", False):
             self._of_thread.holds = False
             self._lock.release()
@@ -87,8 +87,8 @@ class ComputeLock:
 class ReferenceWorld:
     """N emulated ranks. Each rank's transport must be used from its own thread.
 
-    audit: refuse sums that look like mistakes, too: bitwise equal, non-zero inputs on all ranks are a replicated value
-        that was declared partial.
+    audit: also refuse sums that look like mistakes: bitwise equal, non-zero inputs on all ranks are a replicated value
+    that was declared partial.
     timeout_s: a rank that waits longer for its peers raises CommError.
     """
 
@@ -100,11 +100,11 @@ class ReferenceWorld:
         self.compute_lock = ComputeLock(timeout_s)
 
     def transports(self) -> list[ReferenceTransport]:
-        """One transport for each rank, in rank order."""
+        """Return one transport for each rank, in rank order."""
         return [ReferenceTransport(self, rank) for rank in range(self.world)]
 
     def abort(self) -> None:
-        """Wakes all waiting ranks with CommError, and fails all later calls."""
+        """Wake all waiting ranks with CommError, and fail all later calls."""
         with self._lock:
             self._aborted = True
             meetings = list(self._meetings.values())
@@ -112,7 +112,7 @@ class ReferenceWorld:
             meeting.barrier.abort()
 
     def meet(self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], R]) -> R:
-        """Shows a value to the group, waits for all, and returns `work` of all ranks' values in rank order."""
+        """Show a value to the group, wait for all, and return `work` of all ranks' values in rank order."""
         place_in(group, rank)
         with self._lock:
             if self._aborted:
@@ -136,7 +136,7 @@ class ReferenceWorld:
         return result
 
     def total(self, tensors: list[Tensor]) -> Tensor:
-        """The sum, in float64 and rank order, rounded to the inputs' dtype."""
+        """Return the sum, in float64 and rank order, rounded to the inputs' dtype."""
         first = tensors[0]
         if self.audit and len(tensors) > 1 and first.any() and all(torch.equal(first, t) for t in tensors[1:]):
             raise PlacementError("a sum over ranks that all hold the same values: replicated, but declared partial")
@@ -194,12 +194,12 @@ class ReferenceTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> ReferenceTransport:
-    """Transport reference for a world of one rank."""
+    """Open transport reference for a world of one rank."""
     return ReferenceWorld(1).transports()[0]
 
 
 def _sent(given: list[tuple[Tensor, Sizes]], place: int) -> Sizes:
-    """The whole matrix of a permute, from all senders. Raises CommError where this rank expects other rows."""
+    """Return the whole matrix of a permute, from all senders. Raises CommError if this rank expects other rows."""
     n = len(given)
     matrix = tuple(rows for i, (_, sizes) in enumerate(given) for rows in sizes[i * n : (i + 1) * n])
     expected, sent = given[place][1][place::n], matrix[place::n]

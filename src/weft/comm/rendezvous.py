@@ -22,12 +22,12 @@ MAX_HELLO = 1 << 16
 
 
 def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[[], int], timeout_s: float) -> Meeting:
-    """Waits for all ranks; gives the same segment to each.
+    """Wait for all ranks; give the same segment to each. Raises CommError with the ranks that are missing or differ.
 
-    path: of the socket, in a folder that only this user can reach; rank 0 makes and removes it.
-    terms: JSON that must be the same on all ranks. size: gives the segment's bytes; only rank 0 calls it.
-
-    Raises CommError with the ranks that are missing or differ.
+    Args:
+        path: of the socket, in a folder that only this user can reach; rank 0 makes and removes it.
+        terms: JSON that must be the same on all ranks.
+        size: returns the segment's bytes; only rank 0 calls it.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -41,14 +41,15 @@ def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[
 
 
 class Meeting:
-    """fd: of the segment. pids: of all ranks' processes. A rank calls `ready` when it has mapped the segment."""
+    """Met ranks: the segment's descriptor and all ranks' processes. A rank calls `ready` once it has mapped the
+    segment."""
 
     def __init__(self, fd: int, pids: list[int], rank: int, peers: Sequence[socket.socket], deadline: float):
         self.fd, self.pids = fd, pids
         self._rank, self._peers, self._deadline = rank, peers, deadline
 
     def ready(self) -> None:
-        """Returns once all ranks have called it. Raises CommError."""
+        """Return once all ranks have called it. Raises CommError."""
         try:
             for peer in self._peers:
                 if self._rank:
@@ -63,7 +64,7 @@ class Meeting:
             self.close()
 
     def close(self) -> None:
-        """Closes the sockets and the descriptor; the mapping stays."""
+        """Close the sockets and the descriptor; the mapping stays."""
         for peer in self._peers:
             peer.close()
         if self.fd >= 0:
@@ -72,7 +73,8 @@ class Meeting:
 
 
 def pidfds(pids: Sequence[int]) -> list[int]:
-    """For each other process a descriptor that signals its end; −1 for this one. Raises CommError before Linux 5.3."""
+    """Return a descriptor per other process that signals its end; −1 for this one. Raises CommError before Linux
+    5.3."""
     try:
         return [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
     except OSError as error:
@@ -80,7 +82,7 @@ def pidfds(pids: Sequence[int]) -> list[int]:
 
 
 def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Meeting:
-    # On an error the ranks that came must learn of it now, not when the last reference to a socket is dropped.
+    # On an error the ranks that arrived must learn of it now, not when the last reference to a socket is dropped.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server, ExitStack() as on_error:
         with suppress(FileNotFoundError):
             path.unlink()  # left by a run that was killed; a live run has another folder
@@ -115,8 +117,10 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
 def _callers(
     server: socket.socket, on_error: ExitStack, deadline: float
 ) -> Iterator[tuple[socket.socket, int, int, str]]:
-    """Connections with rank, process and terms. A caller that sends anything else is rejected; one that sends nothing
-    delays no other."""
+    """Yield connections with rank, process and terms.
+
+    Rejects a caller that sends anything else; one that sends nothing delays no other.
+    """
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         try:

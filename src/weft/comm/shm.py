@@ -1,10 +1,10 @@
-"""Shared memory: ranks of one host, on Weft's own CPU kernels (`weft/kernels/csrc/cpu`).
+"""Transport shm: ranks of one host, on Weft's own CPU kernels (`weft/kernels/csrc/cpu`).
 
-Where the mesh has several hosts, each host's ranks have a segment of their own, and serve the groups inside that host.
+On a mesh of several hosts, each host's ranks have a segment of their own, for the groups inside that host.
 
-Small calls take one shot: each rank writes its rows where the others see them, and each sums for itself, in rank order.
-Large sums take two: each rank sums a share, and copies the other shares. Inputs in the shared arena, where all results
-are, are read in place. All ranks get the same bits, on every run.
+Small calls use one shot: each rank writes its rows to shared memory, and each sums for itself, in rank order. Large
+sums use two: each rank sums a share, and copies the other shares. Inputs in the shared arena, like all results, are
+read in place. All ranks get the same bits, on every run.
 """
 
 from __future__ import annotations
@@ -44,47 +44,43 @@ from weft.planner.exchange import Exchange, parts
 from weft.planner.spec import Mesh
 
 NEVER = 1 << 62
-"""More bytes than any tensor has."""
+"""Threshold that no tensor reaches, in bytes."""
 MAX_PLANS = 4096
 """Maximum number of cached calls. Sizes change from step to step, so the cache is emptied when it is full."""
 
 
 @dataclass(frozen=True)
 class ShmTuning:
-    """Sizes, in bytes, that are fastest on a host: measured by `weft tune`. The same on all ranks.
+    """Fastest sizes of a host in bytes, measured by `weft tune`. The same on all ranks.
 
-    slot_bytes: staging buffer of a rank and group; there are two of each.
-    two_shot_bytes: larger sums take two shots.
-    chunk_bytes: pieces of a share that is read in place.
-    zero_copy_bytes: smaller inputs are staged even if they lie in the arena.
-    stream_slot_bytes: larger pieces that peers read, staged or summed in two shots, are stored past the cache; None:
-        32 KiB, or never where one cache serves all cores of the ranks.
-    stream_out_bytes: larger results are, for any reader.
+    Attributes:
+        stream_slot_bytes: larger pieces that peers read, staged or summed in two shots, are stored past the cache;
+          None: 32 KiB, or never if one cache serves all cores of the ranks.
     """
 
-    slot_bytes: int = 512 << 10
-    two_shot_bytes: int = 16 << 10
-    chunk_bytes: int = 256 << 10
-    zero_copy_bytes: int = 8 << 10
+    slot_bytes: int = 512 << 10  # staging buffer of a rank and group; there are two of each
+    two_shot_bytes: int = 16 << 10  # larger sums use two shots
+    chunk_bytes: int = 256 << 10  # pieces of a share that is read in place
+    zero_copy_bytes: int = 8 << 10  # smaller inputs are staged even if they lie in the arena
     stream_slot_bytes: int | None = None
-    stream_out_bytes: int = 32 << 20
+    stream_out_bytes: int = 32 << 20  # larger results are stored past the cache, for any reader
 
 
 class ShmTransport(NamedCalls):
-    """One rank among those of its host; see `weft.comm.transport.Transport` for the results of each method.
+    """One rank of a host; see `weft.comm.transport.Transport` for the results of each method.
 
-    path: of the socket at which the host's ranks meet, in a folder of this user. Building the transport is collective.
-    timeout_s: of the meeting and of each call.
-    blocks, block_bytes: each result, and each tensor of `empty`, takes a block of shared memory: so many tensors of a
-        rank may be alive at once, each at most so large. Untouched pages take no memory.
-    tuning: the host's; None: the defaults.
-    spins: reads of a peer's flag before a rank yields its core; None: many where each rank has a core.
-    isa: auto, or one of scalar, avx2, avx512, neon.
+    Building the transport is collective. Raises CommError if the ranks do not meet. Calls raise PeerLost soon after a
+    rank's process ends, CommTimeout, and CommError for an invalid call, on all ranks that see it. Sums accept float32,
+    bfloat16, float16 and float64; other exchanges accept any dtype.
 
-    Sums take float32, bfloat16, float16 and float64; other exchanges take any dtype.
-
-    Raises CommError where the ranks do not meet. Calls raise PeerLost soon after a rank's process ends, CommTimeout,
-    and CommError for a call that cannot be made, on all ranks that see it.
+    Args:
+        path: of the socket at which the host's ranks meet, in a folder of this user.
+        timeout_s: limit of the meeting and of each call.
+        blocks: maximum live results and tensors of `empty` of a rank; each occupies a block of shared memory.
+        block_bytes: maximum bytes of such a tensor. Untouched pages cost no memory.
+        tuning: the host's; None: the defaults.
+        spins: reads of a peer's flag before a rank yields its core; None: many if each rank has a core.
+        isa: auto, or one of scalar, avx2, avx512, neon.
     """
 
     entry = SHM
@@ -161,7 +157,7 @@ class ShmTransport(NamedCalls):
         self._exchange_norm = kernels.exchange_norm
 
     def close(self) -> None:
-        """Leaves the world. Tensors in the arena stay valid; the transport must not be used after.
+        """Leave the world. Tensors in the arena stay valid; the transport must not be used after.
 
         A transport that is collected leaves too. A process that ends without it counts as lost.
         """
@@ -170,19 +166,21 @@ class ShmTransport(NamedCalls):
 
     @property
     def isa(self) -> str:
-        """The instruction set in use."""
+        """Instruction set in use."""
         return self._kernels.isa(self._handle)
 
     def check(self) -> None:
-        """Raises PeerLost where a rank's process is gone. It is not collective."""
+        """Raise PeerLost if a rank's process is gone. It is not collective."""
         self._call("check", ())
 
     def offset_of(self, x: Tensor) -> int:
-        """The offset in bytes of a tensor of this rank's arena in the shared segment; for `direct_sum` on any rank."""
+        """Return the byte offset of a tensor of this rank's arena in the shared segment; for `direct_sum` on any
+        rank."""
         return int(self._kernels.offset_of(self._handle, x))
 
     def direct_sum(self, out: Tensor, offsets: Sizes, begin: int, count: int) -> None:
-        """out[begin : begin + count] = the sum of the tensors at offsets, elements counted flat; no rank waits.
+        """Store the sum of the tensors at `offsets` in out[begin : begin + count], elements counted flat; no rank
+        waits.
 
         A benchmark's lower bound: the rest of a collective's time is its protocol.
         """
@@ -190,20 +188,20 @@ class ShmTransport(NamedCalls):
 
     @property
     def peak_blocks(self) -> int:
-        """The maximum of blocks that this rank had in use at once; the others were never touched."""
+        """Maximum number of blocks that this rank used at once; the other blocks were never touched."""
         return int(self._kernels.peak_blocks(self._handle))
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """An unfilled tensor in the arena: as an input it is read in place.
+        """Return an unfilled tensor in the arena: as an input it is read in place.
 
-        Raises CommError where it is larger than a block, or no block is free.
+        Raises CommError if it is larger than a block, or no block is free.
         """
         return self._call("empty", (), shape, like)
 
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        # A small call hardly takes longer than the Python code before it, so that code is kept short.
+        # A small call takes hardly longer than the Python code before it: keep that code short.
         plan = self._plans.get((exchange, group, sizes))
         if plan is None or (epilogue is not None and exchange.combine != "sum"):
             plan = self._prepare(x, exchange, group, sizes, epilogue)
@@ -221,7 +219,7 @@ class ShmTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Merge as the protocol says. tag: of the caller; ranks with different tags raise CommError."""
+        """Merge attention. tag: set by the caller; ranks with different tags raise CommError."""
         check_merge(self, out, lse, group)
         if out.stride(2) != 1 or out.is_neg():
             out = _plain(out)
@@ -235,8 +233,7 @@ class ShmTransport(NamedCalls):
         self._call("barrier", group, self._id(group))
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of all ranks' x. One plan serves all numbers of rows, so that the shortest calls have the fewest
-        lookups."""
+        """Return the sum of all ranks' x. One plan serves all numbers of rows, so that short calls have few lookups."""
         plan = self._all_reduces.get(group) or self._prepare_all_reduce(group)
         if x.is_neg():
             x = _plain(x)
@@ -250,7 +247,7 @@ class ShmTransport(NamedCalls):
             self._explain(error, "all_reduce", group)
 
     def all_reduce_(self, x: Tensor, group: Ranks) -> None:
-        """all_reduce over x itself, which must be contiguous: it allocates no result."""
+        """Run all_reduce over x itself, which must be contiguous, without allocating a result."""
         if x.is_neg():
             raise CommError(f"rank {self.rank}: all_reduce_ over a lazily negated view; give it a tensor of its own")
         try:
@@ -260,7 +257,7 @@ class ShmTransport(NamedCalls):
             self._explain(error, "all_reduce_", group)
 
     def _normed(self, plan: int, x: Tensor, epilogue: Epilogue, what: str, group: Ranks) -> Tensor:
-        """A call with its epilogue. The native call takes one dtype: a wider weight is applied behind the sum."""
+        """Run a call with its epilogue. The native call accepts one dtype: a wider weight is applied after the sum."""
         if epilogue.weight.dtype == torch.float32 != x.dtype:
             return finish(self._call("exchange_for_norm", group, plan, x.contiguous(), epilogue.eps), epilogue)
         residual, weight = epilogue.residual, epilogue.weight
@@ -287,7 +284,7 @@ class ShmTransport(NamedCalls):
     def _prepare(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None
     ) -> int:
-        """The kernel's plan of a call. Raises CommError for a call that this rank cannot make."""
+        """Return the kernel's plan of a call. Raises CommError for a call that this rank cannot make."""
         sizes = sizes_on_host(self, sizes)
         check_call(self, x, exchange, group, sizes, epilogue)
         plan = self._plans.get((exchange, group, sizes))
@@ -307,7 +304,7 @@ class ShmTransport(NamedCalls):
         return plan
 
     def _id(self, group: Ranks) -> int:
-        """The group's number in the segment, where each group has its flags and slots."""
+        """Return the group's number in the segment, which holds flags and slots for each group."""
         if group not in self._ids:
             raise CommError(
                 f"rank {self.rank}: {group} is no group of the layout inside this host; there are {list(self._ids)}"
@@ -332,7 +329,7 @@ class ShmTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> ShmTransport:
-    """Transport shm: the `open` of its row in the table."""
+    """Open transport shm: the `open` of its row in the table."""
     blocks, block_bytes = rank.arena()
     return ShmTransport(
         rank.mesh,
@@ -350,13 +347,13 @@ def _mask(places: Ranks) -> int:
 
 
 def _leave(held: ExitStack, owner: int) -> None:
-    """Leaves for a transport that nobody closed, in the process that made it."""
+    """Leave for a transport that nobody closed, in the process that made it."""
     if os.getpid() == owner and not sys.is_finalizing():
         held.close()
 
 
 def _plain(x: Tensor) -> Tensor:
-    """x, or a copy of it: contiguous, neither lazily negated nor conjugated."""
+    """Return x, or a contiguous copy that is neither lazily negated nor conjugated."""
     if x.is_neg() or x.is_conj():
         x = x.resolve_neg().resolve_conj()
     return x.contiguous()

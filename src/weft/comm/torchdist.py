@@ -1,9 +1,8 @@
 """torch.distributed: gloo on CPUs, NCCL on GPUs. Works everywhere, on several hosts too.
 
 Over gloo, an exchange is one round of all_to_all and a sum on each rank, in rank order: gloo has no ragged collectives,
-its all_reduce takes 2(n-1) rounds, and rounds dominate the time (docs/log/notes.md). Small sums take one round: each
-rank receives all terms of its result. Large sums take two rounds, in which no row is received twice. All ranks get the
-same bits.
+its all_reduce takes 2(n-1) rounds, and rounds dominate the time (docs/log/notes.md). Small sums take one round: each rank
+receives all terms of its result. Large sums take two rounds and receive no row twice. All ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -23,18 +22,20 @@ from weft.planner.exchange import Exchange, Part, in_two_steps, parts
 from weft.planner.spec import Mesh
 
 ONE_ROUND_BYTES = 128 * 1024
-"""Maximum bytes of a sum's whole result in one round; above, a second round costs less than the bytes that it saves."""
+"""Maximum bytes of a sum's result in one round; above, a second round costs less than the bytes that it saves."""
 
 
 class TorchDistTransport(NamedCalls):
     """One rank of a torch.distributed world; see `weft.comm.transport.Transport` for the results of each method.
 
-    meeting: where the ranks meet, a URL as torch.distributed takes it (`tcp://HOST:PORT`, `file:///…`, `env://`) or a
-        store. Building the transport is collective over the mesh. Raises CommError where the ranks do not meet within
-        timeout_s. A process holds one at a time, as torch.distributed does.
-    one_round_bytes: maximum of the result of a sum over gloo in one round.
-    in_place: all_reduce leaves its result in the input's memory, which saves a copy; for callers that do not read the
-        input afterwards, such as `weft.stream.stream.Stream`.
+    Building the transport is collective over the mesh. Raises CommError if the ranks do not meet within timeout_s. A
+    process holds one at a time, like torch.distributed.
+
+    Args:
+        meeting: URL for torch.distributed (`tcp://HOST:PORT`, `file:///…`, `env://`) or a store.
+        one_round_bytes: maximum bytes of the result of a sum over gloo in one round.
+        in_place: all_reduce leaves its result in the input's memory, which saves a copy; for callers that do not read
+          the input afterwards, such as `weft.stream.stream.Stream`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class TorchDistTransport(NamedCalls):
             raise CommError(f"rank {rank}: no {backend} group of {mesh.world} ranks at {meeting}: {error}") from error
 
     def close(self) -> None:
-        """Leaves the group. The transport must not be used after."""
+        """Leave the group. The transport must not be used after."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -92,7 +93,7 @@ class TorchDistTransport(NamedCalls):
         return self._round(self._round(x, first, exchange.kind, group, place), second, exchange.kind, group, place)
 
     def _round(self, x: Tensor, found: Sequence[Part], kind: str, group: Ranks, place: int) -> Tensor:
-        """One all_to_all: each reader of a part gets all its terms, and adds them in rank order."""
+        """Run one all_to_all: each reader of a part gets all its terms, and adds them in rank order."""
         everyone = range(len(group))
         sent = [[p for p in found if place in p.sources and r in p.readers] for r in everyone]
         due = [[p for p in found if r in p.sources and place in p.readers] for r in everyone]
@@ -146,7 +147,7 @@ class TorchDistTransport(NamedCalls):
 
 
 def open_transport(rank: Opening) -> TorchDistTransport:
-    """Transport gloo on CPUs, nccl on GPUs: the `open` of their rows in the table."""
+    """Open gloo on CPUs, nccl on GPUs: the `open` of their rows in the table."""
     backend = "nccl" if rank.device.type == "cuda" else "gloo"
     meeting = _store(rank, *rank.store) if rank.store else f"file://{rank.directory}/rendezvous"
     return TorchDistTransport(
@@ -155,10 +156,10 @@ def open_transport(rank: Opening) -> TorchDistTransport:
 
 
 def _store(rank: Opening, host: str, port: int) -> Store:
-    """The store of ranks on several hosts, which rank 0 serves. Raises CommError where it cannot be reached.
+    """Return the store of ranks on several hosts, served by rank 0. Raises CommError if it cannot be reached.
 
-    Its keys begin with the name of the ranks' folder, another for each start: what is left of an earlier one is not
-    taken for this one's.
+    Its keys begin with the name of the ranks' folder, which is new at each start, so that no keys of an earlier start
+    are read.
     """
     timeout = datetime.timedelta(seconds=rank.timeout_s)
     try:
@@ -171,7 +172,7 @@ def _store(rank: Opening, host: str, port: int) -> Store:
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
-    """The sum in order; low precision is summed in float32 and rounded once."""
+    """Return the sum in order; low precision is summed in float32 and rounded once."""
     first = terms[0]
     if len(terms) == 1:
         return first

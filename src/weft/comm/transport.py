@@ -27,33 +27,33 @@ from weft.planner.spec import Mesh
 COLLECTIVE = "weft collective "
 """Prefix of a collective's range in a trace, before its kind. Names in a trace are ASCII only."""
 Ranks = tuple[int, ...]
-"""A group: its global ranks, ascending, the caller's included."""
+"""Group: its global ranks, ascending, including the caller."""
 Sizes = tuple[int, ...]
-"""Rows of each segment of an exchange, as `weft.planner.exchange.parts` takes them."""
+"""Rows of each segment of an exchange, as in `weft.planner.exchange.parts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSizes:
     """Sizes with live rows that only the device knows.
 
-    capacity: maximum rows of each segment, by which tensors are allocated; the same on every rank.
-    live: int32 `[segments]` in device memory, read when the kernel runs: live rows of each segment, at most its
-        capacity. Of a permute `[2 · ranks]`: rows that this rank sends to each rank, then rows that it gets from each.
+    Live rows lie one after the other from a tensor's first row on, whatever the capacities. Rows after them are neither
+    read nor written.
 
-    Live rows lie one after the other from a tensor's first row on, whatever the capacities. Rows behind them are
-    neither read nor written.
+    Attributes:
+        live: int32 `[segments]` in device memory, read when the kernel runs: live rows of each segment, at most its
+          capacity. For a permute `[2 · ranks]`: rows that this rank sends to each rank, then rows that it receives.
     """
 
-    capacity: Sizes
+    capacity: Sizes  # maximum rows of each segment, by which tensors are allocated; the same on every rank
     live: Tensor
 
 
 class CommError(RuntimeError):
-    """A collective failed or timed out. The text names the rank, the call and, where known, the lost peer."""
+    """Failure or timeout of a collective. The message names the rank, the call and, if known, the lost peer."""
 
 
 class PeerLost(CommError):
-    """The process of global rank `rank` is gone."""
+    """Loss of the process of global rank `rank`."""
 
     def __init__(self, rank: int, by: int):
         super().__init__(f"rank {by}: rank {rank} is gone")
@@ -61,23 +61,17 @@ class PeerLost(CommError):
 
 
 class CommTimeout(CommError):
-    """A collective took longer than the transport's timeout."""
+    """Timeout of a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """A sum with an epilogue adds the residual to its result and normalises that by RMSNorm, in one call (see
-    `finish`).
+    """Residual add and RMSNorm of a sum's result, in the same call (see `finish`)."""
 
-    residual: `[rows, width]` for the result's rows, of the input's dtype.
-    weight: `[width]`, of the same dtype or float32, as `weft.kernels.torch_reference.rms_norm` takes it.
-    quantised: filled with the normalised rows in FP8, for products that take them so.
-    """
-
-    residual: Tensor
-    weight: Tensor
+    residual: Tensor  # `[rows, width]` for the result's rows, in the input's dtype
+    weight: Tensor  # `[width]`, in the same dtype or float32, as in `weft.kernels.torch_reference.rms_norm`
     eps: float
-    quantised: float8.Fp8Rows | None = None
+    quantised: float8.Fp8Rows | None = None  # filled with the normalised rows in FP8, for GEMMs that require them
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
@@ -93,8 +87,7 @@ def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
 class Transport(Protocol):
     """One rank's end. Tensors are `[rows, width]`. Inputs do not change; results are new tensors.
 
-    All methods raise CommError. A transport declares at plan time, in its entry, what it does not have. It never falls
-    back on its own.
+    All methods raise CommError. A transport declares what it lacks at plan time, in its entry, and has no fallbacks.
     """
 
     rank: int
@@ -107,49 +100,53 @@ class Transport(Protocol):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """This rank's result of an exchange among `group`, as `weft.planner.exchange.parts` defines it.
+        """Return this rank's result of an exchange among `group`, as defined by `weft.planner.exchange.parts`.
 
-        x: this rank's input. sizes: rows of each segment. epilogue: the result is then `[2, rows, width]`, as `finish`
-            says.
+        Raises CommError at once if the transport does not offer the exchange or LiveSizes, or the rank is not in the
+        group.
 
-        Raises CommError at once where the transport does not offer the exchange or takes no LiveSizes, or the rank is
-        not in the group.
+        Args:
+            x: this rank's input `[rows, width]`.
+            sizes: rows of each segment.
+            epilogue: residual add and norm; the result is then `[2, rows, width]` (see `finish`).
         """
         ...
 
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Merges attention over the ranks' shards of the keys: each rank gets its own heads, complete.
+        """Merge attention over the ranks' shards of the keys: each rank gets its own heads, complete.
 
-        out: `[T, H, D]`, its last dimension contiguous. lse: float32 `[T, H]`. They are this rank's part of all heads,
-            as `weft.kernels.torch_reference.softmax_merge` takes them. T is the same on all ranks.
-        live: int32 `[1]` in device memory: only so many of the T tokens count; None: all.
+        Returns new tensors `[T, H/n, D]` and `[T, H/n]`: the i-th rank gets the i-th H/n heads. Raises CommError like
+        `exchange`.
 
-        Returns new tensors `[T, H/n, D]` and `[T, H/n]`: the i-th rank gets the i-th H/n heads. Raises CommError as
-        `exchange` does.
+        Args:
+            out: `[T, H, D]`, its last dimension contiguous: all heads over this rank's keys. T is the same on all
+              ranks.
+            lse: float32 `[T, H]`, as in `weft.kernels.torch_reference.softmax_merge`.
+            live: int32 `[1]` in device memory: number of tokens in use; None: all T.
         """
         ...
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """An unfilled tensor of like's dtype and device, where this transport reads its inputs fastest."""
+        """Return an unfilled tensor of like's dtype and device in memory that this transport reads fastest."""
         ...
 
     def barrier(self, group: Ranks) -> None:
-        """Returns once all ranks of the group have called it."""
+        """Return once all ranks of the group have called it."""
         ...
 
     def check(self) -> None:
-        """Raises the errors of queued calls that have run since, and PeerLost where a rank is known to be gone."""
+        """Raise the errors of queued calls that have run since, and PeerLost if a rank is known to be gone."""
         ...
 
     def close(self) -> None:
-        """Leaves the world; the transport must not be used after."""
+        """Leave the world; the transport must not be used after."""
         ...
 
 
 class NamedCalls(OfOneProcess):
-    """A base class of transports, with each exchange as a method of its name."""
+    """Base class of transports with one method per exchange, named after it."""
 
     fork_error = CommError
     entry: TransportEntry
@@ -158,59 +155,58 @@ class NamedCalls(OfOneProcess):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """As the protocol says."""
+        """Run the method named after the exchange."""
         raise NotImplementedError
 
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the protocol says, where it is offered."""
+        """Run the exchange `merge_scatterv`, if it is offered."""
         raise CommError(f"{type(self).__name__} does not offer merge_scatterv")
 
     def check(self) -> None:
-        """Does nothing, for transports that queue nothing: calls raise their own errors."""
+        """Do nothing, for transports that queue nothing: calls raise their own errors."""
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of all ranks' x."""
+        """Return the sum of all ranks' x."""
         return self.exchange(x, named.all_reduce(len(group)), group, (x.shape[0],), epilogue)
 
     def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        """Sum of all ranks' x `[sum(sizes), width]`; the i-th rank gets the i-th segment of its rows."""
+        """Return this rank's segment of the rows of the sum of all ranks' x `[sum(sizes), width]`."""
         return self.exchange(x, named.reduce_scatterv(len(group)), group, sizes, epilogue)
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
-        """All ranks' rows, in rank order: `[sum(sizes), width]`; the i-th rank passes `sizes[i]` rows."""
+        """Return all ranks' rows, in rank order: `[sum(sizes), width]`; the i-th rank passes `sizes[i]` rows."""
         return self.exchange(x, named.all_gatherv(len(group)), group, sizes)
 
     def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        """Sends the i-th segment of rows to the i-th rank; returns the segments received, in rank order."""
+        """Send the i-th segment of rows to the i-th rank; return the segments received, in rank order."""
         return self.exchange(
             x, named.all_to_allv(len(group)), group, to_and_from(send, receive, place_in(group, self.rank))
         )
 
     def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
-        """The x of global rank `root`; all ranks pass a tensor of that shape."""
+        """Return the x of global rank `root`; all ranks pass a tensor of that shape."""
         mine = x if self.rank == root else x[:0]
         return self.all_gatherv(mine, group, tuple(x.shape[0] * (r == root) for r in group))
 
     def all_reduce_all_gatherv(self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
-        """The sums of x over each group of neighbouring ranks, in group order: `[sum(sizes), width]`. sizes: of
-        groups."""
+        """Return the sums of x over each group of neighbouring ranks, in group order. sizes: rows of each group."""
         exchange = named.all_reduce_all_gatherv(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)
 
     def reduce_scatterv_all_reduce(
         self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """Sum of all ranks' x `[sum(sizes), width]`; the i-th group of neighbours gets the i-th segment of rows."""
+        """Return this group's segment of the rows of the sum of all ranks' x `[sum(sizes), width]`."""
         exchange = named.reduce_scatterv_all_reduce(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)
 
 
 def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Sizes:
-    """The sizes of a permute that the rank at `place` knows: its row and its column of the matrix, zeros elsewhere.
+    """Return the sizes of a permute known to the rank at `place`: its row and column of the matrix, zeros elsewhere.
 
-    Raises CommError where it sends itself other rows than it receives from itself.
+    Raises CommError if the rank sends itself a different number of rows than it receives from itself.
     """
     n = len(send)
     if len(receive) != n or send[place] != receive[place]:
@@ -222,7 +218,7 @@ def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Size
 
 
 def place_in(group: Ranks, rank: int) -> int:
-    """Return the rank's place in the group. Raises CommError where it has none: its peers would wait for it forever."""
+    """Return the rank's place in the group. Raises CommError without one: its peers would wait for it forever."""
     if rank not in group:
         raise CommError(f"rank {rank} calls over the group {group}, which it is not in")
     return group.index(rank)
@@ -259,7 +255,7 @@ def check_call(
 
 
 def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> int:
-    """Return the rank's place in the group. Raises CommError for a merge that this rank alone can find to be wrong."""
+    """Return the rank's place in the group. Raises CommError for an error that this rank can find alone."""
     place, rank = place_in(group, transport.rank), transport.rank
     if not transport.entry.offers(named.merge_scatterv(len(group))):
         raise CommError(f"{transport.entry.name} does not offer merge_scatterv")
@@ -276,9 +272,7 @@ def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) ->
 
 
 def offer_of(entry: TransportEntry, mesh: Mesh, cost: Cost) -> Offer:
-    """Return a transport's offer to the planner: the mesh's edges that it carries out, and the exchanges that merge
-    attention over shards and send rows to experts.
-    """
+    """Return a transport's offer to the planner: its edges of the mesh, and its exchanges inside blocks."""
     exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
     exchanges |= block_exchanges(mesh)
     kinds, epilogues = (frozenset(e.kind for e in exchanges if entry.offers(e, epilogue)) for epilogue in (False, True))

@@ -1,4 +1,4 @@
-"""The table of transports: a row for each, and the rows that plugins add.
+"""Table of transports: a row for each, and the rows that plugins add.
 
 Options, help texts, errors and offers follow from a transport's row before it is built. The table does not import
 torch, so that command lines parse quickly: a transport's module is imported when it is opened.
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     import torch
 
 AUTO = "auto"
-"""Option that enables all transports of a device that have `auto` in their row; the planner chooses among them."""
+"""Option that enables every transport of a device with `auto` in its row; the planner chooses among them."""
 
 
 class TransportName(str):
-    """An option of the table of transports, with the plugins' rows."""
+    """Option of the table of transports, with the plugins' rows."""
 
 
 class TransportChoice(TransportName):
-    """An option of the table of transports, or AUTO."""
+    """Option of the table of transports, or AUTO."""
 
 
 ANY_TRANSPORT = TransportChoice(AUTO)
@@ -38,72 +38,60 @@ SHM_RANKS = 16
 
 
 class Offers(Protocol):
-    """Whether a transport carries out an exchange; epilogue: with residual add and norm in the same call."""
+    """Predicate: True if a transport runs an exchange; epilogue: with residual add and norm in the same call."""
 
     def __call__(self, exchange: Exchange, epilogue: bool = False) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Opening:
-    """The arguments of a rank that opens a transport.
+    """Arguments of a rank that opens a transport.
 
-    directory: a folder of these ranks alone, for their rendezvous; on each host its own, of the same name.
-    device: of this rank.
-    max_bytes: returns the maximum bytes of a tensor that a step exchanges.
-    arena: returns (maximum of tensors of a rank that are alive at once, bytes of the largest) in memory that the ranks
-        of this host share. Raises LayoutError where the host has less.
-    tuning: returns the tuning of this class that `weft tune` found for this host under a key; None where it has not
-        run. Raises LayoutError.
-    store: host and port at which rank 0 serves torch.distributed's store, where the ranks are on several hosts.
-    timeout_s: a call fails if its peers have not come after so many seconds.
+    Attributes:
+        arena: returns (maximum live tensors of a rank, bytes of the largest) in memory shared by the ranks of this
+          host. Raises LayoutError if the host has less.
+        tuning: returns the tuning of a class that `weft tune` found under a key for this host, or None. Raises
+          LayoutError.
+        store: host and port at which rank 0 serves torch.distributed's store, for ranks on several hosts.
     """
 
     mesh: Mesh
     rank: int
-    directory: Path
-    device: torch.device
-    max_bytes: Callable[[], int]
+    directory: Path  # folder for the rendezvous of these ranks only; each host has its own, of the same name
+    device: torch.device  # of this rank
+    max_bytes: Callable[[], int]  # returns the maximum bytes of a tensor that a step exchanges
     arena: Callable[[], tuple[int, int]]
     tuning: Callable[[str, type], Any]
     store: tuple[str, int] | None = None
-    timeout_s: float = 60.0
+    timeout_s: float = 60.0  # seconds until a call fails if its peers have not arrived
 
 
 @dataclass(frozen=True)
 class TransportEntry:
-    """A transport's row in the table: what the planner and others know of it.
+    """Row of a transport in the table: its facts for the planner and for options. None: no limit."""
 
-    option: its name on command lines. name: its name in plans, reports and cost tables. device: of its ranks.
-    offers: whether it carries out an exchange. open: makes a rank's `weft.comm.transport.Transport`; collective.
-    max_ranks: maximum ranks of a host; max_hosts: maximum hosts; None: any.
-    max_normed_bytes: maximum bytes of a row with an epilogue; max_bytes: of the larger of a call's input and result;
-        None: any.
-    takes_live_sizes: accepts `weft.comm.transport.LiveSizes`.
-    auto: AUTO enables it, in the table's order.
-    """
-
-    option: str
-    name: str
-    device: Literal["cpu", "cuda", "any"]
-    offers: Offers
-    open: Callable[[Opening], Any]
-    max_ranks: int | None = None
-    max_hosts: int | None = None
-    max_normed_bytes: int | None = None
-    max_bytes: int | None = None
-    takes_live_sizes: bool = False
-    auto: bool = True
+    option: str  # name on command lines
+    name: str  # name in plans, reports and cost tables
+    device: Literal["cpu", "cuda", "any"]  # of its ranks
+    offers: Offers  # True for the exchanges that it runs
+    open: Callable[[Opening], Any]  # makes a rank's `weft.comm.transport.Transport`; collective
+    max_ranks: int | None = None  # maximum ranks of a host
+    max_hosts: int | None = None  # maximum hosts
+    max_normed_bytes: int | None = None  # maximum bytes of a row with an epilogue
+    max_bytes: int | None = None  # maximum bytes of the larger of a call's input and result
+    takes_live_sizes: bool = False  # accepts `weft.comm.transport.LiveSizes`
+    auto: bool = True  # AUTO enables it, in the table's order
 
     def runs_on(self, device: str) -> bool:
-        """Return whether it runs on a device, cpu or cuda."""
+        """Return True if it runs on a device, cpu or cuda."""
         return self.device in (device, "any")
 
     def spans(self, hosts: int) -> bool:
-        """Return whether its groups may cross this number of hosts."""
+        """Return True if its groups may span this number of hosts."""
         return self.max_hosts is None or hosts <= self.max_hosts
 
     def check(self, mesh: Mesh) -> None:
-        """Raise LayoutError where a host has more ranks than max_ranks."""
+        """Raise LayoutError if a host has more ranks than max_ranks."""
         on_host = mesh.world // mesh.hosts
         if self.max_ranks is not None and on_host > self.max_ranks:
             kind = ", of one host" if self.max_hosts == 1 else ""
@@ -114,7 +102,7 @@ class TransportEntry:
 
 
 def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
-    """Raise LayoutError where these transports together do not serve all ranks of a layout."""
+    """Raise LayoutError if these transports, taken as a set, do not serve all ranks of a layout."""
     for entry in entries:
         entry.check(mesh)
     if not any(entry.spans(mesh.hosts) for entry in entries):
@@ -126,7 +114,7 @@ def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
 
 
 def offers_all(exchange: Exchange, epilogue: bool = False) -> bool:
-    """Return the offers of a transport with all exchanges: epilogues of sums, and merges of whole heads."""
+    """Offer all exchanges: epilogues of sums, and merges of whole heads."""
     if exchange.combine == "softmax_merge":
         return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
     return exchange.combine == "sum" or not epilogue
@@ -141,7 +129,7 @@ def _offers_what_nccl_calls(exchange: Exchange, epilogue: bool = False) -> bool:
 
 
 def _opener(module: str) -> Callable[[Opening], Any]:
-    """Return the `open_transport` of a module, which is imported when it is first called."""
+    """Return the `open_transport` of a module, imported at the first call."""
     return lambda opening: import_module(module).open_transport(opening)
 
 
@@ -161,7 +149,7 @@ PEER = TransportEntry(
 NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_what_nccl_calls, _opener("weft.comm.torchdist"))
 TRANSPORTS = (SHM, GLOO, PEER, NCCL)
 REFERENCE = TransportEntry("reference", "reference", "any", offers_all, _opener("weft.comm.reference"), auto=False)
-"""For ranks that are threads of one process, and for a single rank: no option of ranks that are processes."""
+"""Transport of ranks that are threads of one process, or of a single rank; no option for ranks that are processes."""
 
 
 def transports(plugins: Sequence[str] = ()) -> dict[str, TransportEntry]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def address_of(path: Path) -> Iterator[str]:
-    """Yield an address to bind or connect at a path of any length. Raises OSError where its folder is not there.
+    """Yield an address to bind or connect at a path of any length. Raises OSError if its folder does not exist.
 
     Linux limits an address to 107 bytes. This one goes through a descriptor of the folder: its permissions still hold.
     """

@@ -1,4 +1,4 @@
-"""Exchanges inside blocks: values that blocks exchange between ranks, by the plan's recipe and transport.
+"""Exchanges of values inside blocks, by the plan's recipe and transport.
 
 The plan gives the recipe, the transport and the rows of a call (`weft.planner.op.BlockOp`). This module cuts values
 into calls, exchanges, times and counts them. A recipe is a row of the planner's table and a function of `MERGES`.
@@ -30,17 +30,21 @@ from weft.stream.stats import StepTimes
 from weft.stream.step_rows import StepRows
 
 Calls = tuple[int, int, float, float]
-"""Totals of an op: calls, bytes that a rank received, seconds on this rank (on CPUs alone), predicted seconds."""
+"""Totals of an op: calls, bytes that a rank received, seconds on this rank (on CPUs only), predicted seconds."""
 Merged = tuple[Tensor, Tensor]
 """This rank's heads of attention, complete, `[T, H/n, D]`, and their log-sum-exp `[T, H/n]`."""
 
 
 class BlockExchanges:
-    """A rank's exchanges inside blocks.
+    """Exchanges of a rank inside blocks.
 
-    transports: by name. prices: give the ops to run; `planned_by` replaces them for a while.
-    site: the read of the stream that precedes an exchange. `ran` counts calls by it and the op, except for calls of
-        which the bytes follow from a step's counts: the step's plan counts these.
+    `ran` counts calls by `site` and op, except calls with bytes that follow from a step's counts: the plan counts
+    these.
+
+    Args:
+        transports: by name.
+        prices: source of the ops to run; `planned_by` replaces it for a while.
+        site: read of the stream that precedes an exchange.
     """
 
     def __init__(self, mesh: Mesh, rank: int, transports: Mapping[str, Transport], prices: BlockPrices):
@@ -52,7 +56,7 @@ class BlockExchanges:
 
     @contextmanager
     def planned_by(self, prices: BlockPrices) -> Iterator[None]:
-        """Runs these ops inside the context: those of steps that are captured."""
+        """Run the ops of these prices inside the context, for steps that are captured."""
         before, self.prices = self.prices, prices
         try:
             yield
@@ -60,21 +64,25 @@ class BlockExchanges:
             self.prices = before
 
     def begin(self, counts: Counts, rows: StepRows, times: StepTimes | None) -> None:
-        """Begins a pass of the model. counts: those of its plan. times: not None where the pass is timed."""
+        """Begin a pass of the model. counts: tokens of its plan. times: not None if the pass is timed."""
         self._counts, self._rows, self._times = counts, rows, times
 
     def serve(self, read: ReadPlan) -> None:
-        """Serves a read of the pass; exchanges from now on follow it."""
+        """Serve a read of the pass; later exchanges follow it."""
         self.site, self._planned = read.read.site, read.inside
 
     def dispatch(self, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-        """Sends this rank's own rows x `[T, width]` to the ranks of their experts; returns the results `[T, width]`.
+        """Send this rank's own rows to the ranks of their experts; return the results `[T, width]`.
 
-        weight: `[T, k]`. expert: `[T, k]`. experts: their total number. work: each rank calls it with the rows that it
-        received. All ranks of the world must call. Raises CommError; PlacementError where the plan has no such
-        dispatch here.
+        All ranks of the world must call. Raises CommError; PlacementError if the plan has no such dispatch here.
+
+        Args:
+            x: `[T, width]`, this rank's own rows.
+            weight, expert: `[T, k]`.
+            experts: total number of experts.
+            work: each rank calls it with the rows that it received.
         """
-        if self._rows.idle:  # no rank has a row, and all ranks know it: no rank sends rows or calls its experts
+        if self._rows.idle:  # no rank has a row, and all know it: skip rows and experts
             return x.new_empty(x.shape)
         what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
         found = [op for op in self._planned if op.value == what]
@@ -95,17 +103,20 @@ class BlockExchanges:
         return DISPATCHES[found[0].recipe.name](by, x, weight, expert, experts, work)
 
     def recipe(self, what: Prompt, group: str, rows: int) -> str:
-        """Returns the name of the cheapest recipe for exactly `rows` rows; the caller exchanges its parts one by one.
+        """Return the name of the cheapest recipe for exactly `rows` rows; the caller exchanges its parts one by one.
 
-        It is the same on all ranks. Raises LayoutError where there is none.
+        It is the same on all ranks. Raises LayoutError if there is none.
         """
         return self.prices.cheapest(what, group, rows).recipe.name
 
     def gather(self, what: Gather, group: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:
-        """All ranks' rows of the group `[sum(sizes), width]`, in rank order. x: this rank's rows `[own, width]`.
+        """Return all ranks' rows of the group `[sum(sizes), width]`, in rank order.
 
-        sizes: rows of each rank; LiveSizes: for what is `live`, of up to `rows_of_call` rows. Raises CommError, and
-        LayoutError where no transport takes one row of each rank.
+        Raises CommError, and LayoutError if no transport has the capacity for one row of each rank.
+
+        Args:
+            x: this rank's rows `[own, width]`.
+            sizes: rows of each rank; LiveSizes if `what` is live, of up to `rows_of_call` rows.
         """
         calls, sizes = sizes, sizes.capacity if isinstance(sizes, LiveSizes) else sizes
         if not sum(sizes):
@@ -125,14 +136,15 @@ class BlockExchanges:
         return out
 
     def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
-        """How many of so many rows of each rank a call of the plan for them takes; 0 where no transport takes them."""
+        """Return the maximum rows of each rank per call of the plan for `rows` rows; 0 if no transport has the
+        capacity."""
         found = self.prices.find(what, group, rows)
         return 0 if found is None else min(found.each, rows)
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> Merged:
-        """Merges attention over the ranks' shards of the keys.
+        """Merge attention over the ranks' shards of the keys.
 
-        out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's keys. live: see `Transport.merge_scatterv`.
+        out `[T, H, D]`, lse `[T, H]`: all heads over this rank's keys. live: see `Transport.merge_scatterv`.
         """
         ranks, (tokens, heads, dim) = self.mesh.peers(group, self.rank), out.shape
         if not tokens:
@@ -151,9 +163,8 @@ class BlockExchanges:
         return own, total
 
     def _plan(self, what: Gather | Merge, group: str, rows: int) -> BlockOp:
-        """The step's plan for a value; it is made for the largest DP group. For a value that the step's plan does not
-        have, as in prompts, the cheapest for so many rows.
-        """
+        """Return the step's plan for a value, made for the largest DP group; else, as in prompts, the cheapest for
+        `rows`."""
         for op in self._planned:
             if op.group == group and op.rows >= rows and _covers(op.value, what):
                 return op
@@ -171,7 +182,7 @@ class BlockExchanges:
 
 
 def _covers(planned: Value, what: Value) -> bool:
-    """Whether the plan of a value serves this one: a rank may have fewer rows that travel as one than planned."""
+    """Return True if the plan of a value serves this one: a rank may have fewer packed rows than planned."""
     if isinstance(planned, Gather) and isinstance(what, Gather):
         alike = (planned.what, planned.relaid, planned.live) == (what.what, what.relaid, what.live)
         return alike and planned.row_bytes >= what.row_bytes
@@ -179,7 +190,7 @@ def _covers(planned: Value, what: Value) -> bool:
 
 
 class TraceExchanges(BlockExchanges):
-    """Records the values that a traced model's blocks exchange since the last read, in order. Exchanges nothing."""
+    """Recorder of the values that a traced model's blocks exchange after each read, in order. Exchanges nothing."""
 
     def __init__(self, mesh: Mesh):
         super().__init__(mesh, 0, {}, BlockPrices(mesh, ()))
@@ -207,7 +218,7 @@ class TraceExchanges(BlockExchanges):
 
 
 def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
-    """An unfilled tensor for this rank's heads of x `[T, H, …]`. Raises CommError where they do not divide."""
+    """Return an unfilled tensor for this rank's heads of x `[T, H, …]`. Raises CommError if they do not divide."""
     tokens, heads, *rest = x.shape
     if heads % len(group):
         raise CommError(f"{heads} heads do not divide over a group of {len(group)} ranks")
@@ -215,13 +226,13 @@ def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
 
 
 def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes) -> Tensor:
-    """`Transport.exchange`, as a range in torch's profiler that names the collective."""
+    """Run `Transport.exchange` as a range in torch's profiler that names the collective."""
     with record_function(f"{COLLECTIVE}{exchange.kind}"):
         return transport.exchange(x, exchange, group, sizes)
 
 
 def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
-    """Gathers every rank's lse, scales the output by this rank's weight, and reduce-scatters it by heads.
+    """Gather every rank's lse, scale the output by this rank's weight, and reduce-scatter it by heads.
 
     The terms are rounded to the output's dtype before the sum.
     """
@@ -235,7 +246,7 @@ def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Te
 
 
 def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
-    """Sends each rank its heads, lse and output in one exchange; merges what came in rank order and float32."""
+    """Send each rank its heads, lse and output in one exchange; merge the received rows in rank order and float32."""
     n, (tokens, heads, dim) = len(group), out.shape
     own_heads(out, group)
     packed = transport.empty(n, packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
@@ -245,12 +256,12 @@ def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tens
 
 
 def fused(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
-    """A transport's own merge, in one call."""
+    """Run a transport's own merge, in one call."""
     with record_function(f"{COLLECTIVE}merge_scatterv"):
         return transport.merge_scatterv(out, lse, group, live)
 
 
 MERGES: dict[str, Callable[..., Merged]] = {"ag_rs": ag_rs, "a2a": a2a, "fused": fused}
-"""The function of each recipe of a merge."""
+"""Function of each recipe of a merge."""
 DISPATCHES: dict[str, Callable[..., Tensor]] = {"all_to_allv": all_to_allv}
-"""The function of each recipe of a dispatch."""
+"""Function of each recipe of a dispatch."""

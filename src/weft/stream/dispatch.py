@@ -1,10 +1,10 @@
-"""Rows to the ranks of their experts and back: dispatch and combine.
+"""Dispatch and combine: rows to the ranks of their experts and back.
 
 A row goes once to each rank that has any of its experts, with the list of its experts and their weights. A rank returns
 one row for each that it received: the sum over its experts, in the rows' dtype. The row's own rank adds these sums in
-rank order and float32, and rounds once: the bits are the same on every run. Ranks first exchange how many rows they
-send; a rank may receive all rows of the world. On CPUs the host reads these counts, and tensors have exactly these
-rows. On GPUs counts stay on the device, and tensors have the capacity for all rows.
+rank order and float32, and rounds once: the bits are the same on every run. Ranks first exchange the number of rows
+that they send; a rank may receive all rows of the world. On CPUs the host reads these counts, and tensors have exactly
+these rows. On GPUs counts stay on the device, and tensors have the capacity for all rows.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from weft.planner.experts import COUNTS, RETURN, SEND, listed_bytes
 from weft.planner.spec import Mesh
 
 Carry = Callable[[str, Tensor, Sizes | LiveSizes], Tensor]
-"""Carries out the exchange of this name over the world (`weft.planner.experts`): all_to_allv of rows, with these
+"""Function that runs the named exchange over the world (`weft.planner.experts`): all_to_allv of rows, with these
 sizes."""
 Work = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A rank's experts, of rows `[R, width]`, weights `[R, k]` and experts `[R, k]`: `[R, width]`, the sum over those of a
-row's experts that this rank has."""
+"""A rank's experts: rows `[R, width]`, weights `[R, k]`, experts `[R, k]` → `[R, width]`, each row's sum over local
+experts."""
 
 
 @dataclass(frozen=True)
 class Exchanging:
     """A rank's end of a dispatch.
 
-    capacity: maximum rows of each rank. carry: runs an exchange; on GPUs it takes LiveSizes.
-    empty: makes a tensor for the exchange of this name.
+    capacity: maximum rows of each rank. carry: runs an exchange; on GPUs with LiveSizes. empty: makes a tensor for the
+    named exchange.
     """
 
     mesh: Mesh
@@ -43,18 +43,20 @@ class Exchanging:
 
 
 def all_to_allv(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """Sends rows to the ranks of their experts and back, by the recipe of this name."""
+    """Send rows to the ranks of their experts and back, by the recipe of this name."""
     return (on_device if x.is_cuda else on_host)(by, x, weight, expert, experts, work)
 
 
 def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """Sends rows to the ranks of their experts, and the results back, on CPUs. All ranks of the world must call it.
+    """Send rows to the ranks of their experts, and return the results `[T, width]`, on CPUs. All ranks must call it.
 
-    x: `[T, width]`, this rank's own rows. weight: `[T, k]`. expert: int64 `[T, k]`. experts: their total number.
-    work: each rank calls it with the rows that it received. The ranks of moe_tp that share an expert all get its rows,
-        and each returns its part.
-
-    Returns `[T, width]`, complete.
+    Args:
+        x: `[T, width]`, this rank's own rows.
+        weight: `[T, k]`.
+        expert: int64 `[T, k]`.
+        experts: total number of experts.
+        work: each rank calls it with the rows that it received. The ranks of moe_tp that share an expert all get its
+          rows, and each returns its part.
     """
     mesh, carry, (rows, width), (_, k), n = by.mesh, by.carry, x.shape, expert.shape, by.mesh.world
     goes = torch.zeros(rows, mesh.ep, dtype=torch.bool, device=x.device)
@@ -80,7 +82,7 @@ def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: 
 
 
 def on_device(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """`on_host` for GPUs: the host does not wait, so that a CUDA graph may capture it.
+    """Run `on_host` for GPUs: the host does not wait, so that a CUDA graph may capture it.
 
     Expert −1 means none, as for padding rows. `work` gets the capacity for all rows of the world; rows after the live
     ones have no expert.

@@ -1,6 +1,6 @@
-"""Kernels of the formats of rows: they make rows in a format, pack them for the wire, and unpack them.
+"""Kernels of the formats of rows: they quantise rows, pack them for the wire, and unpack them.
 
-A format is a value of the planner's (`weft.planner.row_formats`) and a row of `FORMATS`.
+A format is a planner's value (`weft.planner.row_formats`) and a row of `FORMATS`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,12 @@ from weft.planner.row_formats import Float8, Format, Wire
 
 
 class FormatKernels(NamedTuple):
-    """The functions of a format. A value is what the format's readers take.
+    """Functions of a format. A value has the type that the format's readers require."""
 
-    make: (x `[T, width]`, format) → value.
-    tensors: value → its tensors `[T, …]`; `Format.parts` says how many bytes each has.
-    value: (format, these tensors as uint8) → value.
-    unfilled: (x, format) → a `weft.kernels.float8.Fp8Rows` that a norm of x fills beside its result; None where norms
-        cannot.
-    """
-
-    make: Callable[[Tensor, Any], Any]
-    tensors: Callable[[Any], tuple[Tensor, ...]]
-    value: Callable[..., Any]
-    unfilled: Callable[[Tensor, Any], float8.Fp8Rows] | None = None
+    make: Callable[[Tensor, Any], Any]  # (x `[T, width]`, format) → value
+    tensors: Callable[[Any], tuple[Tensor, ...]]  # value → its tensors `[T, …]`, of the bytes in `Format.parts`
+    value: Callable[..., Any]  # (format, these tensors as uint8) → value
+    unfilled: Callable[[Tensor, Any], float8.Fp8Rows] | None = None  # (x, format) → rows that a norm of x fills
 
 
 FORMATS: dict[type[Any], FormatKernels] = {
@@ -42,22 +35,25 @@ FORMATS: dict[type[Any], FormatKernels] = {
         unfilled=lambda x, format: float8.unfilled(x, format.group),
     )
 }
-"""All formats in which rows may travel."""
+"""Wire formats of rows."""
 
 
 def make(x: Tensor, format: Format) -> Any:
-    """The rows of x `[T, width]` in a format."""
+    """Return the rows of x `[T, width]` in a format."""
     return FORMATS[type(format)].make(x, format)
 
 
 def unfilled(x: Tensor, format: Format) -> float8.Fp8Rows | None:
-    """Unfilled rows in a format for the result of a norm of x `[T, width]`; None where norms cannot fill them."""
+    """Return unfilled rows in a format for the result of a norm of x `[T, width]`; None if norms cannot fill them."""
     kernels = FORMATS[type(format)]
     return kernels.unfilled and kernels.unfilled(x, format)
 
 
 def pack(value: Any, beside: Tensor | None, wire: Wire, width: int) -> Tensor:
-    """uint8 `[T, wire.row_bytes(width)]`: a value's rows as they travel. beside: `[T, …]`, wire.beside bytes each."""
+    """Return a value's rows as they travel, uint8 `[T, wire.row_bytes(width)]`.
+
+    beside: `[T, …]`, wire.beside bytes per row.
+    """
     parts = [*FORMATS[type(wire.format)].tensors(value), *([] if beside is None else [beside])]
     flat = [part.contiguous().view(torch.uint8) for part in parts]
     unused = wire.row_bytes(width) - sum(part.shape[1] for part in flat)
@@ -65,7 +61,7 @@ def pack(value: Any, beside: Tensor | None, wire: Wire, width: int) -> Tensor:
 
 
 def unpack(x: Tensor, wire: Wire, width: int) -> tuple[Any, Tensor | None]:
-    """The value of rows that `pack` made, and the rows' `beside` as int32 `[T, n]`."""
+    """Return the value of rows that `pack` made, and the rows' `beside` as int32 `[T, n]`."""
     sizes = [*wire.format.parts(width), *([wire.beside] if wire.beside else [])]
     # Even a single row is copied: its parts need not be aligned for their dtypes.
     parts = [part.clone(memory_format=torch.contiguous_format) for part in x[:, : sum(sizes)].split(sizes, dim=1)]

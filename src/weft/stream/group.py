@@ -1,4 +1,4 @@
-"""A rank's end of its dcp group: the tokens that it holds, and the group's exchanges around attention."""
+"""A rank's end of its dcp group: its tokens, and the group's exchanges around attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.stream.interleave import Interleave
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """Attention over tokens that are sharded over ranks. place: this rank's in the group.
+    """Attention over tokens that are sharded over ranks. place: index of this rank in the group.
 
     Without rows neither gather nor merge communicates.
     """
@@ -24,47 +24,47 @@ class ContextGroup:
     exchanges: BlockExchanges
 
     def lengths(self, lengths: Tensor) -> Tensor:
-        """Number of tokens of sequences of these lengths on this rank."""
+        """Return the number of tokens on this rank of sequences of these lengths."""
         return self.interleave.length(lengths, self.place)
 
     def slots(self, slots: Tensor) -> Tensor:
-        """This rank's slots of rows, −1 for rows of other ranks: see `Interleave.slots`."""
+        """Return this rank's slots of rows, −1 for rows of other ranks: see `Interleave.slots`."""
         return self.interleave.slots(slots, self.place)
 
     def prefill(self, what: Prompt, rows: int) -> str:
-        """The recipe for attention of a step's prompts, of so many rows; the same on all ranks."""
+        """Return the recipe for attention of a step's prompts, with `rows` rows; the same on all ranks."""
         return self.exchanges.recipe(what, "dcp", rows)
 
     def heads(self, q: Tensor) -> Tensor:
-        """All ranks' heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
+        """Return all ranks' heads, in rank order: `[T, heads, D]` → `[T, ranks · heads, D]`."""
         ranks, (rows, heads, dim) = self.interleave.ranks, q.shape
         what = Gather(QUERIES, heads * dim * q.element_size(), relaid=True)
         gathered = self.exchanges.gather(what, "dcp", q.reshape(rows, heads * dim), (rows,) * ranks)
         return gathered.view(ranks, rows, heads, dim).transpose(0, 1).reshape(rows, ranks * heads, dim)
 
     def tokens(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Cached tokens of all ranks `[sum(sizes), width]`, in rank order; rows: this rank's."""
+        """Return the cached tokens of all ranks `[sum(sizes), width]`, in rank order; rows: this rank's."""
         return self.exchanges.gather(Gather(TOKENS, rows.shape[1] * rows.element_size()), "dcp", rows, sizes)
 
     def rows_of_call(self, what: Gather, rows: int) -> int:
-        """How many of so many rows of each rank a call takes; 0 where no transport has what they need."""
+        """Return the maximum rows of each rank per call for `rows` rows; 0 if no transport has the capacity."""
         return self.exchanges.rows_of_call(what, "dcp", rows)
 
     def gather_live(self, what: Gather, rows: Tensor, live: Tensor) -> Tensor:
-        """All ranks' rows, rank after rank, of which only the device knows how many there are.
+        """Return all ranks' rows, rank after rank, `[ranks · N, width]`; only the device knows their numbers.
 
-        rows: this rank's `[N, width]`, at most as many as `rows_of_call` says. live: int32 `[ranks]`, those of each
-        rank. Returns `[ranks · N, width]`.
+        rows: `[N, width]`, this rank's, N at most `rows_of_call`. live: int32 `[ranks]`, live rows of each rank.
         """
         return self.exchanges.gather(what, "dcp", rows, LiveSizes((len(rows),) * self.interleave.ranks, live))
 
     def merge(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """out `[T, H, D]`, lse `[T, H]`: of all heads over this rank's tokens. Returns own heads over all tokens."""
+        """Merge out `[T, H, D]`, lse `[T, H]` of all heads over this rank's tokens; return own heads over all
+        tokens."""
         return self.exchanges.merge("dcp", out, lse, live)
 
 
 def context_group(interleave: Interleave, exchanges: BlockExchanges) -> ContextGroup | None:
-    """This rank's group; None where tokens are not sharded."""
+    """Return this rank's group; None if tokens are not sharded."""
     if exchanges.mesh.dcp == 1:
         return None
     place = exchanges.mesh.peers("dcp", exchanges.rank).index(exchanges.rank)

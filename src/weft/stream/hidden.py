@@ -1,6 +1,6 @@
-"""The typed tensor: a value, its placement, and the block that made it.
+"""Typed tensors: a value, its placement, and the block that made it.
 
-Blocks work on `Hidden`s by three rules: a sum needs equal placements, a linear map keeps a debt, all else needs a
+Blocks work on `Hidden`s by three rules: a sum requires equal placements, a linear map keeps a debt, all else requires a
 complete value. An operation that breaks a rule raises PlacementError with both placements.
 """
 
@@ -21,36 +21,28 @@ from weft.stream.block_exchanges import BlockExchanges
 
 @dataclass(slots=True)
 class ReadInfo:
-    """Facts of a read, which a stream gives a block with the rows.
+    """Facts of a read, which a stream gives a block with the rows."""
 
-    Attributes:
-        exchanges: those inside the block.
-        live: int32 `[1]` on the device, the number of rows that are tokens; rows after them are padding. None: all are.
-        beside: int32 `[rows, n]`, for rows that travelled in a format: computed from them before (`Stream.read`).
-        made: the rows in each format (`weft.stream.formats`) in which a reader took them.
-        plain: a reader took them in the activations' dtype.
-    """
-
-    exchanges: BlockExchanges | None
-    live: Tensor | None = None
-    beside: Tensor | None = None
-    made: dict[Format, Any] = field(default_factory=dict)
-    plain: bool = False
+    exchanges: BlockExchanges | None  # exchanges inside the block
+    live: Tensor | None = None  # int32 `[1]` on the device: rows that are tokens, before padding; None: all
+    beside: Tensor | None = None  # int32 `[rows, n]`, sent with rows in a format (`Stream.read`)
+    made: dict[Format, Any] = field(default_factory=dict)  # the rows in each format that a reader used
+    plain: bool = False  # a reader used the rows in the activations' dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """value: `[rows, width]`. origin: the qualified name of the block or parameter that made it, for messages.
+    """Value `[rows, width]` with its placement.
 
-    given: set by a stream on its reads. Rows that travelled in a format, as the placement then says, have a value of
-    the right shape and dtype without elements.
+    Rows that travelled in a format, as recorded in the placement, have a value of the right shape and dtype without
+    elements.
     """
 
     value: Tensor
     placement: Placement
     mesh: Mesh
-    origin: str
-    given: ReadInfo | None = None
+    origin: str  # qualified name of the block or parameter that made it, for messages
+    given: ReadInfo | None = None  # set by a stream on its reads
 
     @property
     def live(self) -> Tensor | None:
@@ -65,18 +57,18 @@ class Hidden:
         return None if self.given is None else self.given.exchanges
 
     def __add__(self, other: Hidden) -> Hidden:
-        """The sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""
+        """Return the sum; two sums that owe the same owe it once. Raises PlacementError for unequal placements."""
         self.require_same(other)
         return Hidden(self._elements("a sum") + other._elements("a sum"), self.placement, self.mesh, self.origin)
 
     def __iadd__(self, other: Hidden) -> Hidden:
-        """The sum, in this value's memory: the caller must have just made it, and have no other reference to it."""
+        """Add in this value's memory: the caller must have just made it, and have no other reference to it."""
         self.require_same(other)
         self.value.add_(other.value)
         return self
 
     def require_same(self, other: Hidden) -> None:
-        """Raises PlacementError unless both may be added."""
+        """Raise PlacementError unless both may be added."""
         if self.placement != other.placement:
             raise PlacementError(
                 f"cannot add {other.origin} {other.placement} to {self.origin} {self.placement}: "
@@ -84,9 +76,7 @@ class Hidden:
             )
 
     def scale(self, factor: Hidden) -> Hidden:
-        """The product with a complete factor on the same rows, e.g. a gate, over this value as `__iadd__`; keeps the
-        debt.
-        """
+        """Multiply by a complete factor on the same rows, e.g. a gate, in place like `__iadd__`; keeps the debt."""
         factor.require_complete(f"a factor of {self.origin}")
         if factor.placement.rows != self.placement.rows:
             raise PlacementError(
@@ -96,7 +86,7 @@ class Hidden:
         return self
 
     def elementwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
-        """A nonlinear function that does not mix features of two ranks: of single features, or of whole heads.
+        """Apply a nonlinear function that does not mix features of two ranks: of single features, or of whole heads.
 
         Split features stay split. Raises PlacementError for a value that owes a sum.
         """
@@ -107,25 +97,28 @@ class Hidden:
         return Hidden(function(self._elements(origin)), self.placement, self.mesh, origin)
 
     def rowwise(self, function: Callable[[Tensor], Tensor], origin: str) -> Hidden:
-        """A nonlinear function of whole rows, such as a norm or a softmax.
+        """Apply a nonlinear function of whole rows, such as a norm or a softmax.
 
         Raises PlacementError for a value that owes a sum or has split features.
         """
         return Hidden(function(self.require_complete(origin)), self.placement, self.mesh, origin)
 
     def require_placement(self, placement: Placement, reader: str) -> None:
-        """Raises PlacementError, naming the reader, for another placement; in any format of the rows."""
+        """Raise PlacementError, naming the reader, for another placement; rows may be in any format."""
         if replace(self.placement, wire=None) != placement:
             raise PlacementError(f"{reader} needs {placement}, but {self.origin} is {self.placement}")
 
     def require_complete(self, reader: str) -> Tensor:
-        """The value, if it owes nothing, has all features and no format; else PlacementError naming the reader."""
+        """Return the value if it owes nothing, has all features and no format; else raise PlacementError naming the
+        reader."""
         self._require_features(reader)
         return self._elements(reader)
 
     def taken(self, weight: Tensor | Fp8Weight, reader: str) -> Tensor | Fp8Rows:
-        """The complete rows as a product with the weight takes them: in FP8 where the weight is, if a stream gives them
-        so. Raises PlacementError as `require_complete`.
+        """Return this value in the dtype that the weight's GEMM needs: FP8 rows for an FP8 weight, otherwise the tensor
+        itself.
+
+        Raises PlacementError like `require_complete`.
         """
         self._require_features(reader)
         if self.given is None or not isinstance(weight, Fp8Weight):
@@ -134,7 +127,8 @@ class Hidden:
         return rows
 
     def in_format(self, format: Format) -> Any:
-        """The rows of a read in a format, made once. Raises PlacementError for rows that travelled in another one."""
+        """Return the rows of a read in a format, made once. Raises PlacementError for rows that travelled in another
+        format."""
         assert self.given is not None
         made = self.given.made
         if format not in made:

@@ -1,12 +1,12 @@
-"""Interleaving: which rank holds which tokens of a sequence, and where. The cache, attention and tests share it.
+"""Interleaving of a sequence's tokens over ranks, shared by the cache, attention and tests.
 
-A sequence's tokens go to `ranks` ranks round-robin, `chunk` tokens at a time. A page of a page table then stands
-for `page_size` tokens of each rank, `span = page_size · ranks` tokens of the sequence in all. A rank keeps its own
-tokens in order: its token number j lies in page `table[j // page_size]` at offset `j % page_size`, so that attention
-over a rank's tokens is attention over an ordinary paged cache of `length` tokens.
+A sequence's tokens go to `ranks` ranks round-robin, `chunk` tokens at a time. An entry of a page table then covers
+`page_size` tokens of each rank, `span = page_size · ranks` tokens of the sequence in all. A rank keeps its own tokens
+in order: its token number j lies in page `table[j // page_size]` at offset `j % page_size`, so that attention over a
+rank's tokens is attention over an ordinary paged cache of `length` tokens.
 
-All functions take integers or tensors of them, and with tensors the host does not wait. torch is imported by those
-that make tensors: options are checked without it.
+All functions accept integers or tensors of them, and with tensors the host does not wait. torch is imported only by
+functions that make tensors: options are checked without it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Whole = TypeVar("Whole", int, "Tensor")
 
 @dataclass(frozen=True, slots=True)
 class Interleave:
-    """ranks: of a dcp group. chunk: consecutive tokens that one rank holds. page_size: tokens of a rank's page.
+    """Interleaving over a dcp group. Raises ValueError if page_size is no multiple of chunk.
 
-    Raises ValueError where page_size is no multiple of chunk: a page must hold the same tokens of all sequences.
+    A page must hold the same tokens of all sequences.
     """
 
-    ranks: int
-    chunk: int
-    page_size: int
+    ranks: int  # ranks of the dcp group
+    chunk: int  # consecutive tokens that one rank holds
+    page_size: int  # tokens of a rank's page
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.chunk < 1 or self.page_size % self.chunk:
@@ -42,23 +42,23 @@ class Interleave:
 
     @property
     def span(self) -> int:
-        """Tokens of a sequence that an entry of its page table stands for."""
+        """Tokens of a sequence per entry of its page table."""
         return self.ranks * self.page_size
 
     def owner(self, token: Whole) -> Whole:
-        """The place in the group of the rank that holds a token, by its position."""
+        """Return the place in the group of the rank that holds a token, by its position."""
         return token // self.chunk % self.ranks
 
     def local(self, token: Whole) -> Whole:
-        """A token's number among its owner's tokens."""
+        """Return a token's number among its owner's tokens."""
         return token // (self.chunk * self.ranks) * self.chunk + token % self.chunk
 
     def token(self, local: Whole, place: int) -> Whole:
-        """The position of token number `local` of the rank at `place`: the inverse of `owner` and `local`."""
+        """Return the position of token number `local` of the rank at `place`: the inverse of `owner` and `local`."""
         return (local // self.chunk * self.ranks + place) * self.chunk + local % self.chunk
 
     def length(self, tokens: Whole, place: int) -> Whole:
-        """Number of a sequence's first `tokens` tokens that the rank at `place` holds.
+        """Return the number of a sequence's first `tokens` tokens that the rank at `place` holds.
 
         A query at position p sees the first `length(p + 1, place)` tokens of that rank.
         """
@@ -67,14 +67,14 @@ class Interleave:
         return rounds * self.chunk + _clip(rest, self.chunk)
 
     def max_length(self, tokens: int) -> int:
-        """The largest `length` of any rank."""
+        """Return the largest `length` of any rank."""
         return self.length(tokens, 0)
 
     def slots(self, slots: Tensor, place: int) -> Tensor:
-        """The slots of the rank at `place` for `slots` of a cache with pages of `span` tokens.
+        """Return the slots of the rank at `place` for `slots` of a cache with pages of `span` tokens.
 
-        Slot page · span + offset becomes page · page_size + local offset; −1 where another rank holds the token, or
-        where the slot is −1, which stores nothing.
+        Slot page · span + offset becomes page · page_size + local offset; −1 if another rank holds the token, or if the
+        slot is −1, which stores nothing.
         """
         import torch
 
@@ -85,10 +85,9 @@ class Interleave:
     def gathered(
         self, lengths: Sequence[int], device: torch.device | str = "cpu"
     ) -> tuple[tuple[int, ...], list[Tensor]]:
-        """The rows of tokens after a gather: rank after rank, and sequence after sequence within a rank.
+        """Return the tokens of each rank, and the row of each sequence's tokens after a gather, int64 `[length]` each.
 
-        lengths: of the sequences. Returns the number of tokens of each rank, and for each sequence the row of each of
-        its tokens, int64 `[length]`.
+        Rows lie rank after rank, and sequence after sequence within a rank. lengths: lengths of the sequences.
         """
         import torch
 

@@ -19,44 +19,34 @@ from weft.planner.plan import Plan, Planner
 from weft.planner.show import fold
 
 MAX_EVENTS = 4096
-"""Timed calls that are kept before those that have ended are added up."""
+"""Maximum number of timed calls kept before the finished ones are added up."""
 
 
 @dataclass(frozen=True)
 class StepStat:
-    """Totals of one communicating step.
+    """Totals of one communicating step."""
 
-    site: the read that it serves, with layers folded into `*`. step: edge and placements. group: the group's name.
-    count: number of calls.
-    bytes: that the busiest rank must receive (`weft.planner.exchange.rows_received`); a transport's algorithm may move
-        more.
-    seconds: of calls of eager steps, from those that were timed in place, waiting for peers included; and of calls of
-        replayed graphs, the time that a call takes alone when all ranks enter it at once.
-    predicted: seconds by the cost model.
-    """
-
-    site: str
-    step: str
-    group: str
-    count: int = 0
-    bytes: int = 0
+    site: str  # the read that it serves, with layers folded into `*`
+    step: str  # edge and placements
+    group: str  # name of the group
+    count: int = 0  # number of calls
+    bytes: int = 0  # received by the busiest rank (`weft.planner.exchange.rows_received`); a transport may move more
+    # Eager steps: measured in place, including waiting. CUDA graphs: in isolation, since no replay can be timed inside.
     seconds: float = 0.0
-    predicted: float = 0.0
+    predicted: float = 0.0  # seconds by the cost model
 
 
 StepKey = tuple[str, str]
-"""A read's folded name and a step's text."""
+"""Folded name of a read and text of a step."""
 
 
 def step_key(site: str, op: Op) -> StepKey:
-    """The key by which an op's calls are added up. site: of its read."""
+    """Return the key by which an op's calls are added up. site: of its read."""
     return fold(site), str(op)
 
 
 class StepTimes:
-    """Times of communicating steps, from the calls that were timed. On a GPU events time them; no thread waits for
-    these.
-    """
+    """Times of communicating steps, from the timed calls. On a GPU events time them; no thread waits for these."""
 
     def __init__(self, device: torch.device):
         self._gpu = device.type == "cuda"
@@ -65,7 +55,7 @@ class StepTimes:
 
     @contextmanager
     def timed(self, counts: Counts, site: str, op: Op) -> Iterator[None]:
-        """Times the calls inside the context, and marks them as a range in torch's profiler. counts: those of the
+        """Time the calls inside the context, and mark them as a range in torch's profiler. counts: tokens of the
         plan."""
         key = step_key(site, op)
         with record_function(f"{COLLECTIVE}{' + '.join(op.kinds)}"):
@@ -83,7 +73,7 @@ class StepTimes:
             self._read_event()
 
     def mean(self, counts: Counts, key: StepKey) -> float:
-        """Seconds of a call; of steps with other counts where none of these was timed; 0 where none was timed at all.
+        """Return the seconds of a call; of other counts if none of these was timed; 0 if none was timed at all.
 
         Waits for the GPU's queued events.
         """
@@ -104,7 +94,7 @@ class StepTimes:
 
 
 class Stats:
-    """StepStats by step, in the order first seen, computed from plans and how often each was walked."""
+    """StepStats by step, in the order first seen, computed from plans and the number of walks along each."""
 
     def __init__(self) -> None:
         self._by_step: dict[StepKey, StepStat] = {}
@@ -113,10 +103,10 @@ class Stats:
     def record(
         self, planner: Planner, plan: Plan, counts: Counts, walks: int, alone: Mapping[StepKey, float] | None = None
     ) -> None:
-        """Counts walks along a plan, each with `counts` tokens in each DP group. Of eager steps it counts the ops with
-        bytes that follow from these counts; the others are counted as they run.
+        """Count walks along a plan, each with `counts` tokens in each DP group.
 
-        alone: for walks by a graph, the seconds that a call of each op takes alone.
+        For eager steps this counts the ops with bytes that follow from these counts; other ops are counted as they run.
+        alone: for walks by a graph, seconds of a call of each op in isolation.
         """
         for site, op in plan.ops(asked=False):
             if not op.by_counts and alone is None:
@@ -128,7 +118,7 @@ class Stats:
                 self._eager[key, plan.counts] += walks
 
     def add(self, site: str, op: Op, calls: int, moved: int, seconds: float, predicted: float) -> None:
-        """Counts calls of an op: the bytes, seconds and predicted seconds are of all these calls."""
+        """Count calls of an op: the bytes, seconds and predicted seconds are of all these calls."""
         key = step_key(site, op)
         stat = self._by_step.get(key, StepStat(*key, op.group))
         self._by_step[key] = replace(
@@ -140,7 +130,7 @@ class Stats:
         )
 
     def table(self, times: StepTimes | None = None) -> list[StepStat]:
-        """The totals so far. times: the seconds of calls of eager steps; without them these seconds are 0."""
+        """Return the totals so far. times: source of the seconds of eager calls; without them these seconds are 0."""
         found = dict(self._by_step)
         if times is not None:
             for (key, counts), calls in self._eager.items():

@@ -1,9 +1,9 @@
-"""The rows of a step, and the rows that its tensors have: their capacity.
+"""Rows of a step, and the rows of its tensors: their capacity.
 
 Outside of CUDA graphs both are equal, and the host knows them: `StepRows`. A captured graph has tensors of one shape,
 its capacity, and serves all steps that fit: kernels read the live counts from device memory, live rows lie at a
-tensor's front, and rows after them are never read: `PaddedRows`. Where a transport takes no counts from device memory,
-all groups exchange their whole capacity: `EqualRows`.
+tensor's front, and rows after them are never read: `PaddedRows`. If a transport accepts no counts in device memory, all
+groups exchange their whole capacity: `EqualRows`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from weft.planner.edges import Edge
 from weft.planner.spec import NAMED_ROWS, Mesh, Rows
 
 MAX_FILLED = 1024
-"""How many different counts `PaddedRows.fill` keeps."""
+"""Maximum number of different counts that `PaddedRows.fill` keeps."""
 Fill = Callable[[Tensor, Sequence[int]], None]
-"""Fills an int32 tensor of the device with the host's numbers, before what is queued from now on."""
+"""Function that fills an int32 tensor on the device with the host's numbers, before all work queued from now on."""
 
 
 def copy_numbers(to: Tensor, values: Sequence[int]) -> None:
-    """A `Fill` by a copy that is queued on torch's current stream."""
+    """Fill by a copy that is queued on torch's current stream."""
     # torch keeps this pinned memory until the copy has ended.
     to.copy_(torch.tensor(values, dtype=torch.int32, pin_memory=to.is_cuda), non_blocking=True)
 
 
 class StepRows:
-    """A step of `counts` tokens in each DP group, as one rank sees it; tensors have exactly these rows.
+    """Step of `counts` tokens in each DP group, as one rank sees it; tensors have exactly these rows.
 
-    capacity: the counts by which tensors are allocated. idle: no rank has a row, and all ranks know it.
+    capacity: counts by which tensors are allocated. idle: no rank has a row, and all ranks know it.
     """
 
     def __init__(self, mesh: Mesh, rank: int, counts: Counts):
@@ -45,22 +45,22 @@ class StepRows:
         self._orders: dict[Edge, Tensor] = {}
 
     def capacity_of(self, rows: Rows) -> int:
-        """Rows of a tensor."""
+        """Return the rows of a tensor."""
         return self.mesh.row_count(rows, self.rank, self.capacity)
 
     def live(self, rows: Rows) -> Tensor | None:
-        """int32 `[1]` on the device: the number of a tensor's live rows; None where all are."""
+        """Return int32 `[1]` on the device: the number of a tensor's live rows; None if all are live."""
         return None
 
     def sizes(self, edge: Edge) -> Sizes:
-        """Capacity of each segment of an edge's exchange."""
+        """Return the capacity of each segment of an edge's exchange."""
         found = self._sizes.get(edge)
         if found is None:
             found = self._sizes[edge] = edge.sizes(self.mesh, self.rank, self.capacity)
         return found
 
     def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
-        """The dst rows of x, which has src rows."""
+        """Return the dst rows of x, which has src rows."""
         if src in NAMED_ROWS and dst in NAMED_ROWS:
             (start, stop), (base, _) = (self.mesh.row_range(rows, self.rank, self.capacity) for rows in (dst, src))
             return x[start - base : stop - base]
@@ -68,7 +68,7 @@ class StepRows:
         return torch.cat([x[places[p].start : places[p].stop] for p in self.mesh.peers(dst.over, self.rank)])
 
     def carry(self, edge: Edge, x: Tensor, transport: Transport, epilogue: Epilogue | None = None) -> Tensor:
-        """Takes x `[rows, width]` along an edge. Raises CommError, PlacementError."""
+        """Send x `[rows, width]` along an edge. Raises CommError, PlacementError."""
         if edge.exchange is None:
             return self.slice(x, edge.src.rows, edge.dst.rows)
         group = self.mesh.peers(edge.group, self.rank)
@@ -81,7 +81,7 @@ class StepRows:
         return torch.empty_like(given).index_copy_(-2, order, given)
 
     def _runs(self, rows: Rows) -> dict[int, range]:
-        """The range of each rank's OWN rows in a tensor of these rows."""
+        """Return the range of each rank's OWN rows in a tensor of these rows."""
         found, at = {}, 0
         for peer in self.mesh.peers(rows.over, self.rank):
             count = self.mesh.row_count(Rows.OWN, peer, self.capacity)
@@ -89,7 +89,7 @@ class StepRows:
         return found
 
     def _segment_order(self, edge: Edge, device: torch.device) -> Tensor:
-        """int64: for the rows of all segments, one after the other, their places in rank order."""
+        """Return int64: the places in rank order of the rows of all segments, one after the other."""
         found = self._orders.get(edge)
         if found is None:
             joined = max(edge.src.rows, edge.dst.rows, key=lambda rows: self.mesh.extent(self.mesh.gathered(rows)))
@@ -101,8 +101,8 @@ class StepRows:
 
 
 class PaddedRows(StepRows):
-    """A step in a CUDA graph: tensors have the capacity of `capacity` tokens in each DP group, and the live counts are
-    on the device.
+    """Step in a CUDA graph: tensors have the capacity of `capacity` tokens in each DP group, live counts are on the
+    device.
 
     `fill` sets the counts. All tensors that this object returns keep their addresses, so that a graph that was captured
     with it serves every fill.
@@ -113,7 +113,7 @@ class PaddedRows(StepRows):
         if mesh.hosts > 1:
             raise CommError("row counts in device memory are of the ranks of one host")
         self.idle = False
-        # The rows of a tensor that a smaller tensor takes: after the live ones, any.
+        # Rows of a tensor that a smaller tensor selects: any after the live ones.
         cuts = {(src, dst): self.capacity_of(dst) for dst, src in itertools.combinations(NAMED_ROWS, 2)}
         lengths = [mesh.attn_dp, mesh.world, *(1 for _ in NAMED_ROWS), *cuts.values()]
         self._device = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
@@ -122,14 +122,11 @@ class PaddedRows(StepRows):
         self._live = dict(zip(NAMED_ROWS, rest, strict=False))
         self._indices = dict(zip(cuts, rest[len(NAMED_ROWS) :], strict=True))
         self._counts: Counts | None = None
-        self._filled: dict[Counts, array[int]] = {}  # by counts of steps before
+        self._filled: dict[Counts, array[int]] = {}  # by counts of earlier steps
         self._live_sizes: dict[Edge, LiveSizes] = {}
 
     def fill(self, counts: Counts, fill: Fill = copy_numbers) -> None:
-        """Sets the live counts, at most the capacity, by `fill` if they change.
-
-        Raises ValueError where they do not fit.
-        """
+        """Set the live counts, at most the capacity, by `fill` if they change. Raises ValueError if they do not fit."""
         if counts == self._counts:
             return
         if (filled := self._filled.get(counts)) is None:
@@ -140,7 +137,7 @@ class PaddedRows(StepRows):
         self._counts = counts
 
     def _values(self, counts: Counts) -> list[int]:
-        """All that is on the device."""
+        """Return all numbers that are on the device."""
         mesh, rank = self.mesh, self.rank
         _check_counts(counts, self.capacity)
         values = [*counts, *(mesh.row_count(Rows.OWN, r, counts) for r in range(mesh.world))]
@@ -162,7 +159,7 @@ class PaddedRows(StepRows):
         return transport.exchange(x, edge.exchange, group, self.live_sizes(edge), epilogue)
 
     def live_sizes(self, edge: Edge) -> LiveSizes:
-        """Rows of each segment of an edge's exchange: live and capacity."""
+        """Return the rows of each segment of an edge's exchange: live and capacity."""
         found = self._live_sizes.get(edge)
         if found is None:
             found = self._live_sizes[edge] = self._find_sizes(edge)
@@ -180,7 +177,7 @@ class PaddedRows(StepRows):
 
 
 class EqualRows(StepRows):
-    """`PaddedRows` for transports that take no row counts in device memory: each group exchanges its whole capacity.
+    """`PaddedRows` for transports without row counts in device memory: each group exchanges its whole capacity.
 
     In tensors of several groups' rows each group's rows have a fixed place. Rows after a group's live rows are computed
     like tokens, and so are their experts, but no rank samples from them.
@@ -199,7 +196,7 @@ class EqualRows(StepRows):
         self._filled: int | None = None
 
     def fill(self, counts: Counts, fill: Fill = copy_numbers) -> None:
-        """As `PaddedRows.fill`."""
+        """Set the live counts, like `PaddedRows.fill`."""
         _check_counts(counts, self.capacity)
         mine = counts[self.mesh.group_of(self.rank)]
         if mine != self._filled:
@@ -216,7 +213,7 @@ CapturedRows = PaddedRows | EqualRows
 def captured_rows(
     transports: Iterable[Transport], mesh: Mesh, rank: int, capacity: int, device: torch.device
 ) -> CapturedRows:
-    """The rows of a graph on these transports, for a capacity of `capacity` tokens in each DP group."""
+    """Return the rows of a graph on these transports, for `capacity` tokens in each DP group."""
     kind = PaddedRows if all(t.entry.takes_live_sizes for t in transports) else EqualRows
     return kind(mesh, rank, capacity, device)
 

@@ -1,9 +1,9 @@
-"""The residual stream: the only API that a model author meets.
+"""The residual stream: the only API that a model author needs.
 
     stream.add(self.attn(stream.read(self.input_norm, rows=GROUP)))
     stream.add(self.moe(stream.read(self.post_norm, rows=self.moe.takes)))
 
-`add` records a delta with its debt. `read` settles the debts, brings the residual up to date, normalises, and returns
+`add` records a delta with its debt. `read` pays the debts, brings the residual up to date, normalises, and returns
 the rows that the block asks for. A model's forward runs once on a `TraceStream`, which records its chain of reads and
 adds; the planner solves the chain; `Stream` then walks the plan by index and decides nothing. Where a block takes rows
 in several forms, `rows` names them all, there is a trace for each form, and the plan says which form it uses.
@@ -35,16 +35,15 @@ from weft.stream.step_rows import StepRows
 
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 Takes = Rows | tuple[Rows, ...]
-"""The rows that a block reads; several: any of these, and the plan uses those that serve the whole model best."""
+"""Rows that a block reads; several: any of these, and the plan uses the one that serves the whole model best."""
 Beside = Callable[[Hidden], Tensor | None]
-"""What a block computes row by row from its input, as int32 `[rows, n]`, before rows travel in a format: it travels
-beside them. None: nothing."""
+"""Function of a block's input, row by row, to int32 `[rows, n]`, sent along with rows in a format. None: nothing."""
 Observer = Callable[[str, Hidden], None]
-"""Gets the site of a read and its rows, before the block does."""
+"""Callback with the site of a read and its rows, before the block gets them."""
 
 
 class Norm(Protocol):
-    """An RMSNorm's name, weight and eps: the stream normalises, in the last step of a plan where a kernel can."""
+    """Name, weight and eps of an RMSNorm: the stream normalises, in the last step of a plan if a kernel can."""
 
     path: str
     eps: float
@@ -54,12 +53,12 @@ class Norm(Protocol):
 
 
 def _targets(mesh: Mesh, rows: Takes) -> tuple[Placement, ...]:
-    """The placements that a read may return, each once."""
+    """Return the placements that a read may return, each once."""
     return tuple(dict.fromkeys(mesh.placement(r) for r in (rows if isinstance(rows, tuple) else (rows,))))
 
 
 class _Deltas:
-    """The deltas added since the last read: one tensor for each placement, summed as they come."""
+    """Deltas added since the last read: one tensor for each placement, summed as they arrive."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -83,10 +82,13 @@ class _Deltas:
 
 
 class TraceStream:
-    """Records reads, exchanges inside blocks, and adds of a model. It has zero rows, which all blocks must take anyway.
+    """Recorder of a model's reads, exchanges inside blocks, and adds, with zero rows, which all blocks must accept
+    anyway.
 
-    width: of the residual. dtype, device: of the activations. form: where a block takes rows in several forms, the
-    number of the form to record, or the last one. forms: how many of them the model has.
+    Args:
+        width: of the residual.
+        dtype, device: of the activations.
+        form: number of the form to record where a block reads rows in several forms, or the last one.
     """
 
     def __init__(self, mesh: Mesh, width: int, dtype: torch.dtype, device: torch.device, form: int = 0):
@@ -98,15 +100,15 @@ class TraceStream:
         self.exchanges = TraceExchanges(mesh)
 
     def add(self, delta: Hidden) -> None:
-        """Records a delta and its debt."""
+        """Record a delta and its debt."""
         self._deltas.add(delta)
 
     def keep(self, rows: Tensor | slice) -> bool:
-        """As `Stream.keep`. Plans are of all rows, so it records nothing."""
+        """Record nothing: plans are of all rows (see `Stream.keep`)."""
         return False
 
     def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
-        """Records a read. Raises PlacementError where nothing was added before."""
+        """Record a read. Raises PlacementError if nothing was added before."""
         if not self._reads and not self._deltas.values:
             raise PlacementError(f"{norm.path} reads a stream to which nothing was added")
         self._end_read()
@@ -125,7 +127,7 @@ class TraceStream:
             self.exchanges.found.clear()
 
     def chain(self) -> Chain:
-        """The trace. Raises PlacementError where a delta was added after the last read: it would be lost."""
+        """Return the trace. Raises PlacementError if a delta was added after the last read: it would be lost."""
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
         self._end_read()
@@ -134,33 +136,30 @@ class TraceStream:
 
 
 def _taken(given: ReadInfo) -> dict[str, Any]:
-    """Fields of a traced read: the format in which its readers take the rows, and whether they also take them plain."""
+    """Return the fields of a traced read: the format that its readers require, and whether they also read plain
+    rows."""
     beside = 0 if given.beside is None else given.beside.shape[1] * given.beside.element_size()
     wire = next((Wire(format, beside) for format in given.made), None)
     return {"wire": wire, "plain": given.plain or len(given.made) != 1}  # rows travel in one format at most
 
 
 class Walk:
-    """The values of a read, and a method for each op (`weft.planner.op.StreamOp`) that carries it out on them.
+    """Values of a read, and a method for each op (`weft.planner.op.StreamOp`) that runs it on them.
 
-    Attributes:
-        residual: `[rows, width]`; None before the first delta.
-        absorbed: a delta that is still to be added to the residual, so that one kernel may add and normalise.
-        normed: the normalised rows `[rows, width]`, or these rows as they travel.
-        made: the normalised rows in a format; received: int32 `[rows, n]`, what came with rows in a format.
+    The residual `[rows, width]` is None before the first delta.
     """
 
-    normed: Tensor
-    absorbed: Tensor | None = None
-    received: Tensor | None = None
-    made: Any = None
+    normed: Tensor  # normalised rows `[rows, width]`, or these rows on the wire
+    absorbed: Tensor | None = None  # delta still to be added to the residual, so that one kernel may add and normalise
+    received: Tensor | None = None  # int32 `[rows, n]`, sent along with rows in a format
+    made: Any = None  # normalised rows in a format
 
     def __init__(self, stream: Stream, site: str, norm: Norm, beside: Beside | None):
         self._stream, self._site, self._norm, self._beside = stream, site, norm, beside
         self.residual, self.deltas, self.origins = stream.residual, stream.deltas.values, stream.deltas.origins
 
     def sum(self) -> Tensor:
-        """The residual with all that it absorbed."""
+        """Return the residual with all deltas that it absorbed."""
         assert self.residual is not None
         if self.absorbed is not None:
             self.residual, self.absorbed = self.residual + self.absorbed, None
@@ -225,7 +224,7 @@ class Walk:
         return self.deltas.pop(op.operand), self.origins.pop(op.operand)
 
     def _norm_with(self, op: StreamOp) -> tuple[Tensor, float, float8.Fp8Rows | None]:
-        """Weight and eps, and unfilled rows in the op's format, if the norm's kernel can fill them."""
+        """Return weight and eps, and unfilled rows in the op's format, if the norm's kernel can fill them."""
         assert self.residual is not None
         self.made = formats.unfilled(self.residual, op.wire.format) if op.wire else None
         return self._norm.weight, self._norm.eps, self.made
@@ -234,10 +233,15 @@ class Walk:
 class Stream:
     """One forward pass of one rank along a plan.
 
-    transports: by name, those that the planner was offered. rows: of this step; all ranks pass the same counts.
-    times: not None where this pass is timed. exchanges: those inside blocks. observer: called with the site and the
-    rows of each read. Raises PlacementError, before it communicates, where the model reads or adds otherwise than in
-    its trace; the text names the block and both placements.
+    Raises PlacementError, before it communicates, if the model deviates from its trace; the message names the block and
+    both placements.
+
+    Args:
+        transports: by name, as offered to the planner.
+        rows: of this step; all ranks pass the same counts.
+        times: not None if this pass is timed.
+        exchanges: exchanges inside blocks.
+        observer: called with the site and the rows of each read.
     """
 
     def __init__(
@@ -261,7 +265,7 @@ class Stream:
         self._all_live: dict[Rows, Tensor] = {}
 
     def add(self, delta: Hidden) -> None:
-        """Adds a block's output to the stream; its debt is settled by the next read."""
+        """Add a block's output to the stream; the next read pays its debt."""
         have = self._rows.capacity_of(delta.placement.rows)
         if delta.value.shape[0] != have:
             raise PlacementError(
@@ -270,8 +274,9 @@ class Stream:
         self.deltas.add(delta)
 
     def keep(self, rows: Tensor | slice) -> bool:
-        """Goes on with these rows alone where they are fewer than all and no exchange counts rows: on one rank. Returns
-        whether it does. rows: int64 `[S]`, or a slice.
+        """Continue with only these rows, if they are fewer than all and no exchange counts rows: on one rank.
+
+        Returns True if it does. rows: int64 `[S]`, or a slice.
         """
         if self.mesh.world > 1 or isinstance(rows, slice) or len(rows) >= self._rows.capacity_of(GROUP):
             return False
@@ -282,10 +287,10 @@ class Stream:
         return True
 
     def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
-        """The normalised residual with all deltas so far, complete, on the requested rows; of several, the plan's.
+        """Return the normalised residual with all deltas so far, complete, on the requested rows; of several, the
+        plan's.
 
-        beside: its result for these rows travels with them where the plan has rows travel in a format
-            (`Hidden.beside`).
+        beside: its result for these rows is sent with them if the plan sends rows in a format (`Hidden.beside`).
         """
         reads = self._plan.reads
         read_plan = reads[self._index] if self._index < len(reads) else None
@@ -317,7 +322,7 @@ class Stream:
         return found
 
     def finish(self) -> None:
-        """Checks that the whole plan was walked. Raises PlacementError where the model stopped early."""
+        """Check that the whole plan was walked. Raises PlacementError if the model stopped early."""
         if self._index != len(self._plan.reads):
             missed = self._plan.reads[self._index].read.site
             raise PlacementError(f"the model stopped before {missed}, where its peers would wait for ever")
@@ -325,11 +330,11 @@ class Stream:
             raise PlacementError(f"added after the last read, so never settled: {self.deltas.named()}")
 
     def hidden(self, x: Tensor, placement: Placement, origin: str, **more: Any) -> Hidden:
-        """Rows of this step. more: fields of `ReadInfo`."""
+        """Return rows of this step. more: fields of `ReadInfo`."""
         return Hidden(x, placement, self.mesh, origin, ReadInfo(self._exchanges, self._live(placement.rows, x), **more))
 
     def _live(self, rows: Rows, value: Tensor) -> Tensor | None:
-        """See `Hidden.live`; on a GPU never None, as kernels ask for it in all layers."""
+        """See `ReadInfo.live`; on a GPU never None, as kernels ask for it in all layers."""
         live = self._rows.live(rows)
         if live is None and value.is_cuda:
             live = self._all_live.get(rows)
@@ -338,7 +343,7 @@ class Stream:
         return live
 
     def carry(self, op: StreamOp, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
-        """Takes rows along an op's edge. site: of the read; origin: of the rows. Raises PlacementError with both."""
+        """Send rows along an op's edge. site: of the read; origin: of the rows. Raises PlacementError with both."""
         edge = op.edge
         assert edge is not None
         if not edge.moves:

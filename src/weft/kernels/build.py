@@ -1,7 +1,7 @@
-"""The native kernels: libraries that the wheel brings, or else compiled when first needed and kept by a hash.
+"""Native kernels: libraries from the wheel, or compiled when first needed and cached by a hash.
 
-A library is free of torch's and Python's ABI (tvm-ffi), so that one serves every version of both. The hash is of the
-sources and flags. Ranks that start together wait for one build.
+A library does not depend on torch's or Python's ABI (tvm-ffi), so that one serves every version of both. The hash
+covers the sources and flags. Ranks that start at the same time wait for one build.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from weft.planner.cost import cache_folder
 
 CSRC = Path(__file__).parent / "csrc"
 BUILT = Path(__file__).parent / "built"
-"""Where a wheel has its libraries: NAME.so, and NAME.json that says what it was built from."""
+"""Folder of a wheel's libraries: NAME.so, and NAME.json with the hash and the targets of its build."""
 # GCC 12 warns of its own AVX-512 headers. Products and sums are rounded one by one, so that all instruction sets give
 # the same bits, also those with a fused multiply-add.
 CPU_FLAGS = ("-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-maybe-uninitialized")
 
 CUDA_FLAGS = ("-O3", "--threads=0")
 ARCHITECTURES = ("80", "89", "90a", "100", "120")
-"""That a wheel's CUDA kernels are compiled for."""
+"""Targets of a wheel's CUDA kernels."""
 OLDEST_GPU = (8, 0)
 CPU_KERNELS, CUDA_KERNELS = ("weft_cpu", CSRC / "cpu" / "shm.cc"), ("weft_cuda", CSRC / "cuda" / "peer.cu")
 _log = logging.getLogger(__name__)
 
 
 class BuildError(RuntimeError):
-    """A native kernel does not compile here. The text is one line that says what is missing."""
+    """Failed build of a native kernel. The message is one line with the missing part."""
 
 
 class KernelError(RuntimeError):
-    """A native call failed. The text says what is wrong in the call."""
+    """Failed native call. The message names the mistake in the call."""
 
 
 class KernelPeerLost(KernelError):
-    """The process of a rank is gone. The text is the number of the rank."""
+    """End of a rank's process. The message is the number of the rank."""
 
 
 class KernelTimeout(KernelError):
-    """A wait for a rank took too long. The text is the number of the rank."""
+    """Timeout of a wait for a rank. The message is the number of the rank."""
 
 
 _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTimeout": KernelTimeout}
@@ -57,13 +57,13 @@ _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTi
 
 @cache
 def cpu_kernels() -> Any:
-    """The module of `csrc/cpu/shm.cc`: one function for each exported name. Raises BuildError."""
+    """Return the module of `csrc/cpu/shm.cc`: one function for each exported name. Raises BuildError."""
     return load(*CPU_KERNELS, flags=CPU_FLAGS)
 
 
 @cache
 def cuda_kernels() -> Any:
-    """The module of `csrc/cuda/peer.cu`, for the GPUs that this process sees. Raises BuildError."""
+    """Return the module of `csrc/cuda/peer.cu`, for the GPUs that this process sees. Raises BuildError."""
     import torch
 
     gpus = range(torch.cuda.device_count())
@@ -75,10 +75,10 @@ def cuda_kernels() -> Any:
 
 
 def load(name: str, source: Path, *folders: Path, flags: Sequence[str], gpus: Sequence[tuple[int, int]] = ()) -> Any:
-    """The module of `source`, which may include files of its own folder and of `folders`. Raises BuildError.
+    """Return the module of `source`, which may include files of its own folder and of `folders`. Raises BuildError.
 
-    A library that the wheel brings is taken where it was built from these sources for these GPUs, and loads; else one
-    line says why it is not. gpus: compute capabilities that the kernels are to run on.
+    Uses the wheel's library if it was built from these sources for these GPUs, and loads; otherwise prints one line
+    with the reason. gpus: compute capabilities that the kernels must run on.
     """
     if (BUILT / f"{name}.so").is_file():
         try:
@@ -92,7 +92,7 @@ def load(name: str, source: Path, *folders: Path, flags: Sequence[str], gpus: Se
 
 
 def module(library: Path) -> Any:
-    """A function for each exported name. Raises OSError or RuntimeError where the library does not load."""
+    """Return a function for each exported name. Raises OSError or RuntimeError if the library does not load."""
     import tvm_ffi
 
     for kind, error_class in _ERRORS.items():
@@ -101,13 +101,13 @@ def module(library: Path) -> Any:
 
 
 def source_hash(source: Path, *folders: Path) -> str:
-    """Of a source and all that it may include."""
+    """Return the hash of a source and all files that it may include."""
     files = [path for folder in (source.parent, *folders) for path in sorted(folder.iterdir())]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def check_built(description: Path, sources: str, gpus: Sequence[tuple[int, int]]) -> None:
-    """Raises ValueError unless the library that is described was built from sources of this hash, for these GPUs."""
+    """Raise ValueError unless the described library was built from sources of this hash, for these GPUs."""
     built = json.loads(description.read_text())
     if built["sources"] != sources:
         raise ValueError("they were built from other sources than those installed; install Weft again")
@@ -117,7 +117,7 @@ def check_built(description: Path, sources: str, gpus: Sequence[tuple[int, int]]
 
 
 def runs_on(architecture: str, gpu: tuple[int, int]) -> bool:
-    """Whether a GPU runs code for this architecture: of its generation, and no newer than it is."""
+    """Return True if a GPU runs code for this architecture: of its generation, and no newer than the GPU."""
     if architecture.endswith("a"):
         return _sm(gpu) == f"sm_{architecture[:-1]}"
     return int(architecture[:-1]) == gpu[0] and int(architecture[-1]) <= gpu[1]
@@ -128,12 +128,12 @@ def _sm(gpu: tuple[int, int]) -> str:
 
 
 def for_gpus(architectures: Sequence[str]) -> list[str]:
-    """nvcc's flags."""
+    """Return nvcc's flags."""
     return [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
 
 
 def compiled(name: str, source: Path, *folders: Path, flags: Sequence[str]) -> Path:
-    """The library of `source`, compiled unless it has been. Raises BuildError."""
+    """Return the library of `source`, compiled if needed. Raises BuildError."""
     import tvm_ffi
 
     parts = (source_hash(source, *folders), tvm_ffi.__version__, *flags)
@@ -142,7 +142,7 @@ def compiled(name: str, source: Path, *folders: Path, flags: Sequence[str]) -> P
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # its end lets go of it, also that of a killed process
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, even if killed
             if not library.exists():
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     _compile(source, Path(scratch) / library.name, folders, flags)
@@ -156,10 +156,10 @@ def _compile(source: Path, library: Path, folders: Sequence[Path], flags: Sequen
     from tvm_ffi import libinfo
 
     cuda = source.suffix == ".cu"
-    # CUDA's runtime goes into the library: which one torch brings does not matter then.
+    # CUDA's runtime is linked into the library, to be independent of torch's.
     compiler = [nvcc(), "--cudart=static", "-Xcompiler=-fPIC"] if cuda else [os.environ.get("CXX", "c++"), "-fPIC"]
     include = (libinfo.find_include_path(), libinfo.find_dlpack_include_path(), source.parent, *folders)
-    runtime = Path(libinfo.find_libtvm_ffi())  # loaded before, under this name: no path of this host is put in
+    runtime = Path(libinfo.find_libtvm_ffi())  # already loaded under this name: the library needs no path of this host
     command = [*compiler, "-std=c++17", "-shared", *flags, *(f"-I{path}" for path in include), str(source)]
     command += ["-o", str(library), f"-L{runtime.parent}", "-ltvm_ffi"]
     try:
@@ -174,13 +174,13 @@ def _compile(source: Path, library: Path, folders: Sequence[Path], flags: Sequen
 
 
 def nvcc() -> str:
-    """CUDA's compiler: that of the PATH, else of CUDA_HOME, else where CUDA is installed as a rule."""
+    """Return the path of CUDA's compiler: from PATH, else CUDA_HOME, else CUDA's usual folder."""
     home = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which("nvcc", path=home / "bin") or "nvcc"
 
 
 def build_ahead(folder: Path) -> None:
-    """Compiles what a wheel brings into `folder`; a line says what is left out. Raises BuildError."""
+    """Compile a wheel's libraries into `folder`; print a line on each omitted one. Raises BuildError."""
     folder.mkdir(parents=True, exist_ok=True)
     todo: list[tuple[tuple[str, Path], tuple[str, ...], tuple[str, ...]]] = [(CPU_KERNELS, CPU_FLAGS, ())]
     if shutil.which(nvcc()):

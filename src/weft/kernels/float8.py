@@ -1,12 +1,12 @@
-"""FP8 tensors with a scale for each block, and products of them, in plain torch.
+"""FP8 tensors with block scales, and matrix products of them, in plain torch.
 
 A value is a float8_e4m3fn (at most 448) times a float32 scale. A weight has one scale for each block of rows and
 columns. A row of activations has one for each group of columns, computed at each step (DeepSeek-V3, arXiv 2412.19437,
 section 3.3.2).
 
-A cached vector has one power of two, an int8 exponent. A power of two leaves the bits of a value's mantissa as they
-are: the vector is exact in bfloat16 and float16, and the order in which its scale is multiplied in changes nothing. As
-each vector has its own, none needs calibration, and it travels with its token.
+A cached vector has one power of two, an int8 exponent. A power of two leaves the bits of a value's mantissa unchanged:
+the vector is exact in bfloat16 and float16, and the order of multiplications by its scale changes nothing. As each
+vector has its own, no calibration is needed, and the scale travels with its token.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST, MIN_MAGNITUDE = 448.0, 1e-10
-"""The greatest value of float8_e4m3fn, and the smallest magnitude that a group's largest counts as, for zeros."""
+"""The greatest value of float8_e4m3fn, and the lower bound of a group's largest magnitude, for groups of zeros."""
 MAX_EXPONENT = 32
-"""Of a vector's power of two, in either direction."""
+"""Bound of a vector's power of two, in either direction."""
 
 
 class Fp8Rows(NamedTuple):
@@ -35,7 +35,7 @@ class Fp8Rows(NamedTuple):
 
     @property
     def is_cuda(self) -> bool:
-        """As a tensor's."""
+        """True if the values are on a GPU, like a tensor's attribute."""
         return self.values.is_cuda
 
 
@@ -50,7 +50,7 @@ class Fp8Weight(NamedTuple):
     unit: tuple[int, int]
 
     def check(self) -> None:
-        """Raises ValueError where shapes or dtypes do not match, or a tensor is not contiguous."""
+        """Raise ValueError if shapes or dtypes do not match, or a tensor is not contiguous."""
         values, scales = self.values, self.scales
         sizes = zip(values.shape[-2:], self.unit, strict=True)
         blocks = (*values.shape[:-2], *(-(-size // unit) for size, unit in sizes))
@@ -74,37 +74,37 @@ class Fp8Vectors(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values."""
+        """Shape of the values."""
         return self.values.shape
 
 
 Stored = Tensor | Fp8Vectors
-"""What a cache holds of tokens, `[slots, heads, dim]`: as they were computed, or in FP8."""
+"""Cached vectors of tokens, `[slots, heads, dim]`: in the dtype of the activations, or in FP8."""
 
 
 def plain(stored: Stored) -> Tensor:
-    """For what reads no FP8. Raises TypeError for that."""
+    """Return the tensor, for callers that do not support FP8. Raises TypeError for FP8."""
     if not isinstance(stored, Tensor):
         raise TypeError("the cache is in FP8, which this attention backend does not read")
     return stored
 
 
 def to_vectors(x: Tensor) -> Fp8Vectors:
-    """x `[…, dim]` with the smallest powers of two, to ± MAX_EXPONENT, by which no magnitude is above 448.
+    """Return x `[…, dim]` with the smallest powers of two, to ± MAX_EXPONENT, by which no magnitude exceeds 448.
 
-    What is larger still becomes the largest magnitude, also infinity; NaN stays NaN, and counts for no exponent.
+    Larger magnitudes, including infinity, are clamped; NaN stays NaN, and does not affect the exponent.
     """
     wide = x.float()
     largest = wide.abs().nan_to_num(0.0, posinf=torch.inf).amax(-1)
-    # 448 is 1.75 · 2⁸: a mantissa above 1.75 takes the next power.
+    # 448 is 1.75 · 2⁸: a mantissa above 1.75 needs the next power.
     exponents = ((largest.view(torch.int32) + 0x1FFFFF >> 23) - (127 + 8)).clamp(-MAX_EXPONENT, MAX_EXPONENT)
     scaled = wide * torch.ldexp(torch.ones_like(largest), -exponents)[..., None]
     return Fp8Vectors(scaled.clamp(-LARGEST, LARGEST).to(FLOAT8), exponents.to(torch.int8))
 
 
 def take(stored: Stored, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """stored[slots] in a dtype: slots `[…]` of stored `[slots, heads, dim]`."""
-    # index_select copies whole rows where indexing goes element by element on CPUs; torch has none of FP8 there.
+    """Return stored[slots] in a dtype: slots `[…]` of stored `[slots, heads, dim]`."""
+    # index_select copies whole rows, unlike indexing, which runs by element on CPUs; torch has no FP8 version there.
     flat = slots.flatten()
     if isinstance(stored, Tensor):
         return stored.index_select(0, flat).unflatten(0, slots.shape)
@@ -114,7 +114,7 @@ def take(stored: Stored, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(x: Tensor, group_size: int) -> Fp8Rows:
-    """Quantises the rows of x `[T, width]`: the largest magnitude of each group of columns becomes 448.
+    """Quantise the rows of x `[T, width]`: the largest magnitude of each group of columns becomes 448.
 
     A group with NaN or infinity becomes NaN.
     """
@@ -127,7 +127,7 @@ def quantise(x: Tensor, group_size: int) -> Fp8Rows:
 
 
 def unfilled(x: Tensor, group_size: int) -> Fp8Rows:
-    """Empty tensors for the result of `quantise` of x `[T, width]`."""
+    """Return empty tensors for the result of `quantise` of x `[T, width]`."""
     rows, width = x.shape
     return Fp8Rows(
         x.new_empty(rows, width, dtype=FLOAT8),
@@ -137,14 +137,14 @@ def unfilled(x: Tensor, group_size: int) -> Fp8Rows:
 
 
 def fill(rows: Fp8Rows, x: Tensor) -> None:
-    """Fills rows with the result of `quantise` of x `[T, width]`."""
+    """Fill rows with the result of `quantise` of x `[T, width]`."""
     made = quantise(x, rows.group_size)
     rows.values.copy_(made.values)
     rows.scales.copy_(made.scales)
 
 
 def dequantise(x: Fp8Rows | Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values times their scales, of the shape of `x.values`."""
+    """Return the values times their scales, in the shape of `x.values`."""
     rows, columns = (1, x.group_size) if isinstance(x, Fp8Rows) else x.unit
     scales = x.scales.repeat_interleave(rows, -2)[..., : x.values.shape[-2], :]
     scales = scales.repeat_interleave(columns, -1)[..., : x.values.shape[-1]]
@@ -152,7 +152,7 @@ def dequantise(x: Fp8Rows | Fp8Weight, dtype: torch.dtype = torch.float32) -> Te
 
 
 def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """x Wᵀ, dtype `[T, N]`. x `[T, K]`: its rows are quantised first, by groups of as many columns as the weight
-    has."""
+    """Return x Wᵀ `[T, N]` in `dtype`. The rows of x `[T, K]` are quantised first, by the weight's groups of
+    columns."""
     rows = x if isinstance(x, Fp8Rows) else quantise(x, weight.unit[1])
     return dequantise(rows, dtype) @ dequantise(weight, dtype).mT

@@ -1,8 +1,7 @@
-"""The ops between collectives that have a torch form and a Triton form, and how such an op is made.
+"""Ops between collectives with a torch form and a Triton form, and the function that joins two forms.
 
-An op accepts the arguments of its torch form, and that form's docstring says what it computes. Where the first argument
-lies on a GPU, the Triton form runs instead. Its arithmetic is in float32, and a result is rounded once, when it is
-stored.
+An op accepts the arguments of its torch form, and has its docstring. If the first argument is on a GPU, the Triton form
+runs instead. Its arithmetic is in float32, and a result is rounded once, when it is stored.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ R = TypeVar("R")
 
 
 def on_gpu(x: Any) -> bool:
-    """Return whether Triton forms run for this first argument: a tensor, or a tuple of tensors with `is_cuda`."""
+    """Return True if Triton forms run for this first argument: a tensor, or a tuple of tensors with `is_cuda`."""
     return bool(x.is_cuda)
 
 

@@ -13,11 +13,14 @@ from weft.kernels.float8 import Fp8Rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None) -> Tensor:
-    """x / √(mean(x²) + eps) over the last dimension, in float32 or float64, rounded to x's dtype, times weight.
+    """Return x / √(mean(x²) + eps) over the last dimension, rounded to x's dtype, times weight (arXiv 1910.07467).
 
-    x: `[…, width]`. weight: `[width]`, of x's dtype; or float32 beside an x of fewer bits: then only the product with
-    the weight is rounded. quantised: of the shape of x `[rows, width]`; it is filled with the result in FP8.
-    (arXiv 1910.07467)
+    The arithmetic is in float32 or float64.
+
+    Args:
+        x: `[…, width]`.
+        weight: `[width]`, in x's dtype; or float32 with a narrower x: then only the product with the weight is rounded.
+        quantised: filled with the result in FP8; of the shape of x `[rows, width]`.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -30,17 +33,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None
 def add_rms_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(residual + delta, its `rms_norm`), `[rows, width]` each; both are new."""
+    """Return (residual + delta, its `rms_norm`), `[rows, width]` each; both are new."""
     total = residual + delta
     return total, rms_norm(total, weight, eps, quantised=quantised)
 
 
 def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight of each part of the keys in a softmax merge, and the log-sum-exp of all parts.
+    """Return the weight of each part of the keys in a softmax merge, and the log-sum-exp of all parts.
 
-    lses: `[parts, …]`, each part's log-sum-exp to base e. A part is empty where it is −inf, or NaN or +inf, which some
-    kernels give. Returns weights `[parts, …]`, which sum to 1, or are 0 where all parts are empty, and lse `[…]`, −inf
-    there. Sums are in the parts' order, so that a row's bits depend on its own parts alone.
+    lses: `[parts, …]`, each part's log-sum-exp to base e; −inf for an empty part, or NaN or +inf, as some kernels
+    return. Returns weights `[parts, …]`, which sum to 1, or are 0 if all parts are empty, and lse `[…]`, −inf there.
+    Sums are in the parts' order, so that a row's bits depend only on its own parts.
     """
     known = lses.nan_to_num(nan=-inf, posinf=-inf, neginf=-inf)
     top = known.amax(0)
@@ -51,10 +54,10 @@ def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from attention over each part of them (arXiv 2205.14135, 2501.01005).
+    """Return attention over all keys from attention over each part of them (arXiv 2205.14135, 2501.01005).
 
-    outs: `[parts, …, D]`. lses: `[parts, …]`, as `merge_weights` takes them. Returns the output `[…, D]` of outs' dtype
-    and its lse. Sums are in the parts' order, in float32 or float64. A part of weight 0 is not read: it may be NaN.
+    outs: `[parts, …, D]`. lses: `[parts, …]`, as for `merge_weights`. Returns the output `[…, D]` in outs' dtype and
+    its lse. Sums are in the parts' order, in float32 or float64. A part of weight 0 is not read: it may be NaN.
     """
     wide = torch.promote_types(outs.dtype, torch.float32)
     weights, lse = merge_weights(lses)
@@ -63,10 +66,15 @@ def softmax_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tensor:
-    """One rank's term of a softmax merge that is a sum: its outputs times their weights, ordered by the heads' ranks.
+    """Write one rank's term of a softmax merge that is a sum: its outputs times their weights, ordered by the heads'
+    ranks.
 
-    out: `[T, H, D]`. lses: `[n, T, H]` of all ranks; `place` is this rank's index. by_rank: `[n, T·(H/n)·D]`, filled.
     Returns the merged lse `[T, H/n]` of this rank's heads.
+
+    Args:
+        out: `[T, H, D]`.
+        lses: `[n, T, H]` of all ranks; `place` is this rank's index.
+        by_rank: `[n, T·(H/n)·D]`, filled.
     """
     n = len(lses)
     weights, total = merge_weights(lses)
@@ -77,10 +85,10 @@ def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tenso
 
 
 def packed_shards(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The layout of lse and outputs in one row for each rank: (element at which outputs begin, elements of a row).
+    """Return the layout of lse and outputs in one row per rank: (first element of the outputs, elements of a row).
 
-    lse lies first, as float32 (float64 beside float64). Both parts are whole units of 16 bytes, which transports move
-    fastest.
+    lse lies first, as float32 (float64 for float64 outputs). Both parts are whole units of 16 bytes, which transports
+    move fastest.
     """
     unit, rows = 16 // dtype.itemsize, tokens * heads // ranks
     begin = -(-rows * torch.promote_types(torch.float32, dtype).itemsize // 16) * unit
@@ -88,7 +96,7 @@ def packed_shards(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dt
 
 
 def _views(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Views of packed `[n, elements]`: outputs `[n, T, H/n, D]` and lse `[n, T, H/n]`."""
+    """Return views of packed `[n, elements]`: outputs `[n, T, H/n, D]` and lse `[n, T, H/n]`."""
     n, rows = len(packed), tokens * heads // len(packed)
     begin = packed_shards(n, tokens, heads, dim, packed.dtype)[0]
     lses = packed.view(torch.promote_types(torch.float32, packed.dtype))[:, :rows]
@@ -97,13 +105,13 @@ def _views(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, T
 
 
 def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
-    """Fills packed `[n, elements]` with out `[T, H, D]` and lse `[T, H]`, in the layout of `packed_shards`."""
+    """Fill packed `[n, elements]` with out `[T, H, D]` and lse `[T, H]`, in the layout of `packed_shards`."""
     outs, lses = _views(packed, *out.shape)
     outs.copy_(out.unflatten(1, (len(packed), -1)).transpose(0, 1))
     lses.copy_(lse.unflatten(1, (len(packed), -1)).transpose(0, 1))
 
 
 def merge_packed(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """`softmax_merge` of the rows that the ranks packed for this one: `[T, H/n, D]`, and float32 `[T, H/n]`."""
+    """Return `softmax_merge` of the rows packed by the ranks for this one: `[T, H/n, D]`, and float32 `[T, H/n]`."""
     merged, lse = softmax_merge(*_views(packed, tokens, heads, dim))
     return merged, lse.float()

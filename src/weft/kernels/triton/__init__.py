@@ -1,6 +1,6 @@
-"""GPU kernels in Triton, one module each. They need the extra `gpu`. `weft.engine.kernels.ops` lists those that are
-the GPU's form of an op.
+"""GPU kernels in Triton, one module each. They require the extra `gpu`. `weft.engine.kernels.ops` lists the GPU forms
+of ops.
 
 All of them can be captured in a CUDA graph: no kernel waits for the host, values that vary from step to step are read
-from device memory, and tiles follow from shapes, which are those of the graph's capacity.
+from device memory, and tiles follow from shapes, which a graph fixes at its capacity.
 """

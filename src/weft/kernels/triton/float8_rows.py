@@ -1,4 +1,4 @@
-"""Rows in FP8: a float32 scale for each group of a row's columns, as products in FP8 and rows on the wire use them."""
+"""Rows in FP8 with a float32 scale for each group of columns, for FP8 GEMMs and rows on the wire."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 @triton.jit
 def to_float8(x):
-    """(values, scale) of each row of x, float32 `[M, N]`: the largest magnitude becomes 448. NaN and infinity give
-    NaN."""
+    """Return (values, scale) of each row of x, float32 `[M, N]`: the largest magnitude becomes 448.
+
+    NaN and infinity give NaN.
+    """
     largest = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)  # so that a group of zeros has a scale
     return (x * tl.div_rn(448.0, largest)[:, None]).to(tl.float8e4nv), tl.div_rn(largest, 448.0)
 
@@ -33,12 +35,12 @@ def _quantise(x, values, scales, x_row, WIDTH: tl.constexpr, GROUP: tl.constexpr
 
 
 def groups_of_program(group_size: int, groups: int) -> int:
-    """How many groups of a row, of group_size columns each, a program quantises: about 1,024 columns."""
+    """Return the number of groups of a row that a program quantises: about 1,024 columns."""
     return min(max(1, 1024 // group_size), next_power_of_2(groups))
 
 
 def quantise(x: Tensor, group_size: int) -> Fp8Rows:
-    """`weft.kernels.float8.quantise` of x `[T, width]`, which has contiguous rows. group_size: a power of two."""
+    """Run `weft.kernels.float8.quantise` on x `[T, width]`, with contiguous rows. group_size: a power of two."""
     rows, width = x.shape
     if x.stride(1) != 1:
         raise ValueError("rows must be contiguous")

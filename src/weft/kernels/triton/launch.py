@@ -1,7 +1,7 @@
 """Faster launches of Triton's kernels: a launch reuses the compiled kernel of an earlier launch like it.
 
 A step with a prompt launches about ten kernels a layer. For each launch Triton binds, types and specialises all
-arguments again, which takes the host longer than a GPU needs for many of the kernels.
+arguments again, which costs the host more time than many of the kernels run on a GPU.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def cdiv(x: int, y: int) -> int:
-    """⌈x / y⌉. (Kernels may call `triton.cdiv`, too, but it takes the host microseconds.)"""
+    """Return ⌈x / y⌉. (`triton.cdiv` costs the host microseconds.)"""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, for n of 1 or more; 0 for 0."""
+    """Return the smallest power of two that is at least n, for n of 1 or more; 0 for 0."""
     return 1 << (n - 1).bit_length() if n else 0
 
 
 class Gpu(NamedTuple):
-    """What tiles are chosen by. shared_bytes: of shared memory that a program may have."""
+    """Properties of a GPU that determine tiles. shared_bytes: maximum shared memory of a program."""
 
     multiprocessors: int
     shared_bytes: int
 
 
 H200 = Gpu(132, 227 << 10)
-"""Tiles were measured on this one."""
+"""GPU on which tiles were measured."""
 DEFAULT_STAGES = 3
-"""Of Triton's, where a launch does not say num_stages."""
+"""Triton's default of num_stages."""
 
 
 @cache
 def gpu() -> Gpu:
-    """The GPU of this process; in the interpreter an H200."""
+    """Return the GPU of this process; in the interpreter an H200."""
     if knobs.runtime.interpret:
         return H200
     has = driver.active.utils.get_device_properties(driver.active.get_current_device())
@@ -51,28 +51,28 @@ def gpu() -> Gpu:
 
 
 def arch() -> int:
-    """The architecture of this process's GPU, as 90 for sm_90; in the interpreter an H200's."""
+    """Return the architecture of this process's GPU, as 90 for sm_90; in the interpreter an H200's."""
     return 90 if knobs.runtime.interpret else driver.active.get_current_target().arch
 
 
 def scaled(programs: int) -> int:
-    """As many programs for a multiprocessor of this GPU as `programs` are on an H200; one or more."""
+    """Scale a number of programs for an H200 to this GPU's multiprocessors; at least one."""
     return max(1, programs * gpu().multiprocessors // H200.multiprocessors)
 
 
 def persistent(blocks: int) -> int:
-    """Programs that take one block after another: two for each multiprocessor, and none without a block."""
+    """Return the number of programs that loop over blocks: two for each multiprocessor, none without a block."""
     return min(2 * gpu().multiprocessors, blocks)
 
 
 class Kernel(JITFunction):
-    """A kernel that is launched as usual, `kernel[grid](*tensors, *descriptors, *numbers, **constants)`, at less cost.
+    """Kernel that is launched as usual, `kernel[grid](*tensors, *descriptors, *numbers, **constants)`, at less cost.
 
-    The compiled kernel of a launch follows, by Triton's rules, from the device; from constants and options such as
-    num_warps; from each tensor's dtype and whether it begins at a multiple of 16 bytes; and from whether an integer
-    is 1, a multiple of 16, or too large for 32 bits (with `do_not_specialize` only from the last of these); and from
-    the dtype and the block of each TensorDescriptor, which a launch encodes from its tensor, into the kernel's own
-    parameters: a CUDA graph holds it.
+    Triton's rules select the compiled kernel of a launch by the device; constants and options such as num_warps; each
+    tensor's dtype and whether it begins at a multiple of 16 bytes; whether an integer is 1, a multiple of 16, or too
+    large for 32 bits (with `do_not_specialize` only the last of these); and the dtype and block of each
+    TensorDescriptor. A launch encodes a descriptor from its tensor into the kernel's own parameters: a CUDA graph holds
+    it.
     """
 
     def __init__(self, function: Callable[..., Any], **how: Any):
@@ -80,8 +80,8 @@ class Kernel(JITFunction):
         self._known: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...], tuple[Any, ...]]] = {}
         self._tensors = 0
         self._descriptors = slice(0)
-        self._values: list[int] = []  # indices of the integer arguments that Triton specialises by value,
-        self._sizes: list[int] = []  # and of those that it specialises by size alone
+        self._values: list[int] = []  # indices of the integer arguments that Triton specialises by value
+        self._sizes: list[int] = []  # indices of those specialised by size alone
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -114,9 +114,9 @@ class Kernel(JITFunction):
         run(*grid, *(1,) * (3 - len(grid)), stream, *how, *addresses, *numbers, *rest)
 
     def run_fitting(self, *args: Any, **constants: Any) -> Any:
-        """`run`, with fewer stages of the pipeline of loads where the GPU's shared memory does not hold as many.
+        """Run with fewer stages of the pipeline of loads if the GPU's shared memory is too small.
 
-        The bits do not depend on the stages. Raises OutOfResources where one stage does not fit.
+        The bits do not depend on the stages. Raises OutOfResources if one stage does not fit.
         """
         stages = constants.get("num_stages", DEFAULT_STAGES)
         try:
@@ -127,7 +127,7 @@ class Kernel(JITFunction):
         return self.run_fitting(*args, **constants | {"num_stages": stages - 1})
 
     def _look(self, args: tuple[Any, ...]) -> None:
-        """Finds which arguments are tensors, descriptors and integers: the same in every launch."""
+        """Find the tensors, descriptors and integers among the arguments: the same in every launch."""
         self._tensors = sum(hasattr(x, "data_ptr") for x in args)
         first = self._tensors + sum(isinstance(x, TensorDescriptor) for x in args)
         self._descriptors = slice(self._tensors, first)
@@ -137,7 +137,7 @@ class Kernel(JITFunction):
 
 
 def kernel(function: Callable[..., Any] | None = None, **how: Any) -> Any:
-    """Decorates a function in Triton's language. It is launched as with `triton.jit`; how: the options of
+    """Decorate a function in Triton's language. It is launched as with `triton.jit`; how: the options of
     `triton.jit`."""
     if function is None:
         return partial(kernel, **how)

@@ -1,6 +1,6 @@
 """Kernels of a softmax merge over shards of the keys, before and after its collectives (`weft.stream.block_exchanges`).
 
-The functions are those of `weft.kernels.torch_reference`. A program has one head of one token.
+The functions implement `weft.kernels.torch_reference`. A program has one head of one token.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from weft.kernels.triton.launch import kernel, next_power_of_2
 
 @triton.jit
 def _known(lse):
-    """lse with −inf for NaN and +inf, which some kernels give for an empty part."""
+    """Return lse with −inf for NaN and +inf, which some kernels return for an empty part."""
     return tl.where(lse < float("inf"), lse, float("-inf"))
 
 
 @triton.jit
 def _max_and_sum(lses, stride, N: tl.constexpr):
-    """Of N numbers `stride` apart: the largest (0 where all are −inf), and the sum of their exponentials beside it."""
+    """Return the largest of N numbers `stride` apart (0 if all are −inf), and the sum of exp(number − largest)."""
     top = _known(tl.load(lses))
     for i in tl.static_range(1, N):
         top = tl.maximum(top, _known(tl.load(lses + i * stride)))
@@ -88,7 +88,7 @@ def _cut(dim: int) -> dict[str, int]:
 
 
 def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tensor:
-    """See `weft.kernels.torch_reference.scale_shard`. lses, by_rank: contiguous."""
+    """Run `weft.kernels.torch_reference.scale_shard`. lses, by_rank: contiguous."""
     (tokens, heads, dim), n = out.shape, len(lses)
     own_lse = lses.new_empty(tokens, heads // n)
     _scale[(tokens * heads,)](
@@ -98,7 +98,7 @@ def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tenso
 
 
 def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
-    """See `weft.kernels.torch_reference.pack_shard`."""
+    """Run `weft.kernels.torch_reference.pack_shard`."""
     (tokens, heads, dim), n = out.shape, len(packed)
     begin, size = packed_shards(n, tokens, heads, dim, out.dtype)
     packed_lse = packed.view(torch.float32)
@@ -109,7 +109,7 @@ def pack_shard(out: Tensor, lse: Tensor, packed: Tensor) -> None:
 
 
 def merge_packed(packed: Tensor, tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    """See `weft.kernels.torch_reference.merge_packed`. No float64."""
+    """Run `weft.kernels.torch_reference.merge_packed`. No float64."""
     n, own = len(packed), heads // len(packed)
     begin, size = packed_shards(n, tokens, heads, dim, packed.dtype)
     packed_lse = packed.view(torch.float32)

@@ -1,7 +1,7 @@
-"""Dispatch of rows to ranks on GPUs, for `weft.stream.dispatch`: rows ordered by rank, and the sums of what comes back.
+"""Dispatch of rows to ranks on GPUs, for `weft.stream.dispatch`: rows ordered by rank, and the sums of returned rows.
 
 Counts stay in device memory. Each row has a place among the rows that go to a rank. They lie rank after rank, so a
-rank's rows begin where the counts of the ranks before it end. No place depends on atomic additions.
+rank's rows begin after the counts of the ranks before it. No place depends on atomic additions.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def _add(back, place, counts, out, width, RANKS: tl.constexpr, BLOCK: tl.constex
 
 
 def places(expert: Tensor, ranks: int, held: int, span: int) -> tuple[Tensor, Tensor]:
-    """(place int32 `[T, ranks]`, counts int32 `[ranks]`): a row's place among the rows that go to a rank (−1: it does
-    not go there), and how many go there.
+    """Return (place int32 `[T, ranks]`, counts int32 `[ranks]`): a row's place among a rank's rows, and their numbers.
 
-    expert: int32 `[T, k]`, contiguous, −1 for none. `held` consecutive experts are on `span` consecutive ranks.
+    −1: the row does not go to the rank. expert: int32 `[T, k]`, contiguous, −1 for none. `held` consecutive experts are
+    on `span` consecutive ranks.
     """
     (rows, k), counts = expert.shape, expert.new_empty(ranks)
     place = expert.new_empty(rows, ranks)
@@ -99,7 +99,7 @@ def places(expert: Tensor, ranks: int, held: int, span: int) -> tuple[Tensor, Te
 
 
 def pack(x: Tensor, weight: Tensor, expert: Tensor, place: Tensor, counts: Tensor, packed: Tensor) -> None:
-    """Fills packed `[capacity, width + listed]` with the rows of x `[T, width]`, rank after rank, each with its lists.
+    """Fill packed `[capacity, width + listed]` with the rows of x `[T, width]`, rank after rank, each with its lists.
 
     weight: float32 `[T, k]`, contiguous. A row's lists are its k experts and its k weights, in four bytes each.
     """
@@ -118,7 +118,8 @@ def pack(x: Tensor, weight: Tensor, expert: Tensor, place: Tensor, counts: Tenso
 
 
 def lists(came: Tensor, width: int, k: int, received: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight float32 `[R, k]`, expert int32 `[R, k]`) of received rows; expert −1 from row `received.sum()` on."""
+    """Return (weight float32 `[R, k]`, expert int32 `[R, k]`) of received rows; expert −1 from row `received.sum()`
+    on."""
     rows = came.shape[0]
     numbers, weights = came.view(torch.int32), came.view(torch.float32)
     weight, expert = numbers.new_empty(rows, k, dtype=torch.float32), numbers.new_empty(rows, k)
@@ -131,7 +132,7 @@ def lists(came: Tensor, width: int, k: int, received: Tensor) -> tuple[Tensor, T
 
 
 def add(back: Tensor, place: Tensor, counts: Tensor) -> Tensor:
-    """`[T, width]`: for each row the sum of the rows that come back for it, in rank order and float32; zero if none."""
+    """Return `[T, width]`: for each row the sum of its returned rows, in rank order and float32; zero if none."""
     (rows, ranks), width = place.shape, back.shape[1]
     out = back.new_empty(rows, width)
     if rows:

@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: programs of a kernel start while the last ones of the previous kernel still run.
+"""Programmatic dependent launch: a kernel's programs start while the last programs of the previous kernel still run.
 
 Between two kernels of a stream a GPU otherwise idles for about a microsecond, and a decode step has hundreds of short
 kernels (CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; Hopper and later). Every
-program of a kernel that is launched with `options()` calls `begin` before it reads what the previous kernel wrote, and
-before it writes. When the previous kernel has ended, all kernels before that have ended, too.
+program of a kernel launched with `options()` calls `begin` before it reads the previous kernel's output, and before it
+writes. When the previous kernel has ended, all kernels before it have ended, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_ARCH = 90
 
 @triton.jit
 def begin():
-    """Waits until the previous kernel has ended and its writes can be read; then the next kernel may start.
+    """Wait until the previous kernel has ended and its writes can be read; then the next kernel may start.
 
     All kernels before the previous one had ended when this one started. So their writes may be read without waiting, by
     loads with cache modifier ".cg": L1 may hold older values.
@@ -35,7 +35,7 @@ def begin():
 
 @cache
 def options() -> dict[str, bool]:
-    """Launch options of a kernel that calls `begin`."""
+    """Return the launch options of a kernel that calls `begin`."""
     if knobs.runtime.interpret:
         return {}
     return {"launch_pdl": driver.active.get_current_target().arch >= MIN_ARCH}

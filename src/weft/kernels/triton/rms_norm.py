@@ -1,6 +1,6 @@
 """RMSNorm of rows, with or without the residual's addition, and the gated activation of dense blocks.
 
-They run where no collective and no product includes them.
+They run outside of the collectives and GEMMs that include them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _rms_norm(
 
 @triton.jit
 def activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """silu(gate) · up in float32, with the limits of `weft.engine.kernels.model_reference.gated`."""
+    """Return silu(gate) · up in float32, with the limits of `weft.engine.kernels.model_reference.gated`."""
     if LIMIT is not None:
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if ALPHA is not None:
@@ -88,11 +88,12 @@ def rms_norm(
     total: Tensor | None = None,
     quantised: Fp8Rows | None = None,
 ) -> Tensor:
-    """x · weight / √(mean(x²) + eps) over the rows of x `[…, width]`, in float32, rounded once.
+    """Return x · weight / √(mean(x²) + eps) over the rows of x `[…, width]`, in float32, rounded once.
 
-    residual: `[T, width]`; the input is then residual + x, rounded to x's dtype. total: of the same shape and dtype,
-        filled with that sum; None: the residual is overwritten with it.
-    quantised: contiguous, filled with `float8.quantise` of the result; its group size is a power of two.
+    Args:
+        residual: `[T, width]`; the input is then residual + x, rounded to x's dtype.
+        total: filled with that sum, of the same shape and dtype; None: the residual is overwritten with it.
+        quantised: contiguous, filled with `float8.quantise` of the result; its group size is a power of two.
     """
     shape, x = x.shape, x.flatten(0, -2)
     rows, width = x.shape
@@ -119,7 +120,7 @@ def rms_norm(
 def add_rms_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`weft.kernels.torch_reference.add_rms_norm`."""
+    """Run `weft.kernels.torch_reference.add_rms_norm`."""
     total = residual.new_empty(residual.shape)
     return total, rms_norm(delta, weight, eps, residual, total=total, quantised=quantised)
 
@@ -127,11 +128,10 @@ def add_rms_norm(
 def gated(
     x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """`weft.engine.kernels.model_reference.gated` in float32, rounded once. Each row of x `[…, 2 · width]` is gate,
-    then up.
+    """Run `weft.engine.kernels.model_reference.gated` in float32, rounded once.
 
-    score: of T rows in all, (rows `[S, inputs]`, weight `[1, inputs]`), where T is a multiple of S: T / S rows share
-        each of them.
+    x: `[…, 2 · width]`, each row gate, then up. score: (rows `[S, inputs]`, weight `[1, inputs]`) of T rows in all,
+    where T is a multiple of S: T / S rows share each of them.
     """
     shape, x = x.shape[:-1], x.flatten(0, -2)
     rows, width = x.shape[0], x.shape[1] // 2

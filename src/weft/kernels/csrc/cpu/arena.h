@@ -1,6 +1,6 @@
 // The shared segment: a header, then for each rank its lines, its staging slots, and its pool of blocks for tensors.
 //
-// Each rank writes only its own region, so that the first touch puts the pages on its NUMA node. Untouched pages take
+// Each rank writes only its own region, so that the first touch puts the pages on its NUMA node. Untouched pages cost
 // no memory: the pool's size is a limit, not a cost.
 #pragma once
 
@@ -36,7 +36,7 @@ struct Layout {
   int64_t lines_bytes() const { return int64_t(kMaxGroups * sizeof(Line)); }
   int64_t slots_bytes() const { return 2 * pages(slot_bytes) * int64_t(groups.size()); }
   // Blocks begin on pages. Offsets of some lines, so that blocks begin in different sets of the cache, were tried:
-  // calls of 64 KiB then take up to a tenth longer.
+  // calls of 64 KiB were up to a tenth slower.
   int64_t block_stride() const { return pages(block_bytes); }
   int64_t region_bytes() const { return lines_bytes() + slots_bytes() + pages(blocks * block_stride()); }
   int64_t bytes() const { return int64_t(sizeof(Header)) + region_bytes() * world; }
@@ -47,7 +47,7 @@ struct Layout {
 //
 // Blocks of one size cannot fragment. For any sizes in any order, a tensor fits while fewer than `blocks` are alive. So
 // a caller that knows its maximum number of live tensors and their maximum size never meets a full pool. The block that
-// was freed last is taken first: it is most likely in the cache. Blocks that are not needed are never touched and take
+// was freed last is taken first: it is most likely in the cache. Blocks that are not needed are never touched and cost
 // no memory.
 class Pool {
  public:

@@ -1,4 +1,4 @@
-// Element types of reductions, and the scalar conversions that every instruction set falls back on for tails.
+// Element types of reductions, and the scalar conversions that every instruction set uses for tails.
 // Rounding is to nearest, ties to even, so that all paths give the same bits.
 #pragma once
 

@@ -48,9 +48,9 @@ struct Call {
   char* read_by_peers() const { return shared ? shared : out; }
 };
 
-// What is fastest differs by host: `weft tune` measures it. All in bytes.
+// Sizes in bytes; the fastest differ by host: `weft tune` measures them.
 struct Tuning {
-  int64_t two_shot_bytes = 16 << 10;     // larger sums take two shots; the same on all ranks
+  int64_t two_shot_bytes = 16 << 10;     // larger sums use two shots; the same on all ranks
   int64_t chunk_bytes = 256 << 10;       // of a share that is read in place; the same on all ranks
   int64_t zero_copy_bytes = 8 << 10;     // smaller inputs are staged even if they lie in the arena: one wait less
   int64_t stream_slot_bytes = 32 << 10;  // ranges of at least this size that peers read are stored past the cache
@@ -112,7 +112,7 @@ class Exchange {
  private:
   friend class Merge<Probe>;
 
-  // A call that fails midway leaves phases and notes that a later call would take for its own.
+  // A call that fails midway leaves phases and notes that a later call would mistake for its own.
   template <class F>
   void in_step(F&& call) {
     waiter_.check_lost();
@@ -184,13 +184,13 @@ class Exchange {
           if (part.readers >> me & 1) normalise(c.out + part.out * c.element, part.out, part.length);
     }
 
-    // Whether peers may read this rank's input in place.
+    // True if peers may read this rank's input in place.
     bool in_place() const {
       if (c.ragged) return false;  // a reader would not know where its range begins
       int64_t bytes = 0;
       for (const Part& part : *c.parts)
         if (part.sources >> me & 1) bytes += part.length * c.element;
-      // In one shot, a result over the input would change it under the peers' eyes.
+      // In one shot, a result over the input would change it while peers read it.
       return bytes >= e.tuning.zero_copy_bytes && e.arena_->pool().holds(c.x) && (c.two_shot || c.out != c.x);
     }
 
@@ -274,7 +274,7 @@ class Exchange {
       }
     }
 
-    // Whether a sum of n elements is stored past the cache. In two shots peers read it; a norm reads it again here. Not
+    // True if a sum of n elements is stored past the cache. In two shots peers read it; a norm reads it again here. Not
     // over the input: no peer has read those lines, so a plain store finds them in this core's cache.
     bool streams_out(int64_t n) const {
       const bool read_again = c.finish || c.shared || c.out == c.x;

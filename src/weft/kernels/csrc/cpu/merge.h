@@ -3,7 +3,7 @@
 //
 // Each rank stages the other ranks' heads, reads its own from the others' slots, and merges them in rank order, in
 // float. A row is one head of one token. Rows go in chunks that fit a lane, in the pipeline of exchange.h: in each
-// phase a rank stages chunk s and merges chunk s-1. Of an empty row only the log-sum-exp is staged and read.
+// phase a rank stages chunk s and merges chunk s-1. For an empty row only the log-sum-exp is staged and read.
 #pragma once
 
 #include <cmath>
@@ -26,10 +26,10 @@ struct MergeCall {
   uint32_t signature = 0;
 };
 
-// A part's log-sum-exp, with −inf for NaN and +inf, which some kernels give for an empty part.
+// A part's log-sum-exp, with −inf for NaN and +inf, which some kernels return for an empty part.
 inline float known_lse(float lse) { return lse < INFINITY ? lse : -INFINITY; }
 
-// Turns log-sum-exps into weights that sum to 1, or are 0 where all parts are empty; returns the log-sum-exp of all.
+// Turns log-sum-exps into weights that sum to 1, or are 0 if all parts are empty; returns the log-sum-exp of all.
 inline float weigh(float* lses, int parts) {
   float top = -INFINITY, total = 0;
   for (int i = 0; i < parts; ++i) top = std::max(top, lses[i] = known_lse(lses[i]));

@@ -1,8 +1,8 @@
 // The plan of a collective: computed once for its sizes, and laid out for the row width of each call.
 //
-// Python describes a collective by its parts (weft/place/exchange.py): ranges of rows with the ranks that hold a term
+// Python describes a collective by its parts (weft/planner/exchange.py): ranges of rows with the ranks that hold a term
 // of them (sources) and the ranks that want them (readers). The plan follows from the parts, and is the same on all
-// ranks: how many rows come and go, which rank sums which share in two shots, where each part lies in a slot, and the
+// ranks: rows received and sent, the rank that sums each share in two shots, each part's place in a slot, and the
 // signature by which ranks notice that they make different calls.
 #pragma once
 
@@ -48,7 +48,7 @@ class Lanes {
 class Plan {
  public:
   // me: this rank's place in the group. permute: only a row's sender and receiver know of it. sums: parts are summed
-  // over their sources; else the first source's rows are taken. flat: for each part its sources, readers, first row in
+  // over their sources; else the first source's rows are copied. flat: for each part its sources, readers, first row in
   // a source's input, first row in a reader's result, and number of rows. If there is one part, its number of rows may
   // be -1: the plan then serves inputs of any number of rows, and all of them are the part's.
   Plan(int group, int me, bool permute, bool sums, const std::vector<int64_t>& flat)
@@ -81,7 +81,7 @@ class Plan {
   int64_t input_rows(int64_t given) const { return open_ ? given : input_rows_; }
   int64_t result_rows(int64_t given) const { return open_ ? given : result_rows_; }
   bool sums() const { return sums_; }
-  // Whether the result may lie over the input: every row has the same place in both.
+  // True if the result may lie over the input: every row has the same place in both.
   bool in_place() const { return !moved_ && !permute_ && input_rows_ == result_rows_; }
 
   // Fills in the fields of a call that follow from the plan. call.element is set. given, width: the input's rows, and

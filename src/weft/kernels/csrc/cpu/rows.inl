@@ -1,6 +1,6 @@
 // The row kernels over a vector type V. Included once for each instruction set, in its namespace.
 
-// Sum of `n` sources in order, in float, rounded once. N: the number of sources where known when compiled, else 0.
+// Sum of `n` sources in order, in float, rounded once. N: the number of sources if known when compiled, else 0.
 template <class T, int N, bool kStream>
 WEFT_TARGET void reduce_n(T* out, const T* const* sources, int n, int64_t count) {
   const int terms = N ? N : n;

@@ -40,8 +40,8 @@ ffi::Tensor new_tensor(World& w, ffi::ShapeView shape, DLDataType dtype) {
   return ffi::Tensor::FromNDAlloc(PoolBlock{w.exchange->shared_arena()}, shape, dtype, DLDevice{kDLCPU, 0});
 }
 
-// The errors of a call, by the names that build.py registers. They carry no back-trace of native code: the first one of
-// a process would take more than half a second, in which the other ranks wait.
+// The errors of a call, by the names that build.py registers. They carry no back-trace of native code: a process's
+// first one costs more than half a second, while the other ranks wait.
 template <class F>
 auto guarded(F&& run) -> decltype(run()) {
   try {
@@ -81,7 +81,7 @@ DType summable(DLDataType t) {
   throw CallError("sums take float32, bfloat16, float16 or float64, not " + name);
 }
 
-// Of an epilogue's call: ranks with another eps make another call.
+// Signature of an epilogue's call: ranks with another eps make another call.
 uint32_t eps_signature(uint32_t signature, double eps) {
   uint64_t bits;
   std::memcpy(&bits, &eps, sizeof bits);
@@ -282,7 +282,7 @@ void merge(int64_t handle, int64_t group, TensorView out, TensorView lse, Tensor
   });
 }
 
-// Gives [2, rows, …]: the residual with the result added, and its RMSNorm.
+// Returns [2, rows, …]: the residual with the result added, and its RMSNorm.
 ffi::Tensor exchange_norm(int64_t handle, int64_t plan, TensorView x, TensorView residual, TensorView weight,
                           double eps) {
   return guarded([&] {

@@ -90,7 +90,7 @@ struct Waiter {
   double yield_s = 0.002, timeout_s = 60;
   std::atomic<int32_t>* lost = nullptr;   // shared: 1 + the first rank known to be gone
   std::atomic<uint32_t>* left = nullptr;  // shared: bit r: rank r has left: lost only to a rank that waits for it
-  std::vector<pollfd> peers;              // a pidfd of each other process, -1 where it has none
+  std::vector<pollfd> peers;              // a pidfd of each other process, -1 if it has none
   void (*interrupt)() = nullptr;          // may throw: lets Ctrl-C end a wait
 
   // Returns once `rank` has published the phase. Acquire: what that rank stored before is then visible. Throws
@@ -105,7 +105,7 @@ struct Waiter {
     sleep(line, wanted, rank);
   }
 
-  // Throws where a rank is known, or now seen, to be gone. Relaxed: no later read depends on it.
+  // Throws if a rank is known, or now seen, to be gone. Relaxed: no later read depends on it.
   void look_around() {
     mark_the_dead();
     check_lost();

@@ -1,5 +1,5 @@
-// Sixteen lanes in two halves: AVX2 and F16C. Of bfloat16 numbers one half has the even ones and the other the odd
-// ones, which takes a mask and a shift where neighbours would have to be unpacked, and a blend to put them back.
+// Sixteen lanes in two halves: AVX2 and F16C. One half has the even bfloat16 numbers, the other the odd ones: that
+// costs a mask and a shift, and a blend to put them back, instead of unpacking neighbours.
 struct V {
   struct R {
     __m256 a, b;

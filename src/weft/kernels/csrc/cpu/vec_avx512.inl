@@ -1,5 +1,5 @@
-// Thirty-two lanes in two halves: AVX-512 F, BW, VL, DQ. Of bfloat16 numbers one half has the even ones and the other
-// the odd ones, as in vec_avx2.inl.
+// Thirty-two lanes in two halves: AVX-512 F, BW, VL, DQ. One half has the even bfloat16 numbers, the
+// other the odd ones, as in vec_avx2.inl.
 struct V {
   struct R {
     __m512 a, b;
@@ -17,7 +17,7 @@ struct V {
   WEFT_FN __m512 high_half(__m512i x) {
     return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000))));
   }
-  // The rounded number as float bits; bits below 16 are undefined. Not VCVTNEPS2BF16: it takes subnormals for zero. A
+  // The rounded number as float bits; bits below 16 are undefined. Not VCVTNEPS2BF16: it treats subnormals as zero. A
   // NaN made of bfloat16 numbers has zeros below bit 16, so rounding cannot carry it away.
   WEFT_FN __m512i rounded_bf16(__m512 x) {
     const __m512i u = _mm512_castps_si512(x), lowest = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));

@@ -1,5 +1,5 @@
-// One call of an exchange: which rank sends what to which, and where it lies. Laid out on the host, or on the device
-// from counts in its memory. `weft/place/exchange.py` defines exchanges; tests compare `lane_of` with it.
+// One call of an exchange: the data between each pair of ranks, and its places. Laid out on the host, or on the device
+// from counts in its memory. `weft/planner/exchange.py` defines exchanges; tests compare `lane_of` with it.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr uint32_t kTooManyRows =
 constexpr int kUnit = 16;                      // bytes that are stored and polled at a time
 constexpr int kUnitAndMark = kUnit + 1;        // bytes of an inbox for each unit: its mark lies behind all units
 constexpr int kWorkers = 480;                  // maximum of a block's threads that move data
-constexpr int kMaxSlices = 128, kSliceUnits = 32;  // a row to be normalised is summed in slices of so many units
+constexpr int kMaxSlices = 128, kSliceUnits = 32;  // slices in which a row to be normalised is summed
 
 struct Unit {
   uint32_t w[4];
@@ -38,7 +38,7 @@ struct Blocks {
 
 enum class Direction : int { kGather, kScatter, kPermute };
 
-// How rows are cut into segments, and which ranks take part in each: as `Exchange` in weft/place/exchange.py.
+// Segments of the rows, and the ranks that take part in each: as `Exchange` in weft/planner/exchange.py.
 struct Exchange {
   Direction direction = Direction::kGather;
   int segments = 0;
@@ -65,7 +65,7 @@ struct Call {
   char* out = nullptr;           // [rows, width]; with an epilogue the normalised rows
   char* residual_out = nullptr;  // epilogue or null
   const char *residual = nullptr, *weight = nullptr;
-  bool wide_weight = false;       // float32 beside elements of 16 bits
+  bool wide_weight = false;       // float32, with elements of 16 bits
   char* quantised = nullptr;      // the normalised rows in eight bits, or null
   float* scales = nullptr;        // of each row's groups of columns: their values were divided by these
   uint32_t log2_quant_group = 0;  // of a group's columns
@@ -80,7 +80,7 @@ struct Call {
   uint32_t inbox_units = 0;                                // of one rotation; the marks lie behind them
   uint32_t lane_units[2] = {};  // a rank's part of it, in one shot and in two: these leave half to sums
   State* state = nullptr;
-  uint32_t* error = nullptr;  // host memory: 1 + the rank that did not come
+  uint32_t* error = nullptr;  // host memory: 1 + the rank that did not arrive
   int64_t limit_cycles = 0;
   Blocks push, sum, write;
   uint32_t log2_cluster = 0;  // of blocks that share a row to be normalised

@@ -42,7 +42,7 @@ __device__ inline void lay_out_permute_by_counts(const Call& c, int i, Place at,
 }
 
 // Lanes from counts in device memory, by the bookkeeping warp; all empty if they exceed the tensors or the inbox.
-// Thread i holds segment i's count, then stands for rank i with place `at`; me: this rank's.
+// Thread i holds segment i's count, then serves rank i with place `at`; me: this rank's.
 template <bool kTwoShot>
 __device__ inline void lay_out_by_counts(const Call& c, int i, Place at, Place me, Lanes& l) {
   const int segments = c.exchange.segments;

@@ -4,7 +4,7 @@
 //
 // A row is one head of one token. A team, some neighbouring threads of a warp, moves a row's piece of up to 32 units:
 // it stores each reader's into that rank's inbox, with the row's log-sum-exp in a unit of its own, and then waits for
-// its own row's pieces and merges them in rank order and float32. Of an empty row only the log-sum-exp is sent. Units
+// its own row's pieces and merges them in rank order and float32. For an empty row only the log-sum-exp is sent. Units
 // are their own flags, and inboxes alternate, as wait.cuh says.
 #pragma once
 
@@ -178,7 +178,7 @@ struct Team {
     if (p.active && p.number == 0 && lane == 0) c.out_lse[p.row] = sum > 0 ? top + logf(sum) : -INFINITY;
   }
 
-  // Where there is no row, peers still get a flag that this call was made: nothing else orders the next calls.
+  // Without a row, peers still get a flag that this call was made: nothing else orders the next calls.
   __device__ bool sends_flags() const {
     return blockIdx.x == 0 && threadIdx.x < uint32_t(c.n) && threadIdx.x != uint32_t(c.me);
   }

@@ -13,14 +13,14 @@ __device__ inline float sum_over_warp(float value) {
   return value;
 }
 
-// How a cluster's blocks share a row, from one thread's view.
+// The share of a row that each of a cluster's blocks has, from one thread's view.
 template <class K>
 struct InRow {
   const K& k;
   const uint32_t cluster = 1u << k.c.log2_cluster, block = blockIdx.x & (cluster - 1);
   const uint32_t step = k.workers() << k.c.log2_cluster, start = block * k.workers() + threadIdx.x;
   const uint32_t slices = (k.row_units + kSliceUnits - 1) / kSliceUnits;  // of the row
-  // Whether the block with this thread's lane as its number has a share of the row.
+  // True if the block with this thread's lane as its number has a share of the row.
   const bool has_part = threadIdx.x % 32 < cluster && threadIdx.x % 32 * k.workers() < k.row_units;
 
   // Slices that this block sums.
@@ -47,7 +47,7 @@ struct alignas(16) RowSums {
   }
 
   // Stores a warp's sum of a slice of the row of this number in all blocks that have a share of it, one for each lane.
-  // from_others: bytes of such sums that come from other blocks. Memory order: the value goes with its barrier, in this
+  // from_others: bytes of such sums that other blocks send. Memory order: the value goes with its barrier, in this
   // block by an arrival (release), in others by a store that the barrier there counts. A release at the cluster's scope
   // would wait until data that was pushed to other GPUs has arrived.
   template <class K>
@@ -106,9 +106,9 @@ __device__ uint32_t next_row(const K& k, Rows& r) {
   return r.next;
 }
 
-// A thread's unit of the epilogue's inputs besides the sum.
+// A thread's unit of the epilogue's inputs, without the sum.
 struct RowUnit {
-  Unit residual, weight[2];  // two, where they are wide
+  Unit residual, weight[2];  // two if they are wide
 };
 template <class K>
 __device__ void load_weight(const K& k, uint32_t u, RowUnit& r) {
@@ -189,7 +189,7 @@ __device__ void quantise(const K& k, uint32_t row, uint32_t u, bool mine, const 
 // residual_out = residual + value; out = weight · round(residual_out / √(mean of squares + eps)); a wide weight is
 // multiplied by the value before rounding. With kQuantise, out in eight bits, too.
 // Squares are summed within slices, then over slices: the same bits for any number of threads of a row.
-// r: loaded for the first row. Where a row has more than one unit for each thread, the others are read again.
+// r: loaded for the first row. If a row has more than one unit for each thread, the other units are read again.
 template <class K>
 __device__ void write_normed(const K& k, RowUnit& r, RowSums& sums) {
   using E = typename K::E;

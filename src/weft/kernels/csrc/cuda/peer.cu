@@ -47,16 +47,16 @@ struct World {
   int64_t limit_cycles = 0;
   int rank = 0;
   bool imported = false;  // from other processes
-  bool plain = false;     // which form of the kernels this device runs: ptx.cuh
+  bool plain = false;     // the device runs the plain form of the kernels: ptx.cuh
   uint32_t *error_host = nullptr, *error_device = nullptr;
   std::map<std::tuple<const void*, int, int>, int>
-      resident;  // blocks of a kernel, of so many threads, in such clusters
+      resident;  // blocks of a kernel, by threads and cluster
 };
 
 template <class T, bool kWhole, int N, Algorithm kHow>
 Kernels kernel_then(Epilogue then) {
   if (then == Epilogue::kNone) return exchange<T, kWhole, N, kHow, Epilogue::kNone>;
-  if constexpr (kWhole)  // other rows are rare, and their kernels take long to compile: one does both
+  if constexpr (kWhole)  // other rows are rare, and their kernels slow to compile: one does both
     if (then == Epilogue::kNorm) return exchange<T, kWhole, N, kHow, Epilogue::kNorm>;
   return exchange<T, kWhole, N, kHow, Epilogue::kQuantise>;
 }
@@ -82,7 +82,7 @@ Merges merge_for(int ranks) {
 }
 
 // Loads all kernels now: the first launch may come within a graph's capture, where loading is not allowed. Each asks
-// for as much of L1 as can be shared memory, as products do: they keep weights there before the exchange has ended, and
+// for as much of L1 as can be shared memory, like GEMMs, which keep weights there before the exchange has ended, and
 // a multiprocessor does not run two kernels at a time that ask for different shares.
 template <class T>
 void load() {
@@ -101,7 +101,7 @@ void load() {
           one(kernel_for<T>(whole, ranks, how, then));
 }
 
-// Whether this device runs the plain form: what its code was compiled for chose, not what the device is.
+// True if this device runs the plain form: the target of its code decides, not the device.
 bool plain_here() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(merge_for<float>(2))), "load");
@@ -118,7 +118,7 @@ void place_groups(World& w) {
   }
 }
 
-// How kernels of a call are launched. early: blocks may start before the previous kernel ends.
+// The launch of a call's kernels. early: blocks may start before the previous kernel ends.
 class Launch {
  public:
   Launch(const World& w, int64_t blocks, int64_t threads, int64_t cluster, int64_t early, int64_t stream) {
@@ -145,8 +145,8 @@ class Launch {
   cudaLaunchAttribute attributes_[2];
 };
 
-// How many blocks the device holds at a time. All blocks that push and then wait must be among them: a block that starts
-// only after another has ended might be the one that the other waits for, by way of a peer.
+// The number of blocks that the device holds at a time. All blocks that push and then wait must be among them: a block
+// that starts only after another has ended might be the one that the other waits for, by way of a peer.
 template <class Kernel>
 int resident(World& w, const cudaLaunchConfig_t& config, Kernel kernel, int cluster) {
   const std::tuple key{reinterpret_cast<const void*>(kernel), int(config.blockDim.x), cluster};
@@ -165,7 +165,7 @@ int resident(World& w, const cudaLaunchConfig_t& config, Kernel kernel, int clus
 }  // namespace
 
 // Allocates this rank's arena on the current device, and fills it with sentinels. groups: those that this rank is in.
-// Other ranks have other groups, but equally many. inboxes: bytes of one inbox of each group.
+// Other ranks have other groups, but the same number. inboxes: bytes of one inbox of each group.
 int64_t create(int64_t rank, ffi::Array<ffi::Array<int64_t>> groups, Sizes inboxes, int64_t limit_ns) {
   auto w = std::make_unique<World>();
   w->rank = int(rank);
@@ -242,7 +242,7 @@ void destroy(int64_t handle) {
   delete &w;
 }
 
-// Whether calls must ask for no clusters and no early launch.
+// True if calls must request no clusters and no early launch.
 int64_t plain(int64_t handle) { return world_of(handle).plain; }
 
 // 0, or 1 + the place in its group of the rank for which a kernel's wait timed out.
@@ -257,10 +257,10 @@ void clear_error(int64_t handle) { *reinterpret_cast<volatile uint32_t*>(world_o
 //                               received: in a permute, from each; device_counts: int32 in device memory, in place of
 //                               `rows`: of each segment, or in a permute the contents of `rows` and then `received`
 //   x_rows, out_rows            capacities; row_bytes, width: bytes and elements of a row; dtype: see `run`, ignored
-//                               where nothing is summed
-//   residual … eps              the epilogue, if there is a weight; wide_weight: the weight is float32 beside a dtype of
+//                               if nothing is summed
+//   residual … eps              the epilogue, if there is a weight; wide_weight: the weight is float32 with a dtype of
 //                               16 bits; quantised, scales and quant_group: for rows in FP8, too: scales, float32, one
-//                               for each group of so many columns of a row, a power of two up to 128
+//                               for each group of quant_group columns of a row, a power of two up to 128
 //   push, sum, write            blocks that do so; if push is 0, `write` blocks do all work. cluster: blocks that share a
 //                               row to be normalised; threads: workers of a block; early: blocks may start before the
 //                               previous kernel ends; stream: a cudaStream_t

@@ -2,7 +2,7 @@
 // PTX's memory consistency model.
 //
 // The kernels have two forms, and the architecture that they are compiled for chooses. From Hopper on (sm_90), blocks
-// form clusters and a kernel may begin early. Older GPUs, from sm_80 on, take the plain form: a row to be normalised has
+// form clusters and a kernel may begin early. Older GPUs, from sm_80 on, run the plain form: a row to be normalised has
 // one block, and a kernel begins when the previous one has ended. Both give the same bits. The host finds out which form
 // a device runs (`plain_here` in peer.cu), and requests no clusters and no early launch of the plain one.
 #ifndef WEFT_PTX_CUH
@@ -18,7 +18,7 @@
 
 namespace weft {
 
-// --- named barriers of a block, for so many of its threads -------------------------------------------------------------
+// --- named barriers of a block, for some of its threads ----------------------------------------------------------------
 
 // Waits for all these threads. Each sees after it what any of them did in the block's memory before (acquire and
 // release, block).
@@ -77,7 +77,7 @@ __device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
 __device__ inline void arrive_at(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// Whether the phase of this parity has passed; may wait for a moment. Acquire, block: then the data that came with
+// True if the phase of this parity has passed; may wait for a moment. Acquire, block: then the data that came with
 // it is visible.
 #if WEFT_PLAIN
 #define WEFT_LOOK "test_wait"
@@ -120,7 +120,7 @@ __device__ inline uint32_t shared_address_in(uint32_t block, const void* p) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(block));
   return there;
 }
-// As arrive_at, and the phase also waits for so many bytes of store_in_block. They may come before it.
+// As arrive_at, and the phase also waits for `bytes` bytes of store_in_block. They may arrive before it.
 __device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
@@ -136,7 +136,7 @@ __device__ inline void store_in_block(uint32_t block, float* place, float value,
 #else
 __device__ inline void wait_for_kernel_before() {}
 __device__ inline void let_next_kernel_begin() {}
-// What a cluster of one block never calls.
+// Calls that a cluster of one block never makes.
 __device__ inline void sync_cluster() { __trap(); }
 __device__ inline void arrive_expecting(uint64_t*, uint32_t) { __trap(); }
 __device__ inline void store_in_block(uint32_t, float*, float, uint64_t*) { __trap(); }

@@ -29,7 +29,7 @@ __device__ void begin_to_send(const K& k, Send<K::N>& s) {
   load_to_send(k, k.start(k.c.push), s);
 }
 
-// Whether counts in device memory fit the tensors and the inbox. largest: of a segment; mine: this rank's; total: of
+// True if counts in device memory fit the tensors and the inbox. largest: of a segment; mine: this rank's; total: of
 // all.
 __device__ inline bool fit(const Call& c, uint32_t largest, uint32_t mine, uint32_t total) {
   return largest <= c.max_rows && mine <= c.max_mine && total <= c.max_total;

@@ -1,4 +1,4 @@
-// The 16-byte unit that data travels in, its sentinel, and its elements as floats.
+// The 16-byte unit in which data travels, its sentinel, and its elements as floats.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -12,18 +12,18 @@
 
 namespace weft {
 
-constexpr int kInFlight = 4;      // minimum polls of a thread at a time, where it waits for so many units
-constexpr int kBookkeepers = 32;  // threads of the bookkeeping warp, beside a block's workers: see kernel.cuh
+constexpr int kInFlight = 4;      // minimum polls of a thread at a time, if it waits for that many units
+constexpr int kBookkeepers = 32;  // threads of the bookkeeping warp, in addition to a block's workers: see kernel.cuh
 
 // kCopy: nothing is summed. kOneShot: sources push to all readers, and each reader sums. kTwoShot: each part of a
 // segment goes to its owner, which sums it and pushes the sum.
 enum class Algorithm { kCopy, kOneShot, kTwoShot };
 
-// The epilogue of a sum. kNorm: residual add and RMSNorm. kQuantise: the same, and its rows in eight bits beside them,
-// where the call asks for them.
+// The epilogue of a sum. kNorm: residual add and RMSNorm. kQuantise: the same, and also its rows in eight bits,
+// if the call asks for them.
 enum class Epilogue { kNone, kNorm, kQuantise };
 
-// N: at least as many as ranks. kWhole: rows are whole units, aligned.
+// N: at least the number of ranks. kWhole: rows are whole units, aligned.
 template <class Type, bool kWholeRows, int kRanks, Algorithm kHow, Epilogue kThen>
 struct Context {
   using T = Type;
@@ -31,7 +31,7 @@ struct Context {
   static constexpr bool kWhole = kWholeRows, kNorm = kThen != Epilogue::kNone, kQuantise = kThen == Epilogue::kQuantise;
   static constexpr int N = kRanks;
   static constexpr Algorithm kAlgorithm = kHow;
-  // Whether a warp's threads continue together after a wait: see `await`.
+  // True if a warp's threads continue as one after a wait: see `await`.
   static constexpr bool kWholeWarp = kNorm || kAlgorithm == Algorithm::kTwoShot;
 
   const Call& c;
@@ -80,7 +80,7 @@ __device__ __noinline__ inline int64_t wait_on(uint32_t* error, int64_t began, i
 
 // Polls P places until those with their bit in `wanted` have arrived, all loads in flight at once, and empties them.
 // rank(i): the rank that is waited for. kWholeWarp: a warp leaves the loop as one. If its threads leave the loop one by
-// one, what they do together next takes half a microsecond more; if they continue alone, leaving one by one is faster.
+// one, their next common step costs half a microsecond more; if they continue alone, leaving one by one is faster.
 // Memory order: polls are relaxed at system scope, and a unit's words order nothing but themselves. The sentinel is put
 // back by a plain store: the source stores there again only after a later kernel of this rank has sent it data, and
 // that kernel starts after the end of this one.
@@ -124,7 +124,7 @@ __device__ __noinline__ inline uint32_t await_mark(char* place, uint32_t* error,
   }
 }
 
-// Restores the bits of the units that `await` got, where these must arrive as they were sent.
+// Restores the bits of the units that `await` got, if these must arrive as they were sent.
 template <class K, int P, class Rank>
 __device__ void restore(const K& k, Unit (&got)[P], uint32_t wanted, char* (&place)[P], Rank rank) {
   if constexpr (K::kAlgorithm != Algorithm::kCopy) return;

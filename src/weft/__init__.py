@@ -1,6 +1,6 @@
 """Weft: placements, planned collectives, and a serving engine for parallel LLM inference.
 
-What a library user needs is here by name; a name is imported, and torch with it, when it is first used.
+A library user's names are here; a name is imported, and torch with it, when it is first used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version  # a tenth of a second, which few commands need
+        from importlib.metadata import PackageNotFoundError, version  # 0.1 s, which few commands need
 
         try:
             return version("weft")

@@ -1,4 +1,4 @@
-"""Modules that Weft loads by name: model families, transports and attention backends that it does not know."""
+"""Loader of modules by name: model families, transports and attention backends from outside of Weft."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ DEFINES = {
 
 
 class PluginError(ValueError):
-    """A plugin that is missing, or defines nothing that Weft asks for: one line that says what to do."""
+    """Plugin that is missing, or defines nothing that Weft supports: one line that says what to do."""
 
 
 def load_plugins(names: Sequence[str]) -> Iterator[ModuleType]:
-    """The modules of importable names or of .py files, each of which defines one of DEFINES or more.
+    """Yield the modules of importable names or of .py files, each with one or more of DEFINES.
 
-    A plugin runs as it is: name only what you trust. Raises PluginError.
+    A plugin runs unrestricted: name only trusted ones. Raises PluginError.
     """
     for name in names:
         module = _load(name)
@@ -42,7 +42,7 @@ def _load(name: str) -> ModuleType:
         if path not in sys.modules:
             spec = importlib.util.spec_from_file_location(path, path)
             assert spec is not None and spec.loader is not None
-            sys.modules[path] = importlib.util.module_from_spec(spec)  # before it runs: its dataclasses look there
+            sys.modules[path] = importlib.util.module_from_spec(spec)  # before it runs: its dataclasses look here
             try:
                 spec.loader.exec_module(sys.modules[path])
             except BaseException:

@@ -1,4 +1,4 @@
-"""The arguments of a communicator's calls, and the errors for wrong ones."""
+"""Arguments of a communicator's calls, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ MOVED = (
 )
 """Dtypes that arrive bit for bit."""
 DIMS = {"all_reduce": 0, "broadcast": 0, "reduce_scatterv_add_rms_norm": 2, "lse_reduce_scatter": 3}
-"""Dimensions that an operation's input has at least, where it is not 1."""
+"""Minimum dimensions of an operation's input; the default is 1."""
 NO_GRADIENTS = "requires gradients, which do not pass through; call it under torch.no_grad()"
 MANY_SHAPES = 4096
-"""Input shapes that are cached as valid."""
+"""Maximum number of input shapes that are cached as valid."""
 
 
 def dtypes_of(combine: Combine, device: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that an operation takes on cpu or cuda."""
+    """Return the dtypes that an operation accepts on cpu or cuda."""
     if combine == "move":
         return MOVED
     return (*NARROW, torch.float64) if device == "cpu" and combine != "merge" else NARROW
@@ -51,29 +51,25 @@ def dtypes_of(combine: Combine, device: str) -> tuple[torch.dtype, ...]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments that a communicator of this name, rank and device takes. All methods raise ValueError.
-
-    max_bytes: of a call's input and result. max_normed_bytes: of a row that a norm takes; None: any. live: whether
-    counts may be on the device.
-    """
+    """Valid arguments of a communicator of this name, rank and device. All methods raise ValueError."""
 
     name: str
     rank: int
     world_size: int
     device: torch.device
-    max_bytes: int
-    max_normed_bytes: int | None
-    live: bool
+    max_bytes: int  # maximum of a call's input and result
+    max_normed_bytes: int | None  # maximum of a row with a norm; None: no limit
+    live: bool  # counts may be on the device
     accepted: set[tuple[object, ...]] = field(default_factory=set)
 
     def input(self, op: str, x: Tensor) -> Tensor:
-        """The input, neither lazily negated nor conjugated."""
+        """Return the input, neither lazily negated nor conjugated."""
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             raise ValueError(
                 f"{op}: torch's current GPU is another than that of communicator {self.name!r}; call "
                 f"torch.cuda.set_device({self.device.index}) before"
             )
-        if torch.compiler.is_compiling():  # shapes may be symbols, and the ops of a graph resolve lazy bits themselves
+        if torch.compiler.is_compiling():  # shapes may be symbols, and a graph's ops resolve lazy bits themselves
             return self._accepted(op, x)
         key = op, x.dtype, x.shape, x.device, x.layout, x.requires_grad and torch.is_grad_enabled()
         if key not in self.accepted:
@@ -89,7 +85,7 @@ class Arguments:
         return x
 
     def refusal(self, op: str, x: Tensor) -> str | None:
-        """Why an operation does not take an input: one line that says what to do; None where it takes it."""
+        """Return one line on why an operation rejects an input, and what to do; None if it accepts it."""
         if op not in OPS:
             raise ValueError(f"there is no operation {op!r}; there are {', '.join(OPS)}")
         combine, size = OPS[op], x.numel() * x.element_size()
@@ -119,12 +115,12 @@ class Arguments:
         return None
 
     def check_rows(self, op: str, x: Tensor, rows: int) -> None:
-        """Checks that the input has as many rows as counts say."""
+        """Check that the input has the rows given by the counts."""
         if x.shape[0] != rows:
             raise ValueError(f"{op}: the tensor of rank {self.rank} has {x.shape[0]} rows, but the counts say {rows}")
 
     def check_result(self, op: str, x: Tensor, rows: int) -> None:
-        """Checks that so many rows like those of x take at most max_bytes."""
+        """Check that `rows` rows like x's have at most max_bytes."""
         size = rows * x.shape[1:].numel() * x.element_size()
         if size > self.max_bytes:
             raise ValueError(
@@ -133,7 +129,7 @@ class Arguments:
             )
 
     def sizes(self, op: str, counts: Counts, capacity: int | Sequence[int] | None) -> Sizes | LiveSizes:
-        """Counts of all ranks, as transports take them."""
+        """Return the counts of all ranks in the transports' type."""
         if not isinstance(counts, Tensor):
             if capacity is not None:
                 raise ValueError(f"{op}: capacity goes with counts on the device; leave it out")
@@ -151,7 +147,7 @@ class Arguments:
         return LiveSizes(integers(op, "capacity", each, self.world_size), counts.contiguous())
 
     def groups(self, op: str, counts: Sequence[int]) -> Sizes:
-        """Counts of groups of equally many ranks."""
+        """Return the counts of groups of equally many ranks."""
         if not len(counts) or self.world_size % len(counts):
             raise ValueError(
                 f"{op}: {len(counts)} counts are of as many groups of equally many ranks, which {self.world_size} "
@@ -164,7 +160,7 @@ class Arguments:
     ) -> Epilogue:
         """Return the residual add and norm of a sum of this shape `[…, width]`, of tensors like x.
 
-        The weight may be a parameter, of which no gradient is taken.
+        The weight may be a parameter; it gets no gradient.
         """
         width = x.shape[-1]
         _expect(op, "residual", residual, (x.dtype,), shape, x.device)
@@ -174,7 +170,7 @@ class Arguments:
         return Epilogue(rows, weight.resolve_neg(), eps)
 
     def check_lse(self, op: str, out: Tensor, lse: Tensor, live: Tensor | None) -> None:
-        """What belongs to attention out `[tokens, heads, dim]` that is to be merged."""
+        """Check the lse and live rows of attention out `[tokens, heads, dim]` that is to be merged."""
         _expect(op, "lse", lse, (torch.float32,), out.shape[:2], out.device)
         if live is None:
             return
@@ -184,7 +180,7 @@ class Arguments:
 
 
 def integers(op: str, what: str, counts: Sequence[int], n: int) -> Sizes:
-    """So many counts. Raises ValueError."""
+    """Return n counts. Raises ValueError."""
     found = tuple(counts)
     if len(found) != n or not all(isinstance(count, int) and count >= 0 for count in found):
         raise ValueError(f"{op}: {what} must be {n} integers of 0 or more, not {list(found)}")
@@ -192,7 +188,7 @@ def integers(op: str, what: str, counts: Sequence[int], n: int) -> Sizes:
 
 
 def rows_of(sizes: Sizes | LiveSizes) -> Sizes:
-    """Rows that tensors have for each rank."""
+    """Return the rows of the tensors for each rank."""
     return sizes.capacity if isinstance(sizes, LiveSizes) else sizes
 
 

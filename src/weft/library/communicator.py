@@ -30,20 +30,21 @@ from weft.planner.spec import Mesh
 class Communicator(OfOneProcess):
     """One rank's end of a ProcessGroup's collectives; ranks have their numbers in the group. Building it is collective.
 
-    group: any ProcessGroup of up to 16 ranks on CPUs, 8 on GPUs, all on one host; None: the whole world.
-    max_bytes: of the larger of a call's input and result.
-    device: of all tensors; None: the current GPU where torch has one, else the CPU. CPU tensors go by shared memory,
-        CUDA tensors by peer memory.
-    mesh: the layout of plans to follow; None: tensor parallel over all ranks.
-    timeout_s: a call fails when its peers have not come after so many seconds.
-    blocks: on CPUs, how many results of this rank may be alive at once; unused ones take no memory.
-    name: of all ranks, by which `torch.ops.weft` finds it; None: the group's name and the device. The attribute `name`
-        also holds the rank.
-
     All ranks make the same calls in the same order, also with zero rows, each from one thread; on GPUs on one stream at
     a time, with `device` as torch's current device. Results are new tensors; inputs do not change. There are no
     gradients. All methods raise ValueError for arguments that this rank finds wrong, before it communicates, and
     CommError (PeerLost, CommTimeout) for errors between ranks, after `close`, and in a forked child.
+
+    Args:
+        group: any ProcessGroup of up to 16 ranks on CPUs, 8 on GPUs, all on one host; None: the whole world.
+        max_bytes: maximum of the larger of a call's input and result.
+        device: of all tensors; None: the current GPU if torch has one, else the CPU. CPU tensors use shared memory,
+          CUDA tensors peer memory.
+        mesh: layout of plans to follow; None: tensor parallel over all ranks.
+        timeout_s: seconds until a call fails if its peers have not arrived.
+        blocks: on CPUs, maximum live results of this rank; unused ones cost no memory.
+        name: shared by all ranks, for `torch.ops.weft`; None: the group's name and the device. The attribute `name`
+          also holds the rank.
     """
 
     fork_error = CommError
@@ -133,7 +134,7 @@ class Communicator(OfOneProcess):
 
     @property
     def transport(self) -> ShmTransport | PeerTransport:
-        """The transport of the calls. Raises CommError after `close`."""
+        """Transport of the calls. Raises CommError after `close`."""
         if self._open is None:
             raise CommError(f"communicator {self._name!r} is closed; make a new one")
         return self._open
@@ -141,7 +142,7 @@ class Communicator(OfOneProcess):
     # --- operations -------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """The sum of all ranks' x, of any shape; the same bits on all ranks. out: where to copy it."""
+        """Return the sum of all ranks' x, of any shape; the same bits on all ranks. out: destination of a copy."""
         x = self._takes.input("all_reduce", x)
         check_out("all_reduce", out, x, x.shape)
         if torch.compiler.is_compiling():
@@ -150,15 +151,15 @@ class Communicator(OfOneProcess):
         return _into(out, total if x.dim() > 1 else total.view(x.shape))
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(normed, residual): residual is residual + the sum of all ranks' x, normed is its RMSNorm, `[…, width]` each.
+        """Return (normed, residual): residual + the sum of all ranks' x, and its RMSNorm, `[…, width]` each.
 
-        residual: of x's shape and dtype; weight: `[width]`, of x's dtype or float32.
+        residual: in x's shape and dtype; weight: `[width]`, in x's dtype or float32.
         """
         added, normed = self.stacked_norm(x, residual, weight, eps).unbind(0)
         return normed, added
 
     def stacked_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`all_reduce_add_rms_norm` as one tensor `[2, …, width]`, the new residual first."""
+        """Run `all_reduce_add_rms_norm` into one tensor `[2, …, width]`, the new residual first."""
         x = self._takes.input("all_reduce_add_rms_norm", x)
         epilogue = self._takes.epilogue("all_reduce_add_rms_norm", x, x.shape, residual, weight, eps)
         if torch.compiler.is_compiling():
@@ -170,11 +171,17 @@ class Communicator(OfOneProcess):
     def all_gatherv(
         self, x: Tensor, counts: Counts, capacity: int | Sequence[int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """All ranks' rows in rank order, `[sum(counts), …]`; x `[counts[rank], …]`. out: where to copy them.
+        """Return all ranks' rows in rank order, `[sum(counts), …]`.
 
-        On GPUs counts may be on the device; a CUDA graph reads them in each replay. Then x has capacity rows,
-        and the result has the sum of the capacities; live rows lie at the front, and rows after them are neither read
-        nor written. capacity: of all ranks, or a list with one for each.
+        On GPUs counts may be on the device; a CUDA graph reads them in each replay. Then x has capacity rows, and the
+        result has the sum of the capacities; live rows lie at the front, and rows after them are neither read nor
+        written.
+
+        Args:
+            x: `[counts[rank], …]`.
+            counts: rows of each rank.
+            capacity: of all ranks, or a list with one for each.
+            out: destination of a copy.
         """
         x, sizes = self._takes.input("all_gatherv", x), self._takes.sizes("all_gatherv", counts, capacity)
         rows = rows_of(sizes)
@@ -188,9 +195,9 @@ class Communicator(OfOneProcess):
     def reduce_scatterv(
         self, x: Tensor, counts: Counts, capacity: int | Sequence[int] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """This rank's segment of the sum of all ranks' x `[sum(counts), …]`: `[counts[rank], …]`.
+        """Return this rank's segment of the sum of all ranks' x `[sum(counts), …]`: `[counts[rank], …]`.
 
-        counts and capacity as for `all_gatherv`. out: where to copy them.
+        counts, capacity, out: as for `all_gatherv`.
         """
         x, sizes = self._takes.input("reduce_scatterv", x), self._takes.sizes("reduce_scatterv", counts, capacity)
         rows = rows_of(sizes)
@@ -209,8 +216,9 @@ class Communicator(OfOneProcess):
         eps: float,
         capacity: int | Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(normed, residual) of this rank's segment of rows, `[counts[rank], width]` each, as `reduce_scatterv` and
-        `all_reduce_add_rms_norm`. x: `[sum(counts), width]`.
+        """Return (normed, residual) of this rank's segment of rows, `[counts[rank], width]` each.
+
+        x: `[sum(counts), width]`. See `reduce_scatterv` and `all_reduce_add_rms_norm`.
         """
         op = "reduce_scatterv_add_rms_norm"
         x, sizes = self._takes.input(op, x), self._takes.sizes(op, counts, capacity)
@@ -222,7 +230,7 @@ class Communicator(OfOneProcess):
         return normed, added
 
     def all_to_allv(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Sends the i-th segment of x, of `send[i]` rows, to rank i; returns the segments received, in rank order."""
+        """Send the i-th segment of x, of `send[i]` rows, to rank i; return the segments received, in rank order."""
         x, n = self._takes.input("all_to_allv", x), self.world_size
         sent, received = integers("all_to_allv", "send", send, n), integers("all_to_allv", "receive", receive, n)
         if sent[self.rank] != received[self.rank]:
@@ -235,7 +243,7 @@ class Communicator(OfOneProcess):
         return self.transport.all_to_allv(x, self._everyone, sent, received)
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
-        """The x of rank `root`; all ranks pass a tensor of that shape and dtype."""
+        """Return the x of rank `root`; all ranks pass a tensor of that shape and dtype."""
         if not 0 <= root < self.world_size:
             raise ValueError(f"broadcast: root is {root}, but ranks are 0 to {self.world_size - 1}")
         x = self._takes.input("broadcast", x)
@@ -244,13 +252,14 @@ class Communicator(OfOneProcess):
     def lse_reduce_scatter(
         self, out: Tensor, lse: Tensor, lse_base: Literal["e", "2"] = "e", live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Merges attention over the ranks' parts of the keys; each rank gets its own heads, complete.
+        """Merge attention over the ranks' parts of the keys; each rank gets its own heads, `[T, H/n, D]` and `[T,
+        H/n]`.
 
-        out: `[T, H, D]`, this rank's part of all heads. lse: float32 `[T, H]`, the logarithm of its sum of
-            exponentials, to the base lse_base; the result's lse has the same base. T is the same on all ranks.
-        live: int32 `[1]` on a GPU: only so many of the T tokens count.
-
-        Returns `[T, H/n, D]` and `[T, H/n]`.
+        Args:
+            out: `[T, H, D]`, all heads over this rank's part of the keys. T is the same on all ranks.
+            lse: float32 `[T, H]`, the logarithm of its sum of exponentials.
+            lse_base: base of lse, and of the result's lse.
+            live: int32 `[1]` on a GPU: number of tokens in use; None: all T.
         """
         if lse_base not in ("e", "2"):
             raise ValueError(f"lse_reduce_scatter: lse_base is {lse_base!r}; it must be 'e' or '2'")
@@ -262,9 +271,9 @@ class Communicator(OfOneProcess):
         return merged, total / math.log(2)
 
     def all_reduce_all_gatherv(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """In one call, the sums of x over each group of neighbours, gathered in group order: `[sum(counts), …]`.
+        """Return the sums of x over each group of neighbours, gathered in group order, `[sum(counts), …]`, in one call.
 
-        counts: rows of each group; there are len(counts) groups of as many ranks each, and x has its group's rows.
+        counts: rows of each of len(counts) groups of equal size; x has its group's rows.
         """
         op = "all_reduce_all_gatherv"
         x, sizes = self._takes.input(op, x), self._takes.groups(op, counts)
@@ -273,9 +282,9 @@ class Communicator(OfOneProcess):
         return self.transport.all_reduce_all_gatherv(x, self._everyone, sizes)
 
     def reduce_scatterv_all_reduce(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """In one call, the sum of all ranks' x `[sum(counts), …]`; each group of neighbours gets its segment.
+        """Return the group's segment of the sum of all ranks' x `[sum(counts), …]`, `[counts[group], …]`, in one call.
 
-        counts: as for `all_reduce_all_gatherv`. Returns `[counts[group], …]` on all ranks of the group.
+        counts: as for `all_reduce_all_gatherv`.
         """
         op = "reduce_scatterv_all_reduce"
         x, sizes = self._takes.input(op, x), self._takes.groups(op, counts)
@@ -283,24 +292,25 @@ class Communicator(OfOneProcess):
         return self.transport.reduce_scatterv_all_reduce(x, self._everyone, sizes)
 
     def supports(self, op: str, tensor: Tensor) -> bool:
-        """Whether the operation of this name takes a tensor of this dtype, device, size and width as its input.
+        """Return True if an operation accepts a tensor of this dtype, device, size and width as its input.
 
         Raises ValueError for an unknown name.
         """
         return self._takes.refusal(op, tensor) is None
 
     def barrier(self) -> None:
-        """Returns once all ranks have called it; on GPUs, once all queued calls have run."""
+        """Return once all ranks have called it; on GPUs, once all queued calls have run."""
         self.transport.barrier(self._everyone)
 
     def check(self) -> None:
-        """Raises the errors of queued calls that have run since on a GPU, and PeerLost where a rank is gone."""
+        """Raise the errors of queued calls that have run since on a GPU, and PeerLost if a rank is gone."""
         self.transport.check()
 
     def close(self) -> None:
-        """Leaves the group; on GPUs collective. Results stay valid. A second call does nothing.
+        """Leave the group; on GPUs collective. Results stay valid. A second call does nothing.
 
-        A `with` block that ends by an error does not wait for the others, on GPUs too: they may be waiting elsewhere.
+        A `with` block that ends by an error does not wait for the other ranks, not even on GPUs: they may be waiting
+        elsewhere.
         """
         transport, self._open = self._open, None
         if transport is not None:
@@ -343,10 +353,10 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """x of any shape as rows of many elements: over peer memory a row takes whole units of 16 bytes."""
+    """Return x of any shape as rows of many elements: over peer memory a row occupies whole units of 16 bytes."""
     return x if x.dim() > 1 else x.reshape(1, x.numel())
 
 
 def _into(out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, or out filled with it."""
+    """Return the result, or out filled with it."""
     return result if out is None else out.copy_(result)

@@ -1,8 +1,8 @@
 """`torch.ops.weft.*`: collectives that torch.compile can put into a graph, with the shapes of their results.
 
-A graph holds strings and no objects, so each op takes its communicator's name, in which the rank is: shapes follow from
-an op's arguments alone, and a compiler's cache never gives a rank another rank's graph. The ops are registered as
-effects, since other ranks wait for them: compilers keep them also where their results are empty or unread, in order.
+A graph holds strings and no objects, so each op gets its communicator's name, which includes the rank: shapes follow
+only from an op's arguments, and a compiler's cache never gives a rank another rank's graph. The ops are registered as
+effects, since other ranks wait for them: compilers keep them in order even if their results are empty or unread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.library.inductor import keep_order
 
 
 class Collectives(Protocol):
-    """The part of a communicator that the ops use: see `weft.library.communicator.Communicator`."""
+    """Part of a communicator that the ops use: see `weft.library.communicator.Communicator`."""
 
     rank: int
 
@@ -35,16 +35,16 @@ class Collectives(Protocol):
 
 
 OPEN: WeakValueDictionary[str, Collectives] = WeakValueDictionary()
-"""The open communicators of this process by name, without the rank: the table in which ops find them."""
+"""Open communicators of this process by name, without the rank: the ops look them up here."""
 
 
 def with_rank(name: str, rank: int, world_size: int) -> str:
-    """Return the name that a rank gives to ops."""
+    """Return the name that a rank passes to ops."""
     return f"{name}@{rank}/{world_size}"
 
 
 def place_in(comm: str) -> tuple[int, int]:
-    """Return the rank and the number of ranks that a name holds. Raises ValueError."""
+    """Return the rank and the number of ranks from a name. Raises ValueError."""
     rank, slash, world_size = comm.rpartition("@")[2].partition("/")
     if not (slash and rank.isdecimal() and world_size.isdecimal()):
         raise ValueError(f"{comm!r} names no rank, on which this op's shape depends; pass Communicator.name")
@@ -52,7 +52,7 @@ def place_in(comm: str) -> tuple[int, int]:
 
 
 def named(comm: str) -> Collectives:
-    """Return the communicator of this name, whatever rank the name holds. Raises CommError where none is open."""
+    """Return the communicator of this name, ignoring the rank in it. Raises CommError if none is open."""
     found = OPEN.get(comm.rpartition("@")[0] or comm)
     if found is None:
         known = ", ".join(sorted(OPEN)) or "none"
@@ -63,17 +63,17 @@ def named(comm: str) -> Collectives:
 
 
 def _all_reduce(x: Tensor, comm: str) -> Tensor:
-    """The sum of all ranks' x, of x's shape. comm: `Communicator.name`."""
+    """Return the sum of all ranks' x, in x's shape. comm: `Communicator.name`."""
     return named(comm).all_reduce(x)
 
 
 def _all_gatherv(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
-    """All ranks' rows, `[sum(counts), …]`; x `[counts[rank], …]`."""
+    """Return all ranks' rows, `[sum(counts), …]`; x `[counts[rank], …]`."""
     return named(comm).all_gatherv(x, counts)
 
 
 def _reduce_scatterv(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
-    """This rank's segment of the sum, `[counts[rank], …]`; x `[sum(counts), …]`."""
+    """Return this rank's segment of the sum, `[counts[rank], …]`; x `[sum(counts), …]`."""
     found, (rank, _) = named(comm), place_in(comm)
     if found.rank != rank:
         raise CommError(f"a graph of rank {rank} runs on rank {found.rank}; trace it on the rank that runs it")
@@ -81,8 +81,10 @@ def _reduce_scatterv(x: Tensor, counts: Sequence[int], comm: str) -> Tensor:
 
 
 def _all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, comm: str) -> Tensor:
-    """`[2, …]`: residual plus the sum of all ranks' x, then its RMSNorm. It is one tensor, as an op's results must not
-    share memory."""
+    """Return `[2, …]`: residual plus the sum of all ranks' x, then its RMSNorm.
+
+    One tensor, as an op's results must not share memory.
+    """
     return named(comm).stacked_norm(x, residual, weight, eps)
 
 

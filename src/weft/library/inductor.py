@@ -1,7 +1,7 @@
-"""Inductor's lowering of collectives, so that each comes after the one before it.
+"""Inductor's lowering of collectives, which keeps their order.
 
-Inductor keeps ops that are registered as effects, but its scheduler swaps those that share no tensor. In its own class
-of effectful kernels each one reads the last, which no pass can swap.
+Inductor keeps ops that are registered as effects, but its scheduler swaps ops that share no tensor. In its own class of
+effectful kernels each one reads the previous one, which no pass can swap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 
 def keep_order(ops: Sequence[OpOverload]) -> None:
-    """Register the lowerings, once Inductor is there: importing it takes seconds, and not every program compiles."""
+    """Register the lowerings once Inductor is imported: that costs seconds, and not every program compiles."""
     inductor = sys.modules.get("torch._inductor.lowering")
     if inductor is None or ops[0] in inductor.lowerings:
         return

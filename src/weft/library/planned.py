@@ -40,7 +40,7 @@ class Traced:
         self._planners: dict[tuple[str, int | None, str], Planner] = {}
 
     def planner(self, device: str, comm: Communicator | None, costs: str) -> Planner:
-        """The planner for the communicator's offers, or for those of one on cpu or cuda. costs: see `plan`."""
+        """Return the planner for the offers of `comm`, or of any communicator on cpu or cuda. costs: see `plan`."""
         entry = comm.transport.entry if comm else PEER if device == "cuda" else SHM
         key = entry.name, entry.max_bytes, costs
         if key not in self._planners:
@@ -58,10 +58,10 @@ def trace(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Traced:
-    """The reads and adds of `model(stream, *inputs)`, from a run on inputs without rows; nothing is exchanged.
+    """Return the reads and adds of `model(stream, *inputs)`, from a run on inputs without rows; nothing is exchanged.
 
-    width, dtype, device: of the residual's rows. Raises PlacementError where the model adds values that do not match,
-    or exchanges values inside a block, as the layers of `weft.engine.models` do: these are for the engine.
+    width, dtype, device: of the residual's rows. Raises PlacementError if the model adds values that do not match, or
+    exchanges values inside a block, like the layers of `weft.engine.models`: these require the engine.
     """
 
     def form(number: int) -> TraceStream:
@@ -87,11 +87,14 @@ def plan(
     device: Literal["cpu", "cuda"] = "cpu",
     costs: str = "auto",
 ) -> Plan:
-    """The cheapest collectives for a step of so many tokens, rounded up to a power of two; the same on all ranks.
+    """Return the cheapest collectives for a step of `rows` tokens, rounded up to a power of two; equal on all ranks.
 
-    comm: the communicator that will carry them out; None: any on `device`. costs: a preset, or a table
-    FILE.json of `weft tune`; auto: this host's table, if there is one. Raises ValueError for rows or a communicator of
-    another mesh, LayoutError and PlacementError as `weft.planner.plan.Planner`.
+    Raises ValueError for rows or a communicator of another mesh, LayoutError and PlacementError as
+    `weft.planner.plan.Planner`.
+
+    Args:
+        comm: communicator that will run them; None: any on `device`.
+        costs: preset, or table FILE.json of `weft tune`; auto: this host's table, if there is one.
     """
     counts = _counts(traced.mesh, rows)
     if comm is not None:
@@ -102,8 +105,8 @@ def plan(
 class Stream(PlannedStream):
     """One forward pass of this rank along a plan; see `weft.stream.stream.Stream` for `read`, `add` and `finish`.
 
-    rows: of this step, the same on all ranks. Raises ValueError where the plan is for other rows, ranks or another
-    device, or gradients are on: they do not pass through.
+    rows: of this step, the same on all ranks. Raises ValueError if the plan is for other rows, ranks or another device,
+    or gradients are on: they do not pass through.
     """
 
     def __init__(self, plan: Plan, comm: Communicator, rows: RowCounts):

@@ -1,1 +1,1 @@
-"""Measures what exchanges and local steps cost on this host: the table by which the planner chooses."""
+"""Measurement of the costs of exchanges and local steps on this host: the planner's cost table."""

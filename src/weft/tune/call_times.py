@@ -1,4 +1,4 @@
-"""Times calls of a group of ranks on CPUs."""
+"""Timing of a rank group's calls on CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_CALLS, MIN_CALLS = 300, 3
 
 
 def mesh_of(ranks: int) -> Mesh:
-    """The layout with the groups to measure: DP × TP where there are four ranks or more, else TP."""
+    """Return the layout with the groups to measure: DP × TP with four ranks or more, else TP."""
     return Mesh(2, ranks // 2, 2, ranks // 2) if ranks >= 4 and ranks % 2 == 0 else Mesh(1, ranks, ranks, 1)
 
 
@@ -30,9 +30,9 @@ def time_phases(
     phases: list[Callable[[], object]],
     budget: float,
 ) -> list[list[float]]:
-    """Seconds of each phase, call by call; all ranks make the same number of calls, as rank 0's clock says.
+    """Return the seconds of each phase, call by call; rank 0's clock sets the number of calls of all ranks.
 
-    shm: its barrier precedes each phase; over hosts that of torchdist.
+    shm: its barrier precedes each phase; over hosts torchdist's.
     """
     times: list[list[float]] = [[] for _ in phases]
     calls, warm = MIN_CALLS, True

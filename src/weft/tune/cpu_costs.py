@@ -1,4 +1,4 @@
-"""Measures this host: what every edge costs on every transport, and which sizes suit transport shm."""
+"""Measurement of this host: the cost of every edge on every transport, and the best sizes for transport shm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROW_BYTES = WIDTH * DTYPE.itemsize
 HEAD = 128
 """Elements of a head's output."""
 PricedCall = tuple[Exchange, Tensor, Callable[[Transport, Tensor], object], dict[str, str | float]]
-"""An exchange to price: an input, the call with one like it, and the table's row but for its time."""
+"""Exchange to price: an input, the call with one like it, and the table's row without its time."""
 NEVER = 1 << 30
 BUDGET_S, ROUNDS = 0.02, 3
 
@@ -45,7 +45,7 @@ def opening_of(
     tunings: Mapping[str, object],
     store: tuple[str, int] | None = None,
 ) -> Opening:
-    """Return what a measurement gives to the transports that it opens. largest: bytes of a tensor. tunings: by keys."""
+    """Return the arguments of a measurement for opening transports. largest: bytes of a tensor. tunings: by keys."""
     arena = 64, 2 * largest
     return Opening(
         mesh, rank, directory, device, lambda: largest, lambda: arena, lambda key, _: tunings.get(key), store
@@ -53,7 +53,7 @@ def opening_of(
 
 
 def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
-    """A rank's part of finding the ShmTuning; rank 0 reports it, as a dictionary."""
+    """Run a rank's part of finding the ShmTuning; rank 0 reports it, as a dictionary."""
     mesh, group = Mesh(1, world, world, 1), tuple(range(world))
     plain = ShmTuning(two_shot_bytes=NEVER, stream_slot_bytes=NEVER, stream_out_bytes=NEVER)
     two_shots = replace(plain, two_shot_bytes=0)
@@ -69,7 +69,7 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
     meeting = transports["plain"]
 
     def threshold(before: str, after: str, in_arena: bool, sizes: list[int]) -> int:
-        """The largest size at which `before` is still the faster, or NEVER."""
+        """Return the largest size at which `before` is still the faster, or NEVER."""
         best = [0] * len(sizes)
         for at, size in enumerate(sizes):
             found: dict[str, list[float]] = {before: [], after: []}
@@ -98,13 +98,13 @@ def find_sizes(rank: int, directory: Path, report: Report, world: int) -> None:
 
 
 def calls_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
-    """What a plan may take, at each size in bytes. like: `[0, width]`, gives width, dtype and device of rows."""
+    """Yield the calls that a plan may use, at each size in bytes. like: `[0, width]`: width, dtype, device of rows."""
     yield from edges_to_price(mesh, rank, sizes, like)
     yield from merges_to_price(mesh, rank, sizes, like)
 
 
 def edges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
-    """An edge of each kind, number of ranks and number of hosts."""
+    """Yield an edge of each kind, number of ranks and number of hosts."""
     edges: dict[tuple[str, int, int], Edge] = {}
     for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
         edges.setdefault((edge.kind, mesh.size(edge.group), mesh.hosts_of(edge.group)), edge)
@@ -124,7 +124,7 @@ def edges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Ite
 
 
 def merges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
-    """What merging attention over shards takes beside edges: over a group of each size and number of hosts."""
+    """Yield the merges of attention over shards: over a group of each size and number of hosts."""
     found = [group for group in mesh.groups if rank in group and len(group) > 1]
     groups = {(len(group), len({mesh.host_of(r) for r in group})): group for group in found}
     for (ranks, hosts), group in groups.items():
@@ -148,7 +148,7 @@ def merges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> It
 
 
 def _row(kind: str, ranks: int, mesh: Mesh, hosts: int) -> dict[str, str | float]:
-    """The beginning of a table's row: of a mesh of one host it names no hosts."""
+    """Return the beginning of a table's row; on a mesh of one host it omits the hosts."""
     row: dict[str, str | float] = {"kind": kind, "ranks": ranks, "world": mesh.world}
     return row if mesh.hosts == 1 else row | {"hosts": hosts}
 
@@ -163,8 +163,10 @@ def price(
     tuning: dict[str, int],
     plugins: Sequence[str] = (),
 ) -> None:
-    """A rank's part of pricing every edge, and what merges attention; rank 0 reports a row for each: transport, kind,
-    ranks, world, bytes, us. options: of the table of transports, with those of plugins.
+    """Run a rank's part of pricing every edge and every merge of attention.
+
+    Rank 0 reports a row for each: transport, kind, ranks, world, bytes, us. options: of the table of transports, with
+    the plugins'.
     """
     mesh = mesh_of(world)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
@@ -191,8 +193,10 @@ def call_us(
     call: Callable[[Tensor], object],
     group: tuple[int, ...],
 ) -> float:
-    """µs of a call with a tensor like fresh, where the transport reads it fastest: the median, of the slowest rank of
-    a group. meeting: by which the group meets before each call.
+    """Return the median µs of a call with a tensor like fresh in the transport's fastest memory, of a group's slowest
+    rank.
+
+    meeting: transport by which the group meets before each call.
     """
     x = transport.empty(*fresh.shape, like=fresh)
     times: list[float] = []
@@ -203,7 +207,7 @@ def call_us(
 
 
 def price_locals(rank: int, directory: Path, report: Report, sizes: list[int]) -> None:
-    """What a rank's own steps cost, for one rank: reports {"local": points, "epilogue": points} by bytes touched."""
+    """Price a rank's own steps, on one rank: report {"local": points, "epilogue": points} by bytes touched."""
     shm = ShmTransport(Mesh(1, 1, 1, 1), rank, directory / "shm", block_bytes=2 * max(sizes))
     points: dict[str, Any] = {"local": [], "epilogue": []}
     for size in sizes:
@@ -221,8 +225,9 @@ def price_locals(rank: int, directory: Path, report: Report, sizes: list[int]) -
 
 
 def evened(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Points (bytes, µs), each time the median of itself and its neighbours': differences of two times have outliers,
-    by which one plan would be taken for another.
+    """Return points (bytes, µs), each time the median of itself and its neighbours.
+
+    Differences of two times have outliers, which would change the choice of a plan.
     """
     times = [us for _, us in points]
     return [(size, round(statistics.median(times[max(0, i - 1) : i + 2]), 2)) for i, (size, _) in enumerate(points)]

@@ -1,4 +1,4 @@
-"""Measures the GPUs of this host: what every edge costs on every transport, and which PeerTuning suits them."""
+"""Measurement of this host's GPUs: the cost of every edge on every transport, and the best PeerTuning."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def measure_gpus(
     sizes: list[int],
     plugins: Sequence[str] = (),
 ) -> None:
-    """A rank's part, of these options of the table of transports, with those of plugins. Rank 0 reports a pair a
-    finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and "epilogue", µs by bytes touched), and for each
-    edge ("price", a row of transport, kind, ranks, world, bytes, us).
+    """Run a rank's part, with these options of the table of transports, including the plugins'.
+
+    Rank 0 reports a pair per finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and "epilogue", µs by bytes
+    touched), and for each edge ("price", a row of transport, kind, ranks, world, bytes, us).
     """
     largest = world * max(*sizes, LARGE[-1])
     here = World.open(rank, world, directory, largest)
@@ -62,7 +63,7 @@ def measure_gpus(
 
 
 def _find_tuning(here: World) -> PeerTuning:
-    """The PeerTuning for this host: a number at a time, each with those found before."""
+    """Return the PeerTuning for this host: one number at a time, each with the numbers found before."""
     mesh, world = here.mesh, here.mesh.world
     mixed = MIXED if mesh.attn_dp > 1 and mesh.attn_tp > 1 else ()
     copies, sums = ("all_gatherv", "reduce_scatterv"), ("all_reduce", *mixed)
@@ -74,13 +75,13 @@ def _find_tuning(here: World) -> PeerTuning:
         return peer_us(Case(world, edge, DTYPE, WIDTH, max(1, size // ROW_BYTES // parts)), here, found)
 
     def best(found: Sequence[PeerTuning], edges: Sequence[str], sizes: Sequence[int]) -> PeerTuning:
-        """The first that is within a fiftieth of the best, in the mean: what differs less is chance."""
+        """Return the first that is within a fiftieth of the best, in the mean: smaller differences are noise."""
         times = [us(edge, found, size) for edge in edges for size in sizes]
         means = [statistics.mean(row[i] / min(row) for row in times) for i in range(len(found))]
         return next(t for t, mean in zip(found, means, strict=True) if mean <= min(means) + 0.02)
 
     def threshold(low: PeerTuning, high: PeerTuning, edges: Sequence[str], sizes: Sequence[int]) -> int:
-        """The largest size at which `low` wins; NEVER if it is the last."""
+        """Return the largest size at which `low` wins; NEVER if it is the last."""
         wins = 0
         for size in sizes:
             times = [us(edge, [low, high], size) for edge in edges]
@@ -114,7 +115,7 @@ def _find_tuning(here: World) -> PeerTuning:
 
 
 def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, float]]]:
-    """What a rank's own steps cost, as points (bytes touched, µs): local kernels, and epilogues."""
+    """Return the costs of a rank's own steps, as points (bytes touched, µs): local kernels, and epilogues."""
     points: dict[str, list[tuple[int, float]]] = {"local": [], "epilogue": []}
     group = here.peer.on_host
     for size in sizes:

@@ -1,6 +1,6 @@
-"""Times calls of transport peer, and of others, on the GPUs of this host.
+"""Timing of calls of transport peer, and of others, on the GPUs of this host.
 
-A figure is µs a call: the median over replays of a CUDA graph of many calls, the slowest rank's. Inputs take turns, so
+A figure is µs per call: the median over replays of a CUDA graph of many calls, of the slowest rank. Inputs rotate, so
 that no call finds its own in a cache. Before it is timed, peer's result is compared with NCCL's, gathered in float32.
 """
 
@@ -37,16 +37,17 @@ from weft.planner.spec import Mesh
 from weft.tune.call_times import DTYPES, MIXED
 
 REPLAYS, WARM, GRAPH_ROUNDS = 6, 2, 5  # of a graph in each of its rounds
-CALLS, SMALL_CALLS, SMALL = 20, 100, 1 << 20  # in a graph; up to so many bytes more, as ranks begin some µs apart
+CALLS, SMALL_CALLS, SMALL = 20, 100, 1 << 20  # in a graph; more up to SMALL bytes, as ranks begin some µs apart
 INPUTS = 4  # different inputs of a case
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
 class Case:
-    """rows: what a rank puts in (gathers, all_reduce, all_to_all from each) or gets (scatters), of `hidden` elements.
+    """Call to time, with `hidden` elements per row.
 
-    The mixed edges run on half the ranks' DP groups of two; ragged ones have skewed sizes with the same mean.
+    The mixed edges run on half the ranks' DP groups of two; ragged ones have skewed sizes with the same mean. rows:
+    input of a rank (gathers, all_reduce, all_to_all from each) or result (scatters).
     """
 
     ranks: int
@@ -60,7 +61,7 @@ class Case:
 
     @property
     def plain(self) -> str:
-        """The edge with no norm, its sizes left open."""
+        """Name of the edge without norm and sizes."""
         return self.edge.removesuffix("+norm").removesuffix(" ragged")
 
     @property
@@ -72,12 +73,12 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """In a graph."""
+        """Number of calls in a graph."""
         return SMALL_CALLS if self.input_bytes <= SMALL else CALLS
 
     @property
     def exchange(self) -> Exchange:
-        """What the edge is."""
+        """Exchange of the edge."""
         n, pairs = self.ranks, self.ranks // 2
         known = (
             *(make(n) for make in (all_reduce, reduce_scatterv, all_gatherv, all_to_allv)),
@@ -94,7 +95,7 @@ class Case:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Of each segment; of ragged gathers, the largest segment for all."""
+        """Capacity of each segment; in ragged gathers, the largest segment for all."""
         ragged = self.edge == "all_gatherv ragged"
         return (max(self.sizes),) * self.ranks if ragged else self.segments
 
@@ -105,12 +106,12 @@ class Case:
 
     @property
     def input_bytes(self) -> int:
-        """Of a rank."""
+        """Bytes of a rank's input."""
         return self.inputs * self.hidden * DTYPES[self.dtype].itemsize
 
 
 def mesh_of(world: int) -> Mesh:
-    """Two ranks an attention group where there are four or more: so that the mixed edges have something to mix."""
+    """Return a mesh with two ranks an attention group if there are four or more, as the mixed edges require."""
     return Mesh(world // 2, 2, world, 1) if world >= 4 and world % 2 == 0 else Mesh(1, world, world, 1)
 
 
@@ -126,7 +127,7 @@ class World:
 
     @classmethod
     def open(cls, rank: int, world: int, directory: Path, max_bytes: int) -> World:
-        """Collective."""
+        """Open both transports. Collective."""
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # NCCL has threads of its own
         device, mesh = torch.device("cuda", rank), mesh_of(world)
         torch.cuda.set_device(device)
@@ -137,21 +138,21 @@ class World:
         return cls(mesh, rank, device, torchdist, peer)
 
     def close(self) -> None:
-        """Collective."""
+        """Close both transports. Collective."""
         self.peer.check()
         self.peer.close()
         self.torchdist.close()
 
 
 def peer_us(case: Case, here: World, tunings: Sequence[PeerTuning]) -> list[float]:
-    """µs a call of peer, by each tuning. Collective."""
+    """Return the µs per call of peer, by each tuning. Collective."""
     given = given_for(case, here)
     return replays_us([peer_graph("peer", case, here, tuning, given) for tuning in tunings])
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a case is measured with. expected: of a call with the first of xs, without the norm."""
+    """Inputs of a case. expected: result of a call with the first of xs, without the norm."""
 
     xs: list[Tensor]
     norm: Epilogue | None
@@ -184,7 +185,7 @@ def _epilogue(case: Case, rank: int, device: torch.device) -> Epilogue:
 
 
 def _expected(case: Case, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
-    """The definition, from every rank's input in float32."""
+    """Return the result by definition, from every rank's input in float32."""
     gathered = torch.empty(mesh.world * x.shape[0], case.hidden, device=x.device)
     dist.all_gather_into_tensor(gathered, x.float())
     inputs = gathered.view(mesh.world, x.shape[0], case.hidden)
@@ -208,7 +209,7 @@ def check_result(case: Case, name: str, got: Tensor, given: Given) -> None:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured graph of `count` calls, the stream to replay it on, and the calls, which own its tensors."""
+    """Captured graph of `count` calls, the stream to replay it on, and the calls, which own its tensors."""
 
     graph: torch.cuda.CUDAGraph
     stream: torch.cuda.Stream
@@ -217,12 +218,12 @@ class Graph:
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """µs a call of a captured graph that makes them in turn: the median, the slowest rank's. Collective."""
+    """Return the median µs per call of a captured graph that cycles through them, of the slowest rank. Collective."""
     return replays_us([capture(calls)])[0]
 
 
 def capture(calls: Sequence[Callable[[], object]], count: int = CALLS) -> Graph:
-    """A graph of `count` calls, these in turn, on a stream that comes after the current one. Collective."""
+    """Return a graph of `count` calls, cycling through these, on a stream after the current one. Collective."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # vLLM's calls must not meet on a GPU: a rank may wait for ever
     with torch.cuda.stream(stream):
@@ -238,7 +239,7 @@ def capture(calls: Sequence[Callable[[], object]], count: int = CALLS) -> Graph:
 
 
 def replays_us(graphs: Sequence[Graph]) -> list[float]:
-    """µs a call of each, taking turns: the median over replays, the slowest rank's. Collective."""
+    """Return the median µs per call of each graph over alternating replays, of the slowest rank. Collective."""
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(GRAPH_ROUNDS):
         for g, found in zip(graphs, times, strict=True):

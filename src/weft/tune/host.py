@@ -1,4 +1,4 @@
-"""What a measurement ran on."""
+"""Description of a measurement's host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def describe_host() -> dict[str, str | int]:
-    """CPU, cores, memory, GPUs and versions, for the head of every result."""
+    """Return CPU, cores, memory, GPUs and versions, for the head of every result."""
     cpu = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),

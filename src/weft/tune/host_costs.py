@@ -1,4 +1,4 @@
-"""Measures what exchanges cost inside hosts and across them, with ranks on CPUs: what plans over hosts go by."""
+"""Measurement of exchanges inside hosts and across them, with ranks on CPUs: the cost table for plans over hosts."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from weft.tune.cpu_costs import DTYPE, WIDTH, call_us, calls_to_price, opening_o
 from weft.tune.ranks import Here, Report, all_cores, slowest
 
 SIZES = [1 << p for p in range(12, 22, 3)]
-"""Bytes; beyond them, times over a network grow as they do."""
+"""Bytes; beyond them, times over a network grow in proportion."""
 
 
 def mesh_of(hosts: int, on_host: int) -> Mesh:
-    """The layout with the groups to measure: inside a host, one rank of each, and all."""
+    """Return the layout with the groups to measure: inside a host, one rank of each, and all."""
     return Mesh(hosts, on_host, hosts, on_host, hosts=hosts)
 
 
 def entries_of(options: Iterable[str], mesh: Mesh, plugins: Iterable[str] = ()) -> list[TransportEntry]:
-    """The rows of these options that serve some group of a mesh."""
+    """Return the rows of these options that serve some group of a mesh."""
     known = transports(tuple(plugins))
     alone = mesh.world == mesh.hosts
     return [known[o] for o in options if not alone or known[o].max_hosts is None]
 
 
 def count(mesh: Mesh, options: Iterable[str], sizes: list[int], plugins: Iterable[str] = ()) -> int:
-    """Number of times that `price` reports."""
+    """Return the number of times that `price` reports."""
     entries = entries_of(options, mesh, plugins)
     calls = calls_to_price(mesh, 0, sizes, torch.empty(0, WIDTH, dtype=DTYPE, device="meta"))
     return sum(_carries(entry, exchange, row) for exchange, _, _, row in calls for entry in entries)
@@ -47,7 +47,7 @@ def _carries(entry: TransportEntry, exchange: Exchange, row: dict[str, Any]) -> 
 
 
 def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
-    """A rank's part. Rank 0 reports a row for each time: transport, kind, ranks, world, hosts, bytes, us.
+    """Run a rank's part. Rank 0 reports a row for each time: transport, kind, ranks, world, hosts, bytes, us.
 
     said: options of the table of transports, sizes in bytes, and the tuning of shm.
     """

@@ -1,4 +1,4 @@
-"""Runs a measurement with a process a rank, and brings home what rank 0 finds as it finds it."""
+"""Run of a measurement with one process per rank; rank 0's findings arrive as they are made."""
 
 from __future__ import annotations
 
@@ -24,26 +24,24 @@ Report = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Here:
-    """What a rank of several hosts needs of its own. interface: on the way to node 0. store: host and port at which
-    rank 0 serves torch.distributed's. model: its directory on this host.
-    """
+    """Settings of a rank of several hosts."""
 
     mesh: Mesh
-    interface: str
-    store: tuple[str, int]
+    interface: str  # network interface on the way to node 0
+    store: tuple[str, int]  # host and port at which rank 0 serves torch.distributed's store
     plugins: tuple[str, ...]
-    model: Path
+    model: Path  # its directory on this host
 
 
 def slowest(us: Iterable[float], meeting: Transport, group: Ranks) -> list[float]:
-    """Of each figure the largest of a group's ranks. Collective over `meeting`."""
+    """Return each figure's maximum over a group's ranks. Collective over `meeting`."""
     mine = torch.tensor([list(us)], dtype=torch.float64)
     return meeting.exchange(mine, all_gatherv(len(group)), group, (1,) * len(group)).amax(0).tolist()
 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Frees this thread, and those that it starts, from its one core: gloo's threads starve beside a caller there."""
+    """Free this thread, and threads that it starts, from its one core: gloo's threads starve next to a caller there."""
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
@@ -53,10 +51,10 @@ def all_cores() -> Iterator[None]:
 
 
 def run_ranks(world: int | Sequence[int], work: Callable[..., None], *args: Any) -> Iterator[Any]:
-    """Runs `work(rank, directory, report, *args)` in a process a rank; yields what any rank reports, in order.
+    """Run `work(rank, directory, report, *args)` in a process per rank; yield all reports, in order.
 
-    world: the number of ranks, or which of them are on this host. Each process keeps to one thread and one core.
-    directory: where the ranks can meet. Raises CommError with the first rank's error; the others are stopped.
+    world: number of ranks, or their numbers on this host. Each process keeps to one thread and one core. directory:
+    meeting place of the ranks. Raises CommError with the first rank's error; the other ranks are stopped.
     """
     ranks = range(world) if isinstance(world, int) else world
     context = mp.get_context("spawn")

@@ -41,7 +41,7 @@ def test_a_dead_rank_wakes_the_others() -> None:
 
 def test_a_missing_rank_times_out() -> None:
     world = ReferenceWorld(2, timeout_s=0.2)
-    with pytest.raises(CommError, match=r"rank 0: barrier in \(0, 1\): a peer failed or did not come"):
+    with pytest.raises(CommError, match=r"rank 0: barrier in \(0, 1\): a peer failed or did not arrive"):
         world.transports()[0].barrier((0, 1))
 
 

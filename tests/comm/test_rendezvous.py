@@ -110,7 +110,7 @@ def test_strangers_alone_are_no_meeting(tmp_path: Path, pool: ThreadPoolExecutor
             with suppress(OSError):
                 stranger.connect(str(path))
                 came = True
-        with pytest.raises(CommError, match=rf"rank 0: the ranks did not all come to .*door within {seconds:g} s"):
+        with pytest.raises(CommError, match=rf"rank 0: the ranks did not all arrive at .*door within {seconds:g} s"):
             host.result(WAIT_S)
         assert not path.exists()
         if came:
@@ -124,7 +124,7 @@ def test_a_queue_before_the_door_is_waited_for(tmp_path: Path, pool: ThreadPoolE
     door.bind(str(path))
     door.listen(0)
     call(path, strangers)
-    with pytest.raises(CommError, match=r"rank 1: the ranks did not all come to .*door within 0\.2 s"):
+    with pytest.raises(CommError, match=r"rank 1: the ranks did not all arrive at .*door within 0\.2 s"):
         come(pool, path, 1, timeout_s=0.2).result(WAIT_S)
 
 

@@ -160,8 +160,8 @@ def test_a_model_gives_transformers_logits(family: str, mesh: Mesh, tmp_path: Pa
 
 
 def test_ranks_that_never_meet_raise(tmp_path: Path) -> None:
-    with pytest.raises(CommError, match="did not all come"):
+    with pytest.raises(CommError, match="did not all arrive"):
         ShmTransport(Mesh(2, 1, 2, 1), 0, tmp_path / "alone", timeout_s=0.3)
-    with pytest.raises(CommError, match="did not all come"):
+    with pytest.raises(CommError, match="did not all arrive"):
         ShmTransport(Mesh(2, 1, 2, 1), 1, tmp_path / "alone", timeout_s=0.3)
     assert not list(tmp_path.iterdir())

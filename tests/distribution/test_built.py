@@ -47,7 +47,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
     with pytest.raises(
-        BuildError, match=r"^Tesla T4 \(sm_75\) is older than sm_80, which peer memory takes: use NCCL$"
+        BuildError, match=r"^Tesla T4 \(sm_75\) is older than sm_80, which peer memory requires: use NCCL$"
     ):
         cuda_kernels()
 

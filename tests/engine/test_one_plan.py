@@ -297,7 +297,7 @@ def test_a_block_that_dispatches_otherwise_than_it_was_traced_is_found(model: Pa
         return str(found.value)
 
     said = run_world(2, rank_main)
-    assert said[0] == said[1] and "post_attention_layernorm" in said[0] and "which the plan has not here" in said[0]
+    assert said[0] == said[1] and "post_attention_layernorm" in said[0] and "which is not in the plan here" in said[0]
 
 
 def test_the_naive_plan_merges_by_ag_rs(model: Path) -> None:

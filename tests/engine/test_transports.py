@@ -102,7 +102,7 @@ def test_over_hosts_one_of_the_transports_crosses_them() -> None:
     assert enabled_transports(EngineConfig(device="cpu", **two_of_two)) == (SHM, GLOO)
     four_of_one = EngineConfig(device="cpu", **two_of_two | dict(nnodes=4))
     assert enabled_transports(four_of_one) == (GLOO,), "no rank shares memory with another"
-    alone = "shm serves the ranks of one host, and this layout is on 2: leave --transport out, or take gloo$"
+    alone = "shm runs on one host, but this layout spans 2: drop --transport, or use gloo$"
     with pytest.raises(LayoutError, match=alone):
         enabled_transports(EngineConfig(device="cpu", transport="shm", **two_of_two))
 

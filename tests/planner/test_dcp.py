@@ -95,7 +95,7 @@ def test_prompts_take_the_form_that_moves_less() -> None:
 def test_a_transport_without_the_capacity_is_left_out() -> None:
     context = ShardedContext(2, [QUERIES], {}, 600, 0)
     small = Offer("small", KINDS, frozenset(), COST, max_bytes=99)
-    with pytest.raises(LayoutError, match=r"small offer\(s\) settles queries for 1 rows over dcp=2 .*max_bytes=99"):
+    with pytest.raises(LayoutError, match=r"\(small\) can run queries for 1 rows over dcp=2 .*max_bytes=99"):
         context.exchange_us(1, BlockPrices(MESH, [small]))
     assert context.exchange_us(1, BlockPrices(MESH, [small, OFFER])) == pytest.approx(10.15)
     some = replace(small, max_bytes=2 * 64 * 3)  # rows travel in units of 16 bytes

@@ -55,7 +55,7 @@ def test_a_step_says_what_it_does() -> None:
 def test_a_naive_plan_that_nobody_offers() -> None:
     made = planner(EVERY - {"all_reduce"}, "shm")
     text = plan_text(made, (4, 4))
-    assert "naive: not offered, " in text and text.endswith("what none of these transports offers")
+    assert "naive: not offered, " in text and text.endswith("what these transports do not offer")
     found = json.loads(json.dumps(plan_dict(made, (4, 4)), allow_nan=False))
     assert found["naive"]["us"] is None and found["plan"]["us"] > 0
 
@@ -67,7 +67,7 @@ def test_the_naive_plan_may_be_the_one_to_follow() -> None:
     text = plan_text(naive, (5, 3))
     assert "plan (the naive one, as chosen): " in text and "saving: 0% of the predicted time" in text
     made = planner(EVERY - {"all_reduce"}, "shm")
-    with pytest.raises(LayoutError, match="the naive plan takes all_reduce, which shm has not"):
+    with pytest.raises(LayoutError, match="the naive plan requires all_reduce, not offered by shm"):
         Planner(made.mesh, made.chain, made.offers, "naive").plan((1, 1))
 
 

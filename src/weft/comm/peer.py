@@ -213,7 +213,7 @@ class PeerTransport(NamedCalls):
             return
         if code == TOO_MANY_ROWS:
             raise CommError(
-                f"rank {self.rank}: the counts in device memory ask for more rows than the tensors hold, or an inbox"
+                f"rank {self.rank}: the counts in device memory exceed the rows of the tensors or of an inbox"
             )
         deadline = time.monotonic() + 1.0  # a process takes a moment to end
         while time.monotonic() < deadline:

@@ -129,7 +129,7 @@ class ReferenceWorld:
             with self.compute_lock.waiting():
                 meeting.barrier.wait(self.timeout_s)
         except threading.BrokenBarrierError:
-            raise CommError(f"rank {rank}: {call} in {group}: a peer failed or did not come") from None
+            raise CommError(f"rank {rank}: {call} in {group}: a peer failed or did not arrive") from None
         except BaseException:
             self.abort()
             raise

@@ -35,7 +35,7 @@ def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[
             return _host(path, world, json.dumps(terms), size(), deadline)
         return _join(path, rank, json.dumps(terms), deadline)
     except TimeoutError:
-        raise CommError(f"rank {rank}: the ranks did not all come to {path} within {timeout_s:g} s") from None
+        raise CommError(f"rank {rank}: the ranks did not all arrive at {path} within {timeout_s:g} s") from None
     except OSError as error:
         raise CommError(f"rank {rank}: cannot meet at {path}: {error}") from error
 

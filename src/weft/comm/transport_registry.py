@@ -108,8 +108,8 @@ def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
     if not any(entry.spans(mesh.hosts) for entry in entries):
         across = [e.option for e in TRANSPORTS if e.max_hosts is None and e.device == entries[0].device]
         raise LayoutError(
-            f"{' and '.join(e.option for e in entries)} serves the ranks of one host, and this layout is on "
-            f"{mesh.hosts}: leave --transport out{''.join(f', or take {option}' for option in across)}"
+            f"{' and '.join(e.option for e in entries)} runs on one host, but this layout spans "
+            f"{mesh.hosts}: drop --transport{''.join(f', or use {option}' for option in across)}"
         )
 
 

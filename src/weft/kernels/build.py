@@ -70,7 +70,7 @@ def cuda_kernels() -> Any:
     found = {torch.cuda.get_device_capability(gpu): torch.cuda.get_device_name(gpu) for gpu in gpus}
     for capability, name in found.items():
         if capability < OLDEST_GPU:
-            raise BuildError(f"{name} ({_sm(capability)}) is older than sm_80, which peer memory takes: use NCCL")
+            raise BuildError(f"{name} ({_sm(capability)}) is older than sm_80, which peer memory requires: use NCCL")
     return load(*CUDA_KERNELS, flags=CUDA_FLAGS, gpus=sorted(found))
 
 

@@ -132,7 +132,7 @@ class Arguments:
         """Return the counts of all ranks in the transports' type."""
         if not isinstance(counts, Tensor):
             if capacity is not None:
-                raise ValueError(f"{op}: capacity goes with counts on the device; leave it out")
+                raise ValueError(f"{op}: capacity goes with counts on the device; omit it")
             return integers(op, "counts", counts, self.world_size)
         if not self.live:
             raise ValueError(f"{op}: counts in a tensor are for GPUs; on CPUs pass counts.tolist()")
@@ -150,8 +150,8 @@ class Arguments:
         """Return the counts of groups of equally many ranks."""
         if not len(counts) or self.world_size % len(counts):
             raise ValueError(
-                f"{op}: {len(counts)} counts are of as many groups of equally many ranks, which {self.world_size} "
-                "ranks do not make; give as many as divide them"
+                f"{op}: {len(counts)} counts for groups of {self.world_size} ranks; groups have equal sizes, so the "
+                f"number of counts must divide {self.world_size}"
             )
         return integers(op, "counts", counts, len(counts))
 

@@ -286,7 +286,7 @@ class Planner(StreamPrices):
         having = [o for o in self.offers if largest.kind in o.kinds]
         names = ", ".join(o.transport for o in having or self.offers)
         if not having:
-            raise LayoutError(f"the naive plan takes {largest.kind}, which {names} has not; leave plan at cheapest")
+            raise LayoutError(f"the naive plan requires {largest.kind}, not offered by {names}; leave plan at cheapest")
         if all(o.max_bytes is None or needed <= o.max_bytes for o in having):
             raise LayoutError(f"{largest.kind} on {names} was not measured: run weft tune")
         limits = ", ".join(f"{o.transport} has max_bytes={o.max_bytes}" for o in having)

@@ -151,10 +151,10 @@ class BlockPrices(Prices):
         found, names = self.options(value, group, rows), ", ".join(offer.transport for offer in self.offers)
         by, because = "" if asked == "auto" else f" by {asked}", f" ({'; '.join(why)})" if why else ""
         return (
-            f"nothing that {names} offer(s) settles {value.what}{of}{by} for {rows} rows "
+            f"no enabled transport ({names}) can run {value.what}{of}{by} for {rows} rows "
             f"over {group}={ranks}{because}; there is "
             + (", ".join(f"{op.recipe.name} on {op.transport}" for op in found) or "none")
-            + (", none of which weft tune measured here" if found and asked == "auto" else "")
+            + (", not measured here by weft tune" if found and asked == "auto" else "")
             + ("; leave --moe-exchange at auto, or plan for fewer tokens" if whole else "")
         )
 

@@ -59,11 +59,11 @@ def plan_text(planner: Planner, counts: Counts) -> str:
         "",
     ]
     if naive.us == math.inf:
-        return "\n".join([*lines, "saving: not known, as the naive plan takes what none of these transports offers"])
+        return "\n".join([*lines, "saving: not known, as the naive plan requires what these transports do not offer"])
     ours, theirs = _totals(planner, plan), _totals(planner, naive)
     saved = 1 - ours["us"] / theirs["us"] if theirs["us"] else 0.0
     moved = ours["bytes"] / theirs["bytes"] - 1 if theirs["bytes"] else 0.0
-    change = f"{abs(moved):.0%} {'more' if moved > 0 else 'fewer'} bytes" if round(moved, 2) else "as many bytes"
+    change = f"{abs(moved):.0%} {'more' if moved > 0 else 'fewer'} bytes" if round(moved, 2) else "equal bytes"
     return "\n".join([*lines, f"saving: {saved:.0%} of the predicted time, with {change}"])
 
 

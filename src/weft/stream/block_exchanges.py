@@ -87,7 +87,7 @@ class BlockExchanges:
         what = Dispatch.on(self.mesh, experts, expert.shape[1], x.shape[1] * x.element_size())
         found = [op for op in self._planned if op.value == what]
         if not found:
-            raise PlacementError(f"what {self.site} gives is dispatched by {what}, which the plan has not here")
+            raise PlacementError(f"the block after {self.site} runs {what}, which is not in the plan here")
         ops, world = {op.value.what: op for op in found[0].steps()}, tuple(range(self.mesh.world))
 
         def carry(name: str, x: Tensor, sizes: Sizes | LiveSizes) -> Tensor:

@@ -133,7 +133,7 @@ class Hidden:
         made = self.given.made
         if format not in made:
             if self.placement.wire:
-                raise PlacementError(f"{self.origin} is {self.placement}, but a block takes it in {format}")
+                raise PlacementError(f"{self.origin} is {self.placement}, but a block requires it in {format}")
             made[format] = formats.make(self.value, format)
         return made[format]
 

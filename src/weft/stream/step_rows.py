@@ -111,7 +111,7 @@ class PaddedRows(StepRows):
     def __init__(self, mesh: Mesh, rank: int, capacity: int, device: torch.device):
         super().__init__(mesh, rank, (capacity,) * mesh.attn_dp)
         if mesh.hosts > 1:
-            raise CommError("row counts in device memory are of the ranks of one host")
+            raise CommError("row counts in device memory work on one host only")
         self.idle = False
         # Rows of a tensor that a smaller tensor selects: any after the live ones.
         cuts = {(src, dst): self.capacity_of(dst) for dst, src in itertools.combinations(NAMED_ROWS, 2)}

@@ -59,4 +59,4 @@ def _load(name: str) -> ModuleType:
             raise PluginError(f"plugin {name} cannot be imported: {error}; {advice}") from error
         where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         what = f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
-        raise PluginError(f"plugin {name} fails where it is imported: {what}") from error
+        raise PluginError(f"plugin {name} fails on import: {what}") from error

@@ -98,8 +98,8 @@ def test_what_is_no_plugin_is_refused(plugin: str) -> None:
 @pytest.mark.parametrize(
     "source, text",
     [
-        ("import torch\nunknown\n", r"fails where it is imported: NameError: .*family\.py, line 2\)"),
-        ("def read(:\n", "fails where it is imported: SyntaxError: .*line 1"),
+        ("import torch\nunknown\n", r"fails on import: NameError: .*family\.py, line 2\)"),
+        ("def read(:\n", "fails on import: SyntaxError: .*line 1"),
         ("import nosuchpackage", r"No module named 'nosuchpackage' \(.*family\.py, line 1\)$"),
         ("FAMILIES = {'homemade': 3}", r"FAMILIES\['homemade'\] is no function"),
         ("FAMILIES = {'homemade': lambda fields: None}", "the reader of model type 'homemade' gives a NoneType"),

@@ -41,7 +41,7 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
     code, out, err = weft_here(*ask)
     assert code == 0, err
     [head, _, one, many, _, one_whole, many_whole] = out[out.index("vocabulary: ") :].splitlines()
-    assert head == "vocabulary: 61 tokens split over attn_tp=4: what decode steps take by it"
+    assert head == "vocabulary: 61 tokens split over attn_tp=4: cost and saving per decode step"
     nothing, *found = (f["vocabulary"] for f in json.loads(weft_here(*ask, "--json")[1]))
     assert nothing is None and [f["rows"] for f in found] == [1, 64]
     for step, line, whole in zip(found, (one, many), (one_whole, many_whole), strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 GROUP_NAMES = ("world", "attn_tp", "attn_dp", "moe_tp", "ep", "dcp", "host", "rail")
-"""Names of rank groups; where two name the same set of ranks, the first is the canonical one.
+"""Names of rank groups; if two name the same set of ranks, the first is the canonical one.
 
 host: ranks of one host. rail: ranks with the same place on each host.
 """

@@ -2,7 +2,7 @@
 
 An edge is data: two placements, and the exchange that leads from one to the other. A transport carries it out; the
 planner chooses it; a model never sees it. Adding an optimisation is adding an edge here, its exchange in
-`weft.planner.exchange` where that is new, and a kernel in a transport where a fused one pays.
+`weft.planner.exchange` if that is new, and a kernel in a transport if a fused one pays.
 
 With rows gathered over the axes R, a sum owed over D ⊆ R, and any groups S, A and B that may communicate:
 

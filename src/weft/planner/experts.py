@@ -5,7 +5,7 @@
 | gather | WORLD | WORLD, owes the sum over the world | nothing |
 | dispatch | OWN | OWN, complete | a Dispatch: counts, rows with their experts, results |
 
-In gather each rank takes all rows, and adds the results of its experts. In dispatch a row goes once to each rank that
+In gather each rank reads all rows, and adds the results of its experts. In dispatch a row goes once to each rank that
 has one of its experts, and comes back once from it: dispatch and combine of GShard (arXiv 2006.16668), with the rows
 sent to a rank deduplicated as in DeepEP. A chain with both forms is planned for the cheaper one, read by read. Only the
 router knows how many ranks a row goes to: costs assume that all choices of k experts are equally likely.

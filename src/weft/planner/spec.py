@@ -7,7 +7,7 @@ parallelism). The ranks may be spread over several hosts.
 The mesh cuts the rank numbers at each of these boundaries into the digits of a mixed radix, its **axes**. A group is a
 set of axes: the ranks that differ in these digits alone. So the rows that a rank holds and the sum that a value owes
 are both sets of axes, and a sum is legal where owed ⊆ gathered: ranks that are summed hold the same rows. Models and
-people use the names of such sets (`attn_tp`, `ep`, `world` …). Where two cuts do not divide each other (attn_tp 2 and
+people use the names of such sets (`attn_tp`, `ep`, `world` …). If two cuts do not divide each other (attn_tp 2 and
 moe_tp 3), the one that fits no axis stays a pair of named groups that make up the world.
 
 A `Placement` is the type of a hidden state on that mesh. It is normalised, so that placements with the same meaning

@@ -98,5 +98,5 @@ def vocabulary_text(tokens: int, ranks: int, steps: Sequence[SplitStep]) -> str:
         cells = (f"+{s.embedding_us:,.1f} µs", f"+{best:,.1f} µs", s.best.transport, f"−{-head:,.1f} µs")
         rows.append((f"  {s.rows:,}", *cells, f"{s.saved_us:,.1f} µs".replace("-", "−")))
         whole.append((f"  {s.rows:,}", s.logits.transport, size_text(s.logits_bytes), f"{s.logits.us:,.1f} µs"))
-    title = f"vocabulary: {tokens:,} tokens split over attn_tp={ranks}: what decode steps take by it"
+    title = f"vocabulary: {tokens:,} tokens split over attn_tp={ranks}: cost and saving per decode step"
     return "\n".join([title, *columns(rows), *columns(whole)])

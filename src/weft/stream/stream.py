@@ -5,8 +5,8 @@
 
 `add` records a delta with its debt. `read` pays the debts, brings the residual up to date, normalises, and returns
 the rows that the block asks for. A model's forward runs once on a `TraceStream`, which records its chain of reads and
-adds; the planner solves the chain; `Stream` then walks the plan by index and decides nothing. Where a block takes rows
-in several forms, `rows` names them all, there is a trace for each form, and the plan says which form it uses.
+adds; the planner solves the chain; `Stream` then walks the plan by index and decides nothing. A block with several
+forms names the rows of each in `rows`: there is a trace for each form, and the plan chooses one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class TraceStream:
     Args:
         width: of the residual.
         dtype, device: of the activations.
-        form: number of the form to record where a block reads rows in several forms, or the last one.
+        form: number of the form to record of blocks with several forms; the last one if a block has fewer.
     """
 
     def __init__(self, mesh: Mesh, width: int, dtype: torch.dtype, device: torch.device, form: int = 0):

@@ -23,12 +23,12 @@ ROOMS = {
     "bench": "weft_bench",
 }
 """Each room in the order of imports, with the beginnings of its paths."""
-BUDGETS = {"library": 10_031, "engine": 22_303, "serve": 8_726, "bench": 7_122}
+BUDGETS = {"library": 9_974, "engine": 22_298, "serve": 8_726, "bench": 7_122}
 """Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
 TWINS = """
-Agent Arguments Calls Combine Counts Graph Head InputMessage Job Join Kernel Layer Message Parts Progress Report
-Request RotaryTable Routing Rule Shape Split Start Stored Stream Window
+Agent Arguments Calls Combine Counts InputMessage Join Kernel Message Parts Progress Report Request RotaryTable
+Routing Rule Shape Start Stored Stream
 """
 KNOWN_TWINS = set(TWINS.split())
 

@@ -13,7 +13,7 @@ from msgspec import structs
 from support import small_config
 
 from e2e.here import weft_here
-from weft.engine.controller.profiling import NotWatched, Recording, Window, merge_traces, watch
+from weft.engine.controller.profiling import NotWatched, Recording, WatchedSteps, merge_traces, watch
 from weft.engine.messages.rank_messages import Profiled
 from weft.planner.spec import Mesh
 from weft_bench.breakdown import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
@@ -243,7 +243,7 @@ def test_what_a_server_recorded_is_read_later(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]  # fmt: skip
     bare = tuple(structs.replace(rank, trace=b"", about="") for rank in ranks)
-    recording = Recording(PAIR, Window(4, 0.02, 0.004, (0.001,) * 2, (0.002,) * 2, bare), tuple(ranks))
+    recording = Recording(PAIR, WatchedSteps(4, 0.02, 0.004, (0.001,) * 2, (0.002,) * 2, bare), tuple(ranks))
     (folder := tmp_path / "traces").mkdir()
     assert recording.write(folder) == ["recording.json", "rank0.json.gz", "rank1.json.gz"]
     assert Recording.read(folder) == recording

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from e2e.here import weft_here
 from weft_bench.client_processes import send_from
-from weft_bench.serving import Job, LoadedServer, Outcome, RequestSpec, Workload, arrivals, send, summary
+from weft_bench.serving import LoadedServer, Outcome, Posted, RequestSpec, Workload, arrivals, send, summary
 from weft_bench.streamed_completion import LoadError, StreamedCompletion
 
 Events = AsyncIterator[dict[str, Any] | str]
@@ -119,7 +119,7 @@ def test_as_many_requests_are_open_as_may_be(limit: int | None) -> None:
     open_now, max_open, order = 0, 0, []
 
     class Slow:
-        async def ask(self, job: Job) -> Outcome:
+        async def ask(self, job: Posted) -> Outcome:
             nonlocal open_now, max_open
             order.append(job)
             open_now += 1

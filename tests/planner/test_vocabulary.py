@@ -16,7 +16,7 @@ from weft.engine.controller import startup
 from weft.planner.cost import AlphaBeta, Offer
 from weft.planner.prices import BlockPrices
 from weft.planner.spec import Mesh
-from weft.planner.vocabulary import SMALL_KERNELS, Head, split_step
+from weft.planner.vocabulary import SMALL_KERNELS, SplitHead, split_step
 
 KINDS = frozenset(("all_gatherv",))
 # 10 µs a collective and 1 µs for 1,000 bytes; a local kernel takes 2 µs and 1 µs for 2,000 bytes.
@@ -25,7 +25,7 @@ OFFER = Offer("made up", KINDS, frozenset(), COST)
 
 
 def test_what_is_saved_and_what_it_takes() -> None:
-    found = split_step(Head(ranks=4, tokens=1001, token_bytes=200), 5, 7.0, BlockPrices(Mesh(1, 4, 4, 1), [OFFER]))
+    found = split_step(SplitHead(ranks=4, tokens=1001, token_bytes=200), 5, 7.0, BlockPrices(Mesh(1, 4, 4, 1), [OFFER]))
     assert (found.best_bytes, found.logits_bytes) == (5 * 3 * 8, 5 * 3 * 251 * 4)
     assert found.best.us == pytest.approx(10 + found.best_bytes / 1e3)
     assert found.logits.us == pytest.approx(10 + found.logits_bytes / 1e3)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
-from weft_bench.serving import Job, LoadedServer, Outcome, send
+from weft_bench.serving import LoadedServer, Outcome, Posted, send
 from weft_bench.streamed_completion import LoadError
 
 CLIENTS = 32
@@ -31,7 +31,7 @@ def processes_for(clients: int) -> int:
 async def send_from(
     processes: int,
     server: LoadedServer,
-    jobs: Sequence[Job],
+    jobs: Sequence[Posted],
     max_concurrency: int | None = None,
     done: Callable[[int, Outcome], None] = lambda at, outcome: None,
 ) -> tuple[list[Outcome], float]:
@@ -75,7 +75,7 @@ async def send_from(
             process.join()
 
 
-def _clients(connection: Connection, server: LoadedServer, jobs: Sequence[Job], share: int | None) -> None:
+def _clients(connection: Connection, server: LoadedServer, jobs: Sequence[Posted], share: int | None) -> None:
     async def run() -> None:
         async with server:
             connection.send(None)

@@ -105,7 +105,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     return times
 
 
-class Job(NamedTuple):
+class Posted(NamedTuple):
     """A request as it is sent: its body, encoded before the clock starts. at: seconds after the start."""
 
     body: bytes
@@ -165,16 +165,16 @@ class LoadedServer:
         except (ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{url} gives no list of models: {_line(error)}") from error
 
-    def job(self, model: str, ask: RequestSpec, at: float = 0.0) -> Job:
+    def job(self, model: str, ask: RequestSpec, at: float = 0.0) -> Posted:
         """A request, to be sent so many seconds after the start."""
         prompt: dict[str, Any] = {"prompt": ask.prompt}
         if self.backend == "openai-chat":
             prompt = {"messages": [{"role": "user", "content": ask.prompt}]}
         body = {"model": model, **prompt, "max_tokens": ask.output_tokens, "stream": True}
         body |= {"stream_options": {"include_usage": True}} | self.extra
-        return Job(msgspec.json.encode(body), ask.input_tokens, at)
+        return Posted(msgspec.json.encode(body), ask.input_tokens, at)
 
-    async def ask(self, job: Job) -> Outcome:
+    async def ask(self, job: Posted) -> Outcome:
         """Sends a request and reads its stream to the end."""
         completion, error, began = StreamedCompletion(), "", time.perf_counter()
         try:
@@ -212,7 +212,7 @@ def _line(error: BaseException) -> str:
 
 async def send(
     server: LoadedServer,
-    jobs: Sequence[Job],
+    jobs: Sequence[Posted],
     max_concurrency: int | None = None,
     done: Callable[[int, Outcome], None] = lambda at, outcome: None,
     began: float | None = None,
@@ -224,7 +224,7 @@ async def send(
     slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start = time.perf_counter() if began is None else began
 
-    async def one(at: int, job: Job) -> Outcome:
+    async def one(at: int, job: Posted) -> Outcome:
         await asyncio.sleep(max(0.0, start + job.at - time.perf_counter()))
         async with slots:
             outcome = await server.ask(job)

@@ -31,7 +31,7 @@ from weft_bench.phrases import (
     each,
 )
 
-Split = Literal["train", "heldout"]
+ProblemSplit = Literal["train", "heldout"]
 
 LIMIT = 200
 """Every number in a problem, intermediate results and the answer included, is at least 2 and below this."""
@@ -51,7 +51,7 @@ class Problem:
 _SYMBOLS = {"+": "+", "-": "-", "*": "×", "/": "÷", "~": "-"}
 
 
-def generate(split: Split, count: int, seed: int) -> list[Problem]:
+def generate(split: ProblemSplit, count: int, seed: int) -> list[Problem]:
     """`count` problems of 1 to 4 steps; the same arguments give the same list, which may repeat a problem."""
     rng = random.Random(f"{split} {seed}")
     problems: list[Problem] = []
@@ -62,7 +62,7 @@ def generate(split: Split, count: int, seed: int) -> list[Problem]:
     return problems
 
 
-def number_split(question: str) -> Split:
+def number_split(question: str) -> ProblemSplit:
     """The split that the numbers stated in a question, in order, belong to: one in eight is held out."""
     stated = ",".join(re.findall(r"\d+", question))
     return "heldout" if blake2b(stated.encode(), digest_size=1).digest()[0] < 32 else "train"
@@ -102,7 +102,7 @@ def number_words(n: int) -> str:
     return f"{number_words(n // unit)} {name}" + (f" {number_words(n % unit)}" if n % unit else "")
 
 
-def _make(rng: random.Random, split: Split) -> Problem | None:
+def _make(rng: random.Random, split: ProblemSplit) -> Problem | None:
     """One try; None where the numbers do not work out or belong to the other split."""
     phrases = _template(rng, split)
     if phrases is None:
@@ -128,7 +128,7 @@ def _make(rng: random.Random, split: Split) -> Problem | None:
     return Problem(question, f"{' '.join(steps)} The answer is {total} ({number_words(total)}).", total)
 
 
-def _template(rng: random.Random, split: Split) -> list[Phrase] | None:
+def _template(rng: random.Random, split: ProblemSplit) -> list[Phrase] | None:
     domain = rng.choice(DOMAINS)
     starts, events, ends = (
         [phrase for phrase in kind if split == "heldout" or not phrase.heldout]

@@ -1,8 +1,8 @@
 """torch.distributed: gloo on CPUs, NCCL on GPUs. Works everywhere, on several hosts too.
 
 Over gloo, an exchange is one round of all_to_all and a sum on each rank, in rank order: gloo has no ragged collectives,
-its all_reduce takes 2(n-1) rounds, and rounds dominate the time (docs/log/notes.md). Small sums take one round: each rank
-receives all terms of its result. Large sums take two rounds and receive no row twice. All ranks get the same bits.
+its all_reduce takes 2(n-1) rounds, and rounds dominate the time (docs/log/notes.md). Small sums take one round: each
+rank receives all terms of its result. Large sums take two rounds and receive no row twice. All ranks get the same bits.
 """
 
 from __future__ import annotations

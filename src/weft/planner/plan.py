@@ -22,7 +22,7 @@ from weft.planner.edges import Edge, legal_edges, wire_edges
 from weft.planner.op import NORMED, BlockOp, BlockValue, Op, StreamOp, with_formats
 from weft.planner.prices import BlockPrices, Recipes, StreamPrices
 from weft.planner.row_formats import Wire
-from weft.planner.search import Delivery, Graph, Sums
+from weft.planner.search import Delivery, SearchGraph, Sums
 from weft.planner.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 
 Choice = Literal["cheapest", "naive"]
@@ -184,7 +184,7 @@ class Planner(StreamPrices):
             src = wanted
         return steps
 
-    def _make_graph(self, tokens: int) -> Graph:
+    def _make_graph(self, tokens: int) -> SearchGraph:
         number = {at: i for i, at in enumerate(self._placements)}
         moves = [[(number[e.dst], self._move(0, e, tokens)) for e in edges] for edges in self._edges]
         finishes: list[list[tuple[int, StreamOp]]] = [[] for _ in moves]
@@ -197,7 +197,7 @@ class Planner(StreamPrices):
         adds = [(at.rows, self._add_us(at.rows, tokens)) for at in self._placements]
         merge, absorb = (tuple(StreamOp(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
         norm, added = (tuple(self._norm(at.rows, tokens, a) for at in self._placements) for a in (False, True))
-        return Graph(
+        return SearchGraph(
             self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, norm, added
         )
 

@@ -24,7 +24,7 @@ Deltas = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
+class SearchGraph:
     """All legal steps with their prices; placements have numbers."""
 
     placements: tuple[Placement, ...]
@@ -132,7 +132,7 @@ def _better(one: Nodes, other: Nodes) -> Nodes:
     return {at: min((nodes[at] for nodes in (one, other) if at in nodes), key=_cost) for at in one | other}
 
 
-def _spread(begin: Nodes, graph: Graph) -> Nodes:
+def _spread(begin: Nodes, graph: SearchGraph) -> Nodes:
     """Return the nodes of a value in all placements that moves lead to (Dijkstra's algorithm)."""
     best, done = dict(begin), set[int]()
     heap = [(node.us, node.length, at) for at, node in best.items()]
@@ -154,7 +154,7 @@ def _spread(begin: Nodes, graph: Graph) -> Nodes:
 class Sums:
     """Nodes of the sum of each set of a read's deltas, in each placement. deltas: numbers of placements."""
 
-    def __init__(self, deltas: Sequence[int], graph: Graph):
+    def __init__(self, deltas: Sequence[int], graph: SearchGraph):
         kinds = tuple(dict.fromkeys(deltas))
         self.deltas, self.graph = tuple(deltas), graph
         self.all: Deltas = tuple(self.deltas.count(kind) for kind in kinds)

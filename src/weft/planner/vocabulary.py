@@ -25,7 +25,7 @@ SMALL_KERNELS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class SplitHead:
     """Head that is split by tokens over `ranks` ranks. token_bytes: bytes of a token's weights."""
 
     ranks: int
@@ -63,7 +63,7 @@ def logit_rows(tokens: int, ranks: int) -> Gather:
     return Gather("logits", -(-tokens // ranks) * LOGIT_BYTES)
 
 
-def split_step(head: Head, rows: int, embedding_us: float, prices: BlockPrices) -> SplitStep:
+def split_step(head: SplitHead, rows: int, embedding_us: float, prices: BlockPrices) -> SplitStep:
     """Return the costs of the split for `rows` rows. Raises LayoutError if no transport gathers."""
     local_us, ranks, share = prices.local_us, head.ranks, -(-head.tokens // head.ranks)
     return SplitStep(

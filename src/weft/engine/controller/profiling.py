@@ -39,7 +39,7 @@ class NotWatched(EngineError):
 
 
 @dataclass(frozen=True)
-class Window:
+class WatchedSteps:
     """A profiled window.
 
     Attributes:
@@ -59,7 +59,7 @@ class Window:
     ranks: tuple[Profiled, ...]
 
 
-def watch(engine: Engine, steps: int, *, traced: bool = False) -> Window:
+def watch(engine: Engine, steps: int, *, traced: bool = False) -> WatchedSteps:
     """Profiles the next steps of an engine; running requests must fill them. The caller's thread waits.
 
     traced: with a trace of each rank by torch's profiler; without, only CPU time is counted. Raises NotWatched where
@@ -86,7 +86,7 @@ def watch(engine: Engine, steps: int, *, traced: bool = False) -> Window:
             f"only {seen} steps were run while {steps} were to be watched; keep requests running meanwhile"
         )
     found.sort(key=lambda rank: rank.rank)
-    return Window(
+    return WatchedSteps(
         steps,
         found[0].seconds,
         (cpu_after - cpu_before) * steps / (last - first),
@@ -107,7 +107,7 @@ class Recording:
     """
 
     mesh: Mesh
-    window: Window
+    window: WatchedSteps
     traced: tuple[Profiled, ...]
 
     @property

@@ -24,7 +24,7 @@ from weft.planner.plan import Choice, Planner
 from weft.planner.prices import Recipes
 from weft.planner.recipes import RECIPES
 from weft.planner.spec import LayoutError, Mesh
-from weft.planner.vocabulary import Head, SplitStep, best_tokens, logit_rows, split_step
+from weft.planner.vocabulary import SplitHead, SplitStep, best_tokens, logit_rows, split_step
 from weft.stream.group import context_group
 from weft.stream.interleave import Interleave
 from weft.stream.stream import TraceStream
@@ -129,7 +129,7 @@ def split_steps(
     """
     if mesh.attn_tp == 1 or not rows:
         return []
-    head = Head(mesh.attn_tp, config.vocab_size, config.hidden_size * dtype.itemsize)
+    head = SplitHead(mesh.attn_tp, config.vocab_size, config.hidden_size * dtype.itemsize)
     whole, split = (plan_model(replace(config, split_vocabulary=s), mesh, dtype, offers) for s in (False, True))
     found = []
     for n in rows:

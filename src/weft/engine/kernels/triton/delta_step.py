@@ -101,7 +101,7 @@ def _delta_rule(
     tl.store(to_out, (seen * z / (1 + tl.exp(-z))).to(out.dtype.element_ty), mask=v < V)
 
 
-class Layer(NamedTuple):
+class StateSizes(NamedTuple):
     """Sizes of a layer's share on a rank. heads: value heads. keys: features of all keys. share: value heads of one
     key."""
 
@@ -112,7 +112,7 @@ class Layer(NamedTuple):
     share: int
 
 
-def check(product: Tensor, conv: Tensor, states: Tensor, tails: Tensor) -> Layer:
+def check(product: Tensor, conv: Tensor, states: Tensor, tails: Tensor) -> StateSizes:
     """Return the sizes from the tensors' shapes. Raises ValueError if they do not match."""
     _, heads, key_dim, value_dim = states.shape
     features, window = conv.shape[0], conv.shape[-1]
@@ -123,7 +123,7 @@ def check(product: Tensor, conv: Tensor, states: Tensor, tails: Tensor) -> Layer
         raise ValueError(f"{keys} features of keys are no heads of {key_dim} that {heads} heads share")
     if not (conv.is_contiguous() and states[0].is_contiguous() and tails[0].is_contiguous()):
         raise ValueError("the convolution's weights and each slot's states must be contiguous")
-    return Layer(heads, key_dim, value_dim, keys, heads * key_dim // keys)
+    return StateSizes(heads, key_dim, value_dim, keys, heads * key_dim // keys)
 
 
 def delta_step(

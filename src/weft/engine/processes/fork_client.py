@@ -16,15 +16,15 @@ from typing import Any
 from weft.engine.config.config import EngineError
 
 CODE_S = 4.0
-"""Seconds that the fork server may take to report a rank's exit code, once the rank has ended.
+"""Maximum seconds to wait for a rank's exit code from the fork server, once the rank has ended.
 
-One that is gone is noticed at once. A rank without a code counts as killed, which on a busy machine would be wrong.
-Shorter than the silence after which an agent is given up.
+The end of the server is noticed at once. A rank without a code counts as killed, so a short limit would be wrong on a
+busy machine. The limit is below the silence after which an agent counts as lost.
 """
 
 
 class RankProcess:
-    """A rank's process, which is the fork server's child, not this process's."""
+    """A rank's process: a child of the fork server, not of this process."""
 
     def __init__(self, pid: int, server: ForkServer):
         self.pid, self._server = pid, server
@@ -35,11 +35,11 @@ class RankProcess:
             self._pidfd = -1
 
     def poll(self) -> int | None:
-        """Its exit code, as `subprocess.Popen.poll` gives it; None while it runs."""
+        """Return the exit code, as `subprocess.Popen.poll` does; None while the rank runs."""
         return self.wait(0)
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Waits for its end; None where that does not come in time."""
+        """Wait for the rank's end. Returns its exit code; None after timeout_s."""
         if self._code is None and (self._pidfd < 0 or _readable(self._pidfd, timeout_s)):
             # Without a code the rank was killed together with its fork server.
             self._code = self._server.code_of(self.pid, -signal.SIGKILL)
@@ -49,14 +49,17 @@ class RankProcess:
         return self._code
 
     def kill(self) -> None:
-        """SIGKILL; it need not run any more."""
+        """Send SIGKILL, if the rank still runs."""
         if self._pidfd >= 0:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class ForkServer:
-    """directory: removed when the server ends, and where its errors go. Methods raise EngineError where it is gone."""
+    """Client of a fork server. Methods raise EngineError if it is gone.
+
+    directory: of its error log; the server removes it at its end.
+    """
 
     def __init__(self, directory: Path):
         self._log = directory / "forks.log"
@@ -79,11 +82,11 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it can fork ranks."""
+        """True while it can fork ranks."""
         return self._process.poll() is None
 
     def request(self, directory: Path, rank: int) -> None:
-        """Requests a rank; `forked` returns its process."""
+        """Request a rank; `forked` returns its process."""
         self._pids.pop(rank, None)
         try:
             self._in.write(json.dumps({"directory": str(directory), "rank": rank}).encode() + b"\n")
@@ -91,25 +94,25 @@ class ForkServer:
             self._gone()
 
     def forked(self, rank: int, timeout_s: float) -> RankProcess | None:
-        """The process of a rank that was asked for; None where it is not there in that time."""
+        """Return the process of a requested rank; None after timeout_s."""
         if rank not in self._pids:
             self._read(timeout_s)
         return RankProcess(pid, self) if (pid := self._pids.get(rank)) else None
 
     def code_of(self, pid: int, unknown: int) -> int:
-        """The exit code of a rank that has ended; `unknown` where the server is gone."""
+        """Return the exit code of a rank that has ended; `unknown` if the server is gone."""
         deadline = time.monotonic() + CODE_S
         while pid not in self._codes and (left := deadline - time.monotonic()) > 0:
             try:
                 self._read(left)
             except EngineError:
                 break
-        return self._codes.pop(pid, unknown)  # another rank may have this number later
+        return self._codes.pop(pid, unknown)  # the system may reuse the number
 
     def close(self) -> None:
-        """Ends it, its ranks and its directory. May be called twice."""
+        """End the server and its ranks, and remove its directory. May be called twice."""
         self._in.close()
-        if not self._ready:  # it still imports, and would not notice for long; there are no ranks to end
+        if not self._ready:  # it still imports and would notice late; it has no ranks to end
             self._process.kill()
         try:
             self._process.wait(5)

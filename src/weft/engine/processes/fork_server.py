@@ -1,26 +1,25 @@
-"""The process that forks ranks, with all imported: `python -m weft.engine.processes.fork_server DIRECTORY PID`.
+"""Fork server of ranks, with all modules imported: `python -m weft.engine.processes.fork_server DIRECTORY PID`.
 
-Importing torch takes seconds of a core. With this process one import serves every rank, the first time and each time
-that ranks are started anew, and its memory is shared. It must stay single-threaded and touch no device: a fork copies
-neither. It lives as long as its standard input is open and PID, the controller, runs: a process that the controller has
-forked holds a copy of the other end of standard input. Then it kills its ranks and removes DIRECTORY. Its protocol is
-one JSON object a line:
+Importing torch costs seconds of a core. With this process one import serves every rank, at each start and restart, and
+its memory is shared. It must stay single-threaded and touch no device: a fork copies neither. When its standard input
+closes or PID, the controller, ends, it kills its ranks and removes DIRECTORY. It watches both: forks of the controller
+hold a copy of the other end of standard input. The protocol is one JSON object a line:
 
   in    {"directory": PATH, "rank": N}        fork a rank; its files are there
   out   {"ready": true}                       once, when all is imported
         {"rank": N, "pid": PID}               a rank has been forked
-        {"pid": PID, "code": CODE}            a rank has ended; as `subprocess.Popen.returncode`
+        {"pid": PID, "code": CODE}            a rank has ended; CODE as `subprocess.Popen.returncode`
 """
 
-# Why not multiprocessing's forkserver with set_forkserver_preload? It was tried with Python 3.11, and lacks this:
+# Why not multiprocessing's forkserver with set_forkserver_preload? Tried with Python 3.11, it has these faults:
 # - A child runs the program's main module again: a script without a __main__ guard fails, and so does `python - <FILE`.
-# - There is one for the whole process. Its environment is that of its first start, so that a second engine with another
-#   CUDA_VISIBLE_DEVICES gets the first one's; where another library has started it, it preloads nothing; no public call
-#   ends it, so that torch stays in memory after `Engine.close`.
+# - A process has only one, with the environment of its first start: a second engine with another CUDA_VISIBLE_DEVICES
+#   gets the first one's. If another library has started it, it preloads nothing. No public call ends it, so torch stays
+#   in memory after `Engine.close`.
 # - If the controller is killed, server and children live on: each rank would have to watch the controller itself.
-# - If the server is killed, every rank has exit code 255, also one that runs.
-# - Ranks are in the controller's session and get its Ctrl-C. A daemonic process, as of a pool, may not start any.
-# Log files, preloading and the exit code of a killed rank did work: about 120 of 250 lines would go.
+# - If the server is killed, every rank has exit code 255, even while it runs.
+# - Ranks are in the controller's session and get its Ctrl-C. A daemonic process, such as a pool's, may not start any.
+# Log files, preloading and the exit code of a killed rank did work: it would save about 120 of 250 lines.
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from weft.engine.worker import rank
 
 
 def main(root: Path, controller: int) -> None:
-    """Forks ranks until standard input or the controller ends."""
+    """Fork ranks until standard input or the controller ends."""
     name_thread("weft-forks")
     children: dict[int, int] = {}  # pidfd → pid
     pending = b""
@@ -102,7 +101,7 @@ def _fork(directory: Path, number: int, descriptors: list[int]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        # Peers that wait in a collective for this rank must not keep it: no clean-up that could wait for them.
+        # No clean-up that could wait for peers: they may wait in a collective for this rank.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

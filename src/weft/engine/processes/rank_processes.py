@@ -15,15 +15,15 @@ from weft.engine.messages.rank_sockets import SOCKET, RankSockets
 from weft.engine.processes.fork_client import ForkServer, RankProcess
 
 POLL_S = 0.2
-"""How long a wait for one message lasts."""
+"""Seconds of one wait for a message."""
 DRAIN_S = 0.05
-"""How often messages of ranks that are to stop are read."""
+"""Interval at which messages of stopping ranks are read."""
 
 
 class RankProcesses:
-    """One host's ranks. All their files are in one private folder. Methods raise EngineError in one line.
+    """One host's ranks, with all their files in one private folder. Methods raise EngineError in one line.
 
-    ranks: their numbers in the world. processes: in the order of `ranks`. sockets: to poll, while they run.
+    ranks: their numbers in the world. processes: in the order of `ranks`. sockets: to poll; None while no rank runs.
     """
 
     def __init__(self, ranks: Sequence[int]):
@@ -33,19 +33,19 @@ class RankProcesses:
         self._server: ForkServer | None = None
 
     def prepare(self) -> None:
-        """Begins the start of the fork server, unless there is one."""
+        """Begin the start of the fork server, unless there is one."""
         if self._server is None or not self._server.alive:
-            self.close()  # what is left of one that was killed
+            self.close()  # remove the remains of a killed one
             self.directory = Path(tempfile.mkdtemp(prefix="weft-"))
             self._server = ForkServer(self.directory)
 
     @property
     def running(self) -> bool:
-        """Whether ranks were launched and not stopped."""
+        """True from `launch` to `stop`."""
         return self.sockets is not None
 
     def launch(self, config: EngineConfig, number: int) -> None:
-        """Requests all ranks; `launched` says when they are there. number: of this start, another for each."""
+        """Request all ranks; `launched` tells when they run. number: of this start, each a new one."""
         self.prepare()
         assert self._server is not None
         self.processes = []
@@ -60,7 +60,7 @@ class RankProcesses:
             self._server.request(run, rank)
 
     def launched(self, timeout_s: float) -> bool:
-        """Whether every rank's process is there; looks for the next one as long as timeout_s."""
+        """Wait up to timeout_s for the next rank's process. Returns whether all are there."""
         assert self._server is not None
         if len(self.processes) < len(self.ranks):
             process = self._server.forked(self.ranks[len(self.processes)], timeout_s)
@@ -69,23 +69,23 @@ class RankProcesses:
         return len(self.processes) == len(self.ranks)
 
     def send(self, rank: int, encoded: bytes) -> None:
-        """Sends a message to one rank."""
+        """Send a message to one rank."""
         assert self.sockets is not None
         self.sockets.send(rank, encoded)
 
     def send_all(self, encoded: bytes) -> None:
-        """Sends the same message to every rank of this host."""
+        """Send the same message to every rank of this host."""
         for rank in self.ranks:
             self.send(rank, encoded)
 
     def receive(self, timeout_s: float = POLL_S) -> bytes | None:
-        """The next message of a rank; None where none came within timeout_s."""
+        """Return the next message of a rank; None after timeout_s."""
         assert self.sockets is not None
         return self.sockets.receive(timeout_s)
 
     def ended(self, *, killed: bool = False) -> str | None:
-        """One line about a rank that has ended, or None. killed: only about one that a signal ended."""
-        # A killed rank is the cause where others failed after it: look for signals first.
+        """Return one line about a rank that has ended, or None. killed: only ranks ended by a signal count."""
+        # Look for signals first: a killed rank is the cause of its peers' failures.
         gone = [(r, c) for r, p in zip(self.ranks, self.processes, strict=False) if (c := p.poll()) is not None]
         gone = [(r, code) for r, code in gone if code < 0 or not killed]
         for rank, code in sorted(gone, key=lambda g: g[1]):
@@ -96,7 +96,7 @@ class RankProcesses:
         return None
 
     def stop(self, grace_s: float) -> None:
-        """Ends every rank. grace_s: how long they may take to exit by themselves. May be called twice."""
+        """End every rank. grace_s: maximum seconds for ranks to exit by themselves. May be called twice."""
         if self.sockets is None:
             return
         for rank, process in zip(self.ranks, self.processes, strict=False):
@@ -105,7 +105,7 @@ class RankProcesses:
         deadline = time.monotonic() + grace_s
         for process in self.processes:
             while process.wait(max(0.0, min(DRAIN_S, deadline - time.monotonic()))) is None:
-                while self.sockets.receive(0):  # a rank that waits for that does not see that it is to stop
+                while self.sockets.receive(0):  # a rank blocked in a send does not see that it must stop
                     pass
                 if time.monotonic() >= deadline:
                     process.kill()
@@ -114,12 +114,12 @@ class RankProcesses:
         self.sockets = None
         shutil.rmtree(self._run, ignore_errors=True)
         if len(self.processes) < len(self.ranks) and self._server is not None:
-            self._server.close()  # it may still fork ranks that were asked for: they must not be taken for later ones
+            self._server.close()  # else it may still fork requested ranks, to be mistaken for later ones
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Ends every rank and the fork server. May be called twice."""
+        """End every rank and the fork server. May be called twice."""
         self.stop(grace_s)
         if self._server is not None:
             self._server.close()
-            shutil.rmtree(self.directory, ignore_errors=True)  # where the server was killed, it could not
+            shutil.rmtree(self.directory, ignore_errors=True)  # a killed server could not do it
         self._server = None

@@ -1,1 +1,1 @@
-"""Which rows of a DP group run in the next step, and which sequences wait."""
+"""Scheduler of a DP group: rows of the next step, and the queue of waiting sequences."""

@@ -1,4 +1,4 @@
-"""What the ranks need to sample a sequence's tokens, as plain data."""
+"""Plain data that ranks need to sample a sequence's tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weft.engine.messages.request import Sequence
 
 
 def sampling(sequence: Sequence) -> Sampling:
-    """The sampling parameters of all its tokens."""
+    """Return the sampling parameters of all tokens of a sequence."""
     return Sampling(seed=sequence.seed, **{name: getattr(sequence.params, name) for name in PARAMETERS})
 
 
 def adjust(sequence: Sequence) -> Adjust | None:
-    """What its next token needs beyond these; None: nothing. It depends on the sequence alone, so a step that runs
-    again samples the same token.
+    """Return the adjustments of the next token; None: none. They depend on the sequence alone, so a repeated step
+    samples the same token.
     """
     p = sequence.params
     if p.plain and (not p.min_tokens or sequence.output_tokens + sequence.pending >= p.min_tokens):
@@ -32,7 +32,7 @@ def adjust(sequence: Sequence) -> Adjust | None:
 
 
 def scoring(sequence: Sequence, rows: int) -> Score | None:
-    """The prompt tokens that get their logprobs from the next rows; None where they are known or not wanted."""
+    """Return the prompt tokens with logprobs from the next rows; None if they are known or not requested."""
     if not sequence.to_score or sequence.params.prompt_logprobs is None:
         return None
     first = sequence.computed + 1
@@ -41,7 +41,7 @@ def scoring(sequence: Sequence, rows: int) -> Score | None:
 
 
 def bits(tokens: Iterable[int], vocabulary: int) -> bytes:
-    """A mask: bit t % 8 of byte t // 8 is set for each of the tokens."""
+    """Return a mask: bit t % 8 of byte t // 8 is set for each token t."""
     mask = bytearray(-(-vocabulary // 8))
     for token in tokens:
         mask[token // 8] |= 1 << token % 8
@@ -49,7 +49,7 @@ def bits(tokens: Iterable[int], vocabulary: int) -> bytes:
 
 
 def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
-    """The bias minus the penalties for the tokens so far: presence once, frequency for each occurrence."""
+    """Return the bias minus the penalties of the tokens so far: presence once, frequency per occurrence."""
     p = sequence.params
     if not (p.presence_penalty or p.frequency_penalty):
         return p.logit_bias
@@ -60,7 +60,7 @@ def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
 
 
 def _banned(sequence: Sequence) -> tuple[int, ...]:
-    """End tokens before min_tokens, and the last token of each bad word after its other tokens."""
+    """Return end tokens before min_tokens, and the last token of each bad word after its other tokens."""
     p, output = sequence.params, sequence.tokens
     banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()
     for length, endings in p.bad_endings.items() if p.bad_words else ():

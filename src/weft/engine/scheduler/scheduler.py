@@ -1,4 +1,4 @@
-"""One DP group's scheduler: which rows run in the next step.
+"""One DP group's scheduler, which chooses the rows of the next step.
 
 A step has at most `max_batch_tokens` rows, taken in this order:
 1. a decode row of each running sequence that decodes: by priority, then oldest first;
@@ -8,16 +8,15 @@ A step has at most `max_batch_tokens` rows, taken in this order:
    for the whole prompt.
 A running sequence that needs a page when none is free preempts the last one in that order. The preempted one loses its
 pages, waits at the head of the queue of its priority, and is computed again. The first sequence is never preempted, so
-none starves for others of its priority.
+no sequence starves because of others of its priority.
 
 A step may be scheduled while the previous one still runs. The scheduler then assumes that every sequence goes on: the
-token that the previous step samples counts as `pending`, and the sequence's next row is in the step. If the sequence
-ends with that token, the token of the extra row is dropped. A sequence skips such a step if the pending token is
-its last, as a limit of length says beforehand, or if its sampling depends on the pending token, such as with a grammar.
-Pages that are freed may be reused at once, also while steps under way read them: ranks run steps one after the other,
-in the order in which they were scheduled.
+token sampled by the previous step counts as `pending`, and the sequence's next row is in the step. If the sequence
+ends with that token, the token of the extra row is dropped. A sequence skips the step if the pending token is known to
+be its last by a limit of length, or if its sampling depends on the pending token, as with a grammar. Freed pages may be
+reused at once, even while steps in flight read them: ranks run steps in the order of scheduling.
 
-`weft.engine.kv.manager` says who owns which page.
+`weft.engine.kv.manager` keeps track of the owners of pages.
 """
 
 from __future__ import annotations
@@ -48,22 +47,22 @@ from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
 
 PAGES_AHEAD = 4
-"""Pages that a decoding sequence takes at once, at most. A step in which all take pages costs as much as dozens of
-others."""
+"""Maximum pages that a decoding sequence allocates at once. A step with allocations for all costs as much as dozens
+without."""
 SCORED_COST = 8
-"""Rows that a row of a prompt with logprobs counts for: its logits are many times its other values."""
+"""Budget weight of a prompt token with logprobs: its logits dominate its memory."""
 
 
 @dataclass(eq=False, slots=True)
 class Scheduled:
     """One DP group's part of a step.
 
-    A sequence that ends or is preempted while the step runs has another allocation by then, or none.
+    Allocations tell whether a sequence ended or was preempted meanwhile: it then has another one, or none.
 
     Attributes:
-        rows: what the ranks run.
-        sampled: the sequences that get tokens of it, in the order of `Result.tokens`, with their allocations.
-        scores: the sequences that get prompt logprobs of it, in the order of `Result.scored`.
+        rows: rows and changes for the ranks.
+        sampled: sequences that get tokens, in the order of `Result.tokens`, with their allocations.
+        scores: sequences that get prompt logprobs, in the order of `Result.scored`, with their allocations.
     """
 
     rows: GroupRows
@@ -71,7 +70,7 @@ class Scheduled:
     scores: list[tuple[Sequence, CacheAllocation]]
 
     def take_tokens(self, result: Result) -> list[tuple[Sequence, tuple[int, ...], tuple[Logprobs, ...]]]:
-        """Its (sequence, tokens, logprobs), of sequences that still want them; the tokens are pending no longer."""
+        """Return (sequence, tokens, logprobs) of sequences that still run; the tokens are no longer pending."""
         sampled, logprobs = [], result.logprobs or [()] * len(result.tokens)
         for (sequence, allocation), tokens, known in zip(self.sampled, result.tokens, logprobs, strict=True):
             if sequence.allocation is allocation:
@@ -80,17 +79,14 @@ class Scheduled:
         return sampled
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
-        """Its (sequence, prompt logprobs), of sequences that still want them."""
+        """Yield (sequence, prompt logprobs) of sequences that still run."""
         for (sequence, allocation), scored in zip(self.scores, result.scored, strict=True):
             if sequence.allocation is allocation:
                 yield sequence, scored
 
 
 class Scheduler:
-    """Holds the sequences of one DP group between `add` and `finish`.
-
-    caches: the group's, and whether equal prefixes are reused.
-    """
+    """Owner of the sequences of one DP group between `add` and `finish`. caches: pages of the group."""
 
     def __init__(self, caches: CacheManager, *, max_batch_tokens: int, max_running: int):
         self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running
@@ -98,13 +94,13 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = self.stalls = 0
         self._step: list[tuple[Sequence, int]] = []
-        self._same, self._repeats = Scheduled(GroupRows(), [], []), 0  # a step that repeats, and how often
+        self._same, self._repeats = Scheduled(GroupRows(), [], []), 0  # a repeating step, and repeats left
         self._free_rows = list(range(max_running - 1, -1, -1))
 
     # --- requests in and out ----------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. ValueError where it could never fit in the cache."""
+        """Queue a sequence. Raises ValueError if it could never fit in the cache."""
         limit = sequence.prompt_tokens + sequence.max_tokens
         if limit > self.caches.max_tokens:
             raise ValueError(
@@ -114,11 +110,11 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Removes a sequence, running or waiting, and frees its pages or leaves them to the prefix tree."""
+        """Remove a sequence, running or waiting, and free its pages or leave them to the prefix tree."""
         if sequence.allocation is not None:
             self.running.remove(sequence)
             self._repeats = 0
-            # A step's tokens are taken before the next but one is scheduled, so all tokens with a row are known.
+            # At most one step is in flight when a step is scheduled, so all tokens with a row are known.
             assert sequence.computed <= len(sequence.tokens)
             self.caches.remember(sequence.allocation, sequence.tokens[: sequence.computed], ended=True)
             self._give_up(sequence)
@@ -126,30 +122,30 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def cached_tokens(self, tokens: Seq[int], salt: str = "") -> int:
-        """How many leading tokens of a prompt are cached here, under a salt."""
+        """Return the number of a prompt's leading tokens that are cached under a salt."""
         return self.caches.longest(tokens, salt)
 
     @property
     def queued_tokens(self) -> int:
-        """Rows of all sequences here that are still to run, if none samples more: how long a new one waits.
+        """Rows still to run of all sequences, without tokens to come: a measure of a new request's wait.
 
-        It is read for every new request, so its time does not grow with the number of waiting sequences.
+        It is read for every new request, so its time must not grow with the number of waiting sequences.
         """
         return self.waiting.rows + sum(s.left for s in self.running)
 
     @property
     def used_pages(self) -> int:
-        """Pages that sequences hold. Pages of the prefix tree alone do not count: they can be freed at any time."""
+        """Pages held by sequences. Pages held only by the prefix tree do not count: they can be freed at any time."""
         return self.caches.used
 
     def forget(self) -> None:
-        """Forgets the prefixes that no request holds."""
+        """Forget the prefixes that no request holds."""
         self.caches.forget()
 
     # --- steps ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Scheduled:
-        """The rows of the next step, which count as computed from now on. Earlier steps may still run."""
+        """Return the rows of the next step, which count as computed from now on. Earlier steps may still run."""
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
@@ -175,7 +171,7 @@ class Scheduler:
             done = sequence.left <= 0
             assert sequence.allocation is not None
             if not sequence.decoding or self.caches.frees_on_advance:
-                # Others may reuse a prompt that is done.
+                # Let other sequences reuse a prompt once it is complete.
                 first = done and not sequence.output_tokens and not sequence.pending
                 self.caches.advance(sequence.allocation, sequence.tokens, sequence.computed, keep=first)
             if done:
@@ -186,15 +182,14 @@ class Scheduler:
         return scheduled
 
     def check_idle(self) -> None:
-        """Raises AssertionError where a page is neither free nor the prefix tree's. Call it when nothing runs or
-        waits."""
+        """Raise AssertionError if a page is neither free nor the prefix tree's. Call it when no sequence is here."""
         assert not self.running and not self.waiting and len(self._free_rows) == self.max_running
         self.caches.check_idle()
 
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _foresee(self, scheduled: Scheduled) -> None:
-        """Notes how often this step of one token a row can repeat, unless a sequence comes or goes."""
+        """Note how often this step of one token a row can repeat, unless a sequence comes or goes."""
         rows, self._repeats = scheduled.rows, 0
         changes = rows.decode_rows.tokens or rows.adjust or self.caches.frees_on_advance
         if len(rows.decode_rows) == len(self.running) and not changes:
@@ -210,10 +205,10 @@ class Scheduler:
         return self._same
 
     def _grow_ahead(self, decoding: Seq[Sequence]) -> None:
-        """Takes pages for all decoding sequences when one needs a page, so that the steps in between are alike.
+        """Allocate pages for all decoding sequences when one needs a page, so that the steps in between are alike.
 
-        It takes up to PAGES_AHEAD pages for each, and none that a sequence may need soon: only free ones, and those of
-        the prefix tree alone. While others wait for a row, it leaves the pages of the first of them.
+        Each gets up to PAGES_AHEAD pages, free ones or the prefix tree's, so no sequence is preempted for them. If
+        sequences wait for a row, the pages of the first of these stay free.
         """
         if self.caches.frees_on_advance or (self.waiting and len(self.running) < self.max_running):
             return
@@ -226,7 +221,7 @@ class Scheduler:
         self.caches.grow_all([(s.allocation, min(s.computed + ahead, s.to_run)) for s in decoding if s.allocation])
 
     def _rows_of_step(self) -> Scheduled:
-        """The step as the ranks get it."""
+        """Return the step in the ranks' form."""
         decode_rows: list[int] = []
         decode_tokens: list[int] = []
         chunks: list[Chunk] = []
@@ -258,7 +253,7 @@ class Scheduler:
             sampled.append((sequence, allocation))
             try:
                 adjustment = adjust(sequence)
-            except Exception as error:  # this request ends when its token comes; the others go on
+            except Exception as error:  # ends this request alone, at its next token
                 adjustment, sequence.fault = None, error
             if adjustment is not None:
                 adjusted.append((sequence.row, adjustment))
@@ -268,9 +263,9 @@ class Scheduler:
         return Scheduled(rows_of_step, sampled, scores)
 
     def _new_entries(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entries]:
-        """The entries of its page tables that the ranks do not have yet."""
+        """Yield the page table entries that the ranks do not have yet."""
         for group, (table, sent) in enumerate(zip(allocation.tables, sequence.sent_tables, strict=True)):
-            new = range(len(sent), len(table))  # ranks read no page that a window has passed
+            new = range(len(sent), len(table))  # omit pages behind a window: ranks do not read them
             if self.caches.rules[group].state:
                 changed = [i for i in (0, 1) if table[i] != sent[i]]
                 new = range(changed[0], changed[-1] + 1) if changed else range(0)
@@ -285,16 +280,16 @@ class Scheduler:
         return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), limit)
 
     def _plan_rows(self, sequence: Sequence, budget: int) -> int:
-        """Adds the next rows of a prompt to the step. Returns what they cost of the budget."""
+        """Add the next rows of a prompt to the step. Returns their share of the budget."""
         rows = self._rows(sequence, budget)
         self._step.append((sequence, rows))
         return min(budget, rows * SCORED_COST if sequence.to_score else rows)
 
     def _grow(self, sequence: Sequence, budget: int) -> bool:
-        """Takes pages for all tokens of the sequence, and preempts others where there are too few.
+        """Allocate pages for all tokens of the sequence; preempt others if pages are missing.
 
-        False where the sequence was preempted itself or skips this step: others are about to end, or its own pending
-        token would be lost and it might never get beyond it.
+        Returns False if the sequence itself was preempted, or skips this step. It skips if others are about to end,
+        and if its own pending token would be lost: it might never get beyond that token.
         """
         assert sequence.allocation is not None
         end = sequence.computed + self._rows(sequence, budget)
@@ -310,9 +305,9 @@ class Scheduler:
         return True
 
     def _admit(self, budget: int) -> Sequence | None:
-        """Starts the next waiting sequence, with its cached prefix and pages for its other tokens.
+        """Start the next waiting sequence, with its cached prefix and pages for its other tokens.
 
-        None where none waits, or where pages are missing for the next one.
+        Returns None if no sequence waits, or if pages are missing for the next one.
         """
         if not self.waiting:
             return None
@@ -345,7 +340,7 @@ class Scheduler:
 
 
 def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup], events: Seq[CacheEvents] = ()) -> list[Scheduler]:
-    """One for each DP group, empty. groups: of the model's caches. events: the record of each DP group, if any."""
+    """Return an empty scheduler per DP group. groups: the model's cache groups. events: record of each DP group."""
     records: Seq[CacheEvents | None] = events or [None] * config.attn_dp
     return [
         Scheduler(

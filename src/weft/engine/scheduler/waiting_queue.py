@@ -1,8 +1,8 @@
-"""The sequences of one DP group that wait for a place in the batch, in the order in which they get one.
+"""Waiting sequences of one DP group, in the order of admission to the batch.
 
-Those of a lower priority number come first. Of one priority, those that have run before and had to stop come first. The
-others take turns by client, first come first served within each: a client with a thousand requests does not keep one
-with a single request waiting for all of them.
+Lower priority numbers come first. Within one priority, preempted sequences come first. New sequences take turns by
+client, first come first served within a client: a thousand requests of one client do not delay another client's single
+request.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from weft.engine.messages.request import Sequence
 
 @dataclass(eq=False, slots=True)
 class _Level:
-    """The sequences of one priority."""
+    """Waiting sequences of one priority."""
 
     returned: OrderedDict[int, Sequence] = field(default_factory=OrderedDict)
     clients: OrderedDict[str, OrderedDict[int, Sequence]] = field(default_factory=OrderedDict)
 
 
 class WaitingQueue:
-    """Every operation but iteration takes the same time however many wait of each priority."""
+    """Queue with operations in constant time, whatever the number of sequences per priority; iteration is linear."""
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
-        self._priorities: list[int] = []  # those of the levels, sorted
+        self._priorities: list[int] = []  # of `_levels`, sorted
         self._size = 0
         self.rows = 0
-        """Rows still to run for all that wait: the sum of `Sequence.left`, kept as they come and go."""
+        """Rows still to run of all waiting sequences: a running sum of `Sequence.left`."""
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order in which `take` would return them, if none were added."""
+        """Iterate in the order of `take`, if no sequence is added."""
         for priority in self._priorities:
             level = self._levels[priority]
             yield from level.returned.values()
@@ -49,28 +49,27 @@ class WaitingQueue:
                     lines.append(line)
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence at the end of its client's line, or behind other preempted ones if it has run before."""
+        """Add a sequence at the end of its client's line, or behind other preempted ones if it has run before."""
         level, new = self._level(sequence), sequence.admitted is None
         line = level.clients.setdefault(sequence.sharing.client, OrderedDict()) if new else level.returned
         line[sequence.request] = sequence
         self._count(sequence, 1)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Puts a preempted sequence before all others of its priority."""
+        """Put a preempted sequence before all others of its priority."""
         returned = self._level(sequence).returned
         returned[sequence.request] = sequence
         returned.move_to_end(sequence.request, last=False)
         self._count(sequence, 1)
 
     def first(self) -> Sequence:
-        """The next sequence; it stays in the queue. It is the same one until it leaves, or a lower priority number
-        comes."""
+        """Return the next sequence without removing it."""
         level = self._levels[self._priorities[0]]
         line = level.returned or next(iter(level.clients.values()))
         return next(iter(line.values()))
 
     def take(self) -> Sequence:
-        """Removes and returns the next sequence; its client's turn comes again after all others'."""
+        """Remove and return the next sequence; its client gets the next turn after all other clients."""
         sequence, level = self.first(), self._levels[self._priorities[0]]
         if not level.returned:
             level.clients.move_to_end(sequence.sharing.client)
@@ -78,7 +77,7 @@ class WaitingQueue:
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a sequence, wherever it waits. Raises KeyError where it does not."""
+        """Remove a sequence from any place in the queue. Raises KeyError if it does not wait."""
         level = self._levels[priority := sequence.sharing.priority]
         if level.returned.pop(sequence.request, None) is None:
             line = level.clients[sequence.sharing.client]

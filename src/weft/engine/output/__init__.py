@@ -1,1 +1,1 @@
-"""From tokens to what a request gets: text, stops, grammars, logprobs."""
+"""Outputs of requests, made of sampled tokens: text, stops, grammars, logprobs."""

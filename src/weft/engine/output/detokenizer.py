@@ -1,4 +1,4 @@
-"""From tokens to text as they come: incremental decoding and stop strings."""
+"""Incremental decoding of tokens to text, and stop strings."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from tokenizers.decoders import ByteLevel, DecodeStream
 
 UNDECODED = "\ufffd"
-"""What stands for bytes that are no character, or not yet one."""
+"""Replacement character for invalid or incomplete bytes."""
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each token by itself, found when it is first asked for. skip: special tokens have none."""
+    """Cache of the text of each single token. skip: special tokens have none."""
 
     def __init__(self, tokenizer: Any, skip: bool):
         self._tokenizer, self._skip = tokenizer, skip
 
     def of(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that follow one another."""
-        # As tokenizers' streams decode: transformers' own decode may also tidy spaces, and lengths would not agree.
+        """Return the text of consecutive tokens."""
+        # Use tokenizers' decode, as streams do: transformers' decode may also tidy spaces, so lengths would differ.
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
         return text
 
@@ -29,10 +29,9 @@ class TokenTexts(dict[int, str]):
 
 
 class Detokenizer:
-    """What all outputs share. tokenizer: a transformers fast tokenizer.
+    """State shared by all outputs. tokenizer: a transformers fast tokenizer.
 
-    by_bytes: its tokens stand for bytes whatever comes before them, so that a token that begins and ends with a
-    character has one text.
+    by_bytes: a token's bytes do not depend on the tokens before it, so a token of whole characters has one text.
     """
 
     def __init__(self, tokenizer: Any):
@@ -44,15 +43,14 @@ class Detokenizer:
 class TextStream:
     """The text of one output, token by token.
 
-    Text is returned once it is final: an incomplete character waits for its other bytes, and an end that may become a
-        stop
+    Text is returned once it is final: an incomplete character waits for its other bytes, and text that may begin a stop
     string waits until that is decided.
 
     Args:
-        detokenizer: of the model.
+        detokenizer: the model's.
         stop: strings that end the text.
-        keep_stop: the stop string is a part of the text.
-        keep_special: special tokens are a part of the text.
+        keep_stop: include the stop string in the text.
+        keep_special: include special tokens in the text.
     """
 
     def __init__(
@@ -66,14 +64,14 @@ class TextStream:
         self._texts = detokenizer.texts[self._skip]
         self.stops, self._keep_stop = tuple(stop), keep_stop
         self._decoder = DecodeStream(skip_special_tokens=self._skip)
-        self._ids: list[int] = []  # with text that is not all returned, and its returned length
+        self._ids: list[int] = []  # tokens with text that is not all returned, and its returned length
         self._decoded = 0
         self._held = ""
 
     def push(self, token: int, check_stop: bool = True) -> tuple[str, str | None]:
-        """(newly final text, the stop string that ended it or None)."""
+        """Add a token. Returns (newly final text, the stop string that ended it or None)."""
         piece = self._decode(token)
-        if not self.stops:  # then nothing is ever held
+        if not self.stops:  # no text is held back
             return piece, None
         self._held += piece
         if not check_stop:
@@ -82,16 +80,16 @@ class TextStream:
         if found:
             at, stop = min(found)
             text, self._held = self._held[: at + len(stop) * self._keep_stop], ""
-            self._ids, self._decoded = [], 0  # nothing follows, not even what is left to flush
+            self._ids, self._decoded = [], 0  # the text ends here: leave nothing to flush
             return text, stop
         return self._release(len(self._held) - self._undecided()), None
 
     def flush(self) -> str:
-        """The rest of the text when the output ends without a stop string, half a character included."""
+        """Return the rest of the text, incomplete characters included, of an output that ends without a stop string."""
         return self._release(len(self._held)) + self._undecoded()
 
     def _decode(self, token: int) -> str:
-        """The text that a token makes final."""
+        """Return the text that a token makes final."""
         if not self._shared.by_bytes:
             return self._stream(token)
         text = "" if self._ids else self._texts[token]
@@ -104,13 +102,13 @@ class TextStream:
         return text
 
     def _stream(self, token: int) -> str:
-        """The same for tokenizers with tokens that have other texts after other tokens."""
+        """Decode a token of a tokenizer with texts that depend on the tokens before."""
         before = ""
         try:
             piece = self._decoder.step(self._shared.tokenizer, token) or ""
         except Exception:
-            # Tokenizers that fall back to bytes write a run of bytes anew where a later one makes it invalid. The
-            # stream gives up where text that it has handed out would change; that text stays, and a new stream goes on.
+            # Tokenizers with byte fallback rewrite a run of bytes if a later byte makes it invalid. The stream fails if
+            # text already returned would change: keep that text, and continue with a new stream.
             before, self._ids, self._decoded = self._undecoded(), [], 0
             self._decoder = DecodeStream(skip_special_tokens=self._skip)
             piece = self._decoder.step(self._shared.tokenizer, token) or ""
@@ -119,7 +117,7 @@ class TextStream:
         return before + piece
 
     def _undecoded(self) -> str:
-        """What the stream holds back of its tokens: an incomplete character, or bytes that are none."""
+        """Return the text held back by the stream: an incomplete character, or invalid bytes."""
         return self._texts.of(self._ids)[self._decoded :]
 
     def _release(self, length: int) -> str:
@@ -127,7 +125,7 @@ class TextStream:
         return text
 
     def _undecided(self) -> int:
-        """Length of the longest end that begins a stop string."""
+        """Return the length of the longest suffix of the text that begins a stop string."""
         longest = max((len(s) for s in self.stops), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(s.startswith(self._held[-length:]) for s in self.stops):

@@ -1,4 +1,4 @@
-"""The output of one request: tokens are added on the engine's thread; increments are made where they are taken."""
+"""Output of one request: the engine's thread adds tokens; the reader's thread makes increments of them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from weft.engine.scheduler.scheduler import Scheduler
 OutputCallback = Callable[["RequestOutput"], None]
 log = logging.getLogger(__name__)
 NAMED = ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
-"""Parameters that name tokens."""
+"""Sampling parameters with lists of tokens."""
 Named = tuple[frozenset[int], bytes]
-"""A request's end tokens, and the mask of the tokens that may come; empty: all."""
+"""A request's end tokens, and the mask of its allowed tokens; empty: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How an output ends. Other fields are as in `Output`.
+    """End of an output. Other fields are as in `Output`.
 
     Attributes:
-        at: the number of the last increment, from 0.
+        at: index of the last increment.
+        fault: unforeseen error.
         token: whether the last increment has a token.
-        in_text: whether that token is a part of the text.
-        fault: what failed.
+        in_text: whether the text includes that token.
     """
 
     at: int
@@ -62,18 +62,18 @@ NOT_YET = End(-1, None)
 class RequestOutput:
     """A request that runs or waits, and its output so far.
 
-    The engine's thread adds tokens, sets `end` and calls the callback once for each increment. `take` makes the
-    increments, one after the other, on any thread.
+    The engine's thread adds tokens, sets `end` and calls the callback once per increment. `take` makes the increments,
+    one after the other, on any thread.
 
     Attributes:
         callback: called with this object, on the engine's thread.
-        text: makes text of tokens.
-        eos: tokens that end the text and are not named as its stop reason.
-        scheduler: of the DP group that has the request; None before it has one.
-        name: of the request in the log.
-        end: None while it goes on.
+        text: detokenizer of this output.
+        eos: end tokens that are not reported as a stop reason.
+        scheduler: scheduler of the request's DP group; None before it has one.
+        name: name of the request in the log.
+        end: None while the output goes on.
         over: the last increment was taken.
-        watch: of `SamplingParams`.
+        watch: see `SamplingParams`.
     """
 
     sequence: Sequence
@@ -85,12 +85,12 @@ class RequestOutput:
     end: End | None = None
     over: bool = False
     watch: Watch | None = None
-    _checks_tokens: bool = field(init=False)  # each token: it may complete a stop string or a grammar
+    _checks_tokens: bool = field(init=False)  # a token may complete a stop string or a grammar
     _notified: bool = field(default=False, init=False)  # the callback was called for the end
-    _calls: int = field(default=0, init=False)  # of `notify`
+    _calls: int = field(default=0, init=False)  # calls of `notify`
     _taken: int = field(default=0, init=False)
-    _known: deque[Logprobs] = field(default_factory=deque, init=False)  # logprobs of tokens that were not taken yet
-    _pieces: deque[str] = field(default_factory=deque, init=False)  # text of such tokens, where it is looked at
+    _known: deque[Logprobs] = field(default_factory=deque, init=False)  # logprobs of tokens not taken yet
+    _pieces: deque[str] = field(default_factory=deque, init=False)  # texts of tokens not taken yet, if they are checked
 
     def __post_init__(self) -> None:
         self._checks_tokens = bool(self.text.stops or self.watch) or self.sequence.grammar is not None
@@ -98,7 +98,7 @@ class RequestOutput:
     # --- on the engine's thread -------------------------------------------------------------------------------
 
     def score(self, scored: Scored) -> None:
-        """Takes logprobs of the prompt's tokens; a step that runs again gives the same ones."""
+        """Store logprobs of the prompt's tokens; a repeated step gives the same ones."""
         s = self.sequence
         tokens = s.tokens[scored.first : scored.first + len(scored.logprobs)]
         try:
@@ -108,9 +108,9 @@ class RequestOutput:
             s.fault = error
 
     def accept(self, token: int, known: Logprobs | None = None) -> int:
-        """Takes one sampled token, sets `end` where it is the last, and returns the number of tokens so far.
+        """Add one sampled token; set `end` if it is the last. Returns the number of tokens so far.
 
-        An error ends this request alone. known: the token's logprobs, where they are asked for.
+        An error ends this request alone. known: the token's logprobs, if requested.
         """
         s = self.sequence
         at = len(s.tokens) - s.prompt_tokens
@@ -126,14 +126,14 @@ class RequestOutput:
         return at + 1 if s.max_tokens > 0 else 0
 
     def _end_with(self, token: int, at: int) -> End | None:
-        """The end that a token brings; None where the output goes on. at: the token's number, from 0."""
+        """Return the end caused by a token; None if the output goes on. at: index of the token."""
         s = self.sequence
         if s.fault is not None:
             raise s.fault
         if s.max_tokens == 0:
             return End(at, "length", token=False)
         whole = False
-        if s.grammar is not None:  # first: where no token may come, any is sampled, an end token too
+        if s.grammar is not None:  # check it first: if it allows no token, any is sampled, even an end token
             try:
                 whole = s.grammar.accept(token)
             except ValueError as error:
@@ -152,11 +152,11 @@ class RequestOutput:
         return End(at, "length") if at + 1 >= s.max_tokens else None
 
     def cut(self, reason: FinishReason, error: str | None = None) -> None:
-        """Ends the output without another token."""
+        """End the output without another token."""
         self.end = End(self.sequence.output_tokens, reason, error=error, token=False)
 
     def notify(self) -> bool:
-        """Calls the callback for an increment; True where that is the last. Does nothing after the last.
+        """Call the callback for an increment. Returns True for the last one; later calls do nothing.
 
         An error of the callback ends this request alone.
         """
@@ -164,7 +164,7 @@ class RequestOutput:
             return False
         self._calls += 1
         try:
-            if not self.over:  # else the increment failed, and its taker knows
+            if not self.over:  # else `take` failed, and its caller knows
                 self.callback(self)
         except Exception as error:
             self.end, self.over = End(self._taken, "error", fault=error), False
@@ -178,7 +178,7 @@ class RequestOutput:
     # --- on any thread, one at a time -------------------------------------------------------------------------
 
     def take(self) -> Output:
-        """The next increment; call it once for each call of the callback.
+        """Return the next increment; call it once for each call of the callback.
 
         An error in making it ends this request alone, with this increment.
         """
@@ -200,7 +200,7 @@ class RequestOutput:
                 text += self.text.flush()
         except Exception as error:
             log.error("request %s ends with an error", self.name or s.request, exc_info=error)
-            s.fault = error  # where it still runs, it ends with its next token
+            s.fault = error  # a running request ends with its next token
             tokens, text, logprobs = (), "", ()
             last = End(at, "error", error=f"internal error: {type(error).__name__}")
         self._taken, self.over = at + 1, last.reason is not None
@@ -229,25 +229,25 @@ def prepare(
     text_processor: TextProcessor,
     checked: dict[tuple[int, ...], Named] | None = None,
 ) -> RequestOutput:
-    """The output of a new request, before its first token and without a request number.
+    """Return the output of a new request, before its first token and without a request number.
 
     Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for parameters that no token
     satisfies.
 
     Args:
-        prompt: its tokens.
-        params: how its tokens are sampled.
+        prompt: tokens of the prompt.
+        params: sampling parameters.
         callback: called for each increment.
-        seed: for a request that brings none.
-        context: limit of tokens of the prompt and the output together.
-        text_processor: of the model.
-        checked: what is known of the choices before of one request, which share the lists of their parameters.
+        seed: default for requests without a seed.
+        context: maximum tokens of the prompt and the output together.
+        text_processor: the model's.
+        checked: cache of checked parameters, shared by the choices of one request.
     """
     if not prompt:
         raise ValueError("prompt is empty; give at least one token")
     max_output = context - len(prompt)
     output = 1 if params.max_tokens is None else params.max_tokens
-    if output > max_output:  # before each token is looked at: there may be millions
+    if output > max_output:  # check before reading each token: there may be millions
         raise ContextExceeded(context, len(prompt), output)
     vocabulary = text_processor.vocabulary
     if min(prompt) < 0 or max(prompt) >= vocabulary:

@@ -1,4 +1,4 @@
-"""Results of the engine besides increments: counters, whole completions, communication reports."""
+"""Results of the engine other than increments: counters, whole completions, communication reports."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class EngineStats:
     Attributes:
         running, waiting: requests now.
         kv_used, kv_total: pages of each DP group now.
-        preemptions: sequences that lost their pages to another and were computed again. This and the rest: totals so
-            far.
-        stalls: how often a sequence skipped a step because its sampling depends on a pending token.
-        steps: steps that were sent.
+        preemptions: sequences that lost their pages to another and were computed again. This and all following fields
+            are totals so far.
+        stalls: steps skipped by a sequence because its sampling depends on a pending token.
+        steps: steps sent to the ranks.
         step_rows: rows of all steps.
-        step_sizes: steps with at most 2ⁱ rows and more than half of that, by i.
-        rejected: requests that were refused because too many waited.
-        timeouts: requests that ended by their deadline.
-        queue_seconds: time that all requests waited for their first place in a batch.
-        failures: failures of ranks, after which they were started anew.
+        step_sizes: histogram of steps: entry i counts steps with more than 2ⁱ⁻¹ and at most 2ⁱ rows.
+        rejected: requests refused because too many waited.
+        timeouts: requests ended by their deadline.
+        queue_seconds: sum of the requests' waiting times until their first place in a batch.
+        failures: failures of ranks, each followed by a restart.
     """
 
     running: int
@@ -52,7 +52,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A whole completion. error: why it ended early, if it did (`weft.engine.messages.request.Output`)."""
+    """A whole completion. error: reason of an early end (`weft.engine.messages.request.Output`)."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -65,7 +65,7 @@ class GenerationResult:
 def gather(
     prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], OutputCallback], None]
 ) -> list[GenerationResult]:
-    """Submits each prompt with a callback, and waits for all completions."""
+    """Submit each prompt with a callback, and wait for all completions."""
     ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
 
     def callback(at: int, output: RequestOutput) -> None:
@@ -79,7 +79,7 @@ def gather(
 
 
 def whole(output: RequestOutput) -> GenerationResult:
-    """The completion of an output that has ended and of which nothing was taken yet."""
+    """Return the completion of an output that has ended, if no increment was taken yet."""
     increments = []
     while not output.over:
         increments.append(output.take())
@@ -96,5 +96,5 @@ def whole(output: RequestOutput) -> GenerationResult:
 
 
 def step_stats(stats: tuple[Stat, ...]) -> list[StepStat]:
-    """From the wire."""
+    """Convert statistics from their form in messages."""
     return [StepStat(s.site, s.step, s.group, s.count, s.bytes, s.seconds, s.predicted) for s in stats]

@@ -18,50 +18,47 @@ from weft.engine.output.detokenizer import Detokenizer
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = (*PARAMETERS, "repetition_penalty")
-"""Sampling parameters that generation_config.json may set for requests that give none."""
+"""Sampling parameters with defaults in generation_config.json."""
 FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
-"""JSON files that transformers reads of a tokenizer's directory, beside tokenizer.json."""
+"""JSON files of a tokenizer's directory that transformers reads in addition to tokenizer.json."""
 
 
 def read_tokenizer(source: Path | str) -> Any:
-    """The transformers tokenizer of a directory, of a GGUF file, or of a name that transformers knows.
-
-    Raises ModelError.
-    """
+    """Return the transformers tokenizer of a directory, a GGUF file, or a name on the hub. Raises ModelError."""
     for path in (Path(source, file) for file in FILES):
         if path.exists():
-            read_json(path)  # for its errors
+            read_json(path)  # raises ModelError for invalid JSON
     try:
         if is_gguf(Path(source)):
-            from weft.engine.models import gguf_file  # an extra brings its package
+            from weft.engine.models import gguf_file  # its package is optional
 
             tokenizer: Any = gguf_file.read_tokenizer(Path(source))
         else:
             tokenizer = AutoTokenizer.from_pretrained(source)
         made = tokenizer.encode("text", add_special_tokens=False)
-    except Exception as error:  # whatever transformers and tokenizers make of a broken file
+    except Exception as error:  # a broken file makes transformers and tokenizers raise anything
         raise ModelError(f"{source} has no usable tokenizer: {first_line(error)}; {ADVICE}") from error
     named = tokenizer.chat_template.values() if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
     if not all(template is None or isinstance(template, str) for template in named):
         raise ModelError(f"{source} has no usable tokenizer: chat_template is no text; {ADVICE}")
-    if not made:  # for some types, transformers makes an empty one of no files
+    if not made:  # for some types, transformers returns an empty tokenizer if files are missing
         raise ModelError(f"{source} has no usable tokenizer: no tokens come of a text; {ADVICE}")
     return tokenizer
 
 
 class TextProcessor:
-    """Converts between text and tokens for one model. Raises ModelError, in one line, for a file that cannot be read.
+    """Converter between text and tokens of one model. Raises ModelError, in one line, for an unreadable file.
 
     Args:
         tokenizer: a transformers fast tokenizer.
-        directory: the tokenizer's.
+        directory: directory of the tokenizer.
         vocabulary: number of the model's tokens.
-        eos: end tokens of its config.json.
+        eos: end tokens of config.json.
 
     Attributes:
-        ends: all end tokens: `eos`, those of generation_config.json, and the tokenizer's.
-        defaults: sampling parameters of requests that give none; `do_sample: false` is temperature 0.
-        says: what generation_config.json and the tokenizer change, in one line.
+        ends: all end tokens: `eos`, generation_config.json's, and the tokenizer's.
+        defaults: default sampling parameters of requests; `do_sample: false` is temperature 0.
+        says: one line on settings from generation_config.json and the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, directory: Path, vocabulary: int, eos: tuple[int, ...]):
@@ -83,23 +80,23 @@ class TextProcessor:
 
     @cached_property
     def detokenizer(self) -> Detokenizer:
-        """Makes text of tokens."""
+        """Detokenizer of the model."""
         return Detokenizer(self.tokenizer)
 
     @cached_property
     def special(self) -> frozenset[str]:
-        """The special tokens, as they stand in a text that keeps them."""
+        """Texts of the special tokens."""
         added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         return frozenset(token.content for token in added if token.special)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The numbers of the special tokens."""
+        """Ids of the special tokens."""
         added = self.tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
         return frozenset(number for number, token in added if token.special)
 
     def token_name(self, token: int) -> str:
-        """A token's text; `bytes:\\xe2` and so on for a part of a character, so that different ones differ."""
+        """Return a token's text; `bytes:\\xe2` and so on for a part of a character, so that names are unique."""
         raw = self.grammars.tokens.decode_bytes([token])
         try:
             return raw.decode()
@@ -108,12 +105,12 @@ class TextProcessor:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Compiles grammars over the vocabulary."""
+        """Compiler of grammars over the vocabulary."""
         return Grammars(self.tokenizer, self.vocabulary, sorted(self.ends))
 
 
 def _defaults(fields: Fields) -> dict[str, float]:
-    """The sampling parameters of a generation_config.json. Raises ValueError for one that no request may have."""
+    """Return the sampling parameters of a generation_config.json. Raises ValueError for an invalid value."""
     found: dict[str, float] = {}
     for name in DEFAULTS:
         if fields.get(name) is not None:

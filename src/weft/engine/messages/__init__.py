@@ -1,1 +1,1 @@
-"""Messages between processes: requests, steps and results of ranks, and what agents of hosts exchange."""
+"""Messages between processes: requests, steps and results of ranks, and messages of hosts' agents."""

@@ -1,4 +1,4 @@
-"""Messages between node 0 and the agents, encoded as msgpack. Those of ranks travel inside, as they are."""
+"""Messages between node 0 and the agents, encoded as msgpack. Encoded messages of ranks are embedded unchanged."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from msgspec import Struct
 
 
 class Join(Struct, frozen=True, tag=True):
-    """From an agent: it is there.
+    """Agent to node 0: request to join.
 
     Attributes:
-        node: its number.
-        host: its host's name.
-        facts: versions and digests that must be those of node 0.
-        options: of the engine, the same on every host.
+        node: number of the agent's node.
+        host: name of its host.
+        facts: versions and digests, which must equal node 0's.
+        options: engine options, the same on every host.
         clock: seconds since 1970.
     """
 
@@ -27,18 +27,18 @@ class Join(Struct, frozen=True, tag=True):
 
 
 class Alive(Struct, frozen=True, tag=True):
-    """From an agent, every second."""
+    """Agent to node 0, every second: heartbeat."""
 
 
 class FromRanks(Struct, frozen=True, tag=True):
-    """From an agent: a rank's message of start `number`."""
+    """Agent to node 0: a message of a rank of start `number`."""
 
     number: int
     encoded: bytes
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """From an agent: a rank of start `number` has ended. killed: by a signal."""
+    """Agent to node 0: a rank of start `number` has ended. killed: by a signal."""
 
     number: int
     text: str
@@ -46,34 +46,34 @@ class Ended(Struct, frozen=True, tag=True):
 
 
 class Stopped(Struct, frozen=True, tag=True):
-    """From an agent: no rank of start `number`, or of an earlier one, is left."""
+    """Agent to node 0: all ranks of start `number` and of earlier starts have ended."""
 
     number: int
 
 
 class Left(Struct, frozen=True, tag=True):
-    """From an agent that leaves. text: why, in a few words."""
+    """Agent to node 0: the agent leaves. text: reason in a few words."""
 
     text: str
 
 
 class Welcome(Struct, frozen=True, tag=True):
-    """To an agent: it belongs to the cluster."""
+    """Node 0 to an agent: it has joined the cluster."""
 
 
 class Refused(Struct, frozen=True, tag=True):
-    """To an agent: it does not belong to the cluster, for a reason of one line."""
+    """Node 0 to an agent: it may not join. text: reason in one line."""
 
     text: str
 
 
 class Start(Struct, frozen=True, tag=True):
-    """To an agent: start ranks.
+    """Node 0 to an agent: start ranks.
 
     Attributes:
-        number: of the start; each has a greater one.
-        config: of the engine (`EngineConfig.to_dict`).
-        table: the text of the cost table by which all ranks plan; None: the one that the configuration names.
+        number: number of the start; it grows with each.
+        config: configuration of the engine (`EngineConfig.to_dict`).
+        table: text of the cost table for all ranks; None: the table that the configuration names.
     """
 
     number: int
@@ -82,7 +82,7 @@ class Start(Struct, frozen=True, tag=True):
 
 
 class ToRanks(Struct, frozen=True, tag=True):
-    """To an agent: a message to a rank of start `number`; None: to all of its host."""
+    """Node 0 to an agent: a message for a rank of start `number`. rank: None for all ranks of the host."""
 
     number: int
     rank: int | None
@@ -90,13 +90,13 @@ class ToRanks(Struct, frozen=True, tag=True):
 
 
 class StopRanks(Struct, frozen=True, tag=True):
-    """To an agent: end the ranks of start `number`, and of earlier ones."""
+    """Node 0 to an agent: end the ranks of start `number` and of earlier starts."""
 
     number: int
 
 
 class Leave(Struct, frozen=True, tag=True):
-    """To an agent: node 0 ends in order, and so does the agent."""
+    """Node 0 to an agent: exit, as node 0 does."""
 
 
 FromAgent = Join | Alive | FromRanks | Ended | Stopped | Left

@@ -1,7 +1,7 @@
 """Messages between the controller and its ranks, encoded as msgpack.
 
 A step is one message, the same bytes for every rank, with the rows of every DP group. So every rank knows every count:
-an idle group steps with zero rows, and no rank can leave out a collective. Ranks keep each sequence of their group in a
+an idle group steps with zero rows, and every rank enters every collective. Ranks keep each sequence of their group in a
 row of a table (`weft.engine.worker.row_table`), so a step carries only changes. A step can be sent before the tokens of
 the previous one are back, because the ranks hold these already.
 """
@@ -20,18 +20,18 @@ from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.tokens import TOKEN_BYTES
 
 TopLogprobs = tuple[tuple[int, float], ...]
-"""The best tokens and their logprobs."""
+"""Most probable tokens and their logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shaping:
-    """Sampling parameters that shape the distribution of a token. They are neutral by default.
+    """Sampling parameters that shape the distribution of a token, neutral by default.
 
     Attributes:
         temperature: 0 is greedy.
-        top_p: the fewest most probable tokens that reach this probability stay.
-        top_k: number of most probable tokens that stay; 0 is off.
-        min_p: tokens less probable than this share of the most probable are excluded.
+        top_p: keep the fewest most probable tokens that reach this probability.
+        top_k: number of most probable tokens to keep; 0 is off.
+        min_p: exclude tokens less probable than this share of the most probable token.
     """
 
     temperature: float = 1.0
@@ -47,34 +47,34 @@ PARAMETERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "top_k": ("0 (off) or more, below 2**31", lambda value: 0 <= value < 2**31),
     "min_p": ("between 0 and 1", lambda value: 0 <= value <= 1),
 }
-"""The fields of `Shaping` with the values that requests may have, in words and as a function."""
+"""Fields of `Shaping` with their valid values, in words and as a function."""
 CAPTURED, SHARED = ("temperature", "min_p"), ("temperature",)
-"""Fields that CUDA graphs sample with, and those of them that need no more than a share of a split vocabulary. Rows
-that set another field are sampled behind the graph, from full rows of logits."""
+"""Fields supported by sampling in CUDA graphs, and fields supported on a share of a split vocabulary. Rows that set
+another field are sampled after the graph, from full rows of logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Shaping):
-    """Sampling of a request's tokens. seed: the noise of a token follows from it and the token's position."""
+    """Sampling parameters of a request. seed: determines a token's noise together with its position."""
 
     seed: int = 0
 
     def beyond(self, known: Collection[str]) -> bool:
-        """Tell whether other parameters than `known` shape the distribution."""
+        """Tell whether parameters outside `known` shape the distribution."""
         others = (name for name in PARAMETERS if name not in known)
         return self.temperature > 0 and any(getattr(self, name) != getattr(NEUTRAL, name) for name in others)
 
 
 class Adjust(Struct, frozen=True, array_like=True):
-    """What the sampling of one token needs beyond `Sampling`.
+    """Adjustments of the sampling of one token, in addition to `Sampling`.
 
     Attributes:
-        logprobs: how many alternatives are wanted; -1: no logprobs at all.
-        banned: tokens that must not come, such as the end tokens before min_tokens.
+        logprobs: number of requested alternatives; -1: no logprobs.
+        banned: excluded tokens, such as the end tokens before min_tokens.
         added: (token, value added to its logit).
-        repetition: divides the logits of `repeated` tokens, or multiplies them where they are negative.
-        repeated: the tokens that `repetition` applies to.
-        mask: bit t % 8 of byte t // 8 says whether token t may come; empty: all may.
+        repetition: divisor of positive logits of `repeated` tokens, and factor of negative ones.
+        repeated: tokens that `repetition` applies to.
+        mask: bit t % 8 of byte t // 8 allows token t; empty: all tokens.
     """
 
     logprobs: int = -1
@@ -86,18 +86,18 @@ class Adjust(Struct, frozen=True, array_like=True):
 
 
 class Score(Struct, frozen=True, array_like=True):
-    """Prompt tokens with requested logprobs: for each row the token after it. logprobs: alternatives of each."""
+    """Prompt tokens with requested logprobs: for each row the next token. logprobs: number of alternatives."""
 
     tokens: tuple[int, ...]
     logprobs: int
 
 
 class Join(Struct, frozen=True, array_like=True):
-    """A request's sequence takes a row of the table and replaces what was there.
+    """Assignment of a request's sequence to a row of the table. It replaces the row's content.
 
     Attributes:
-        context: its tokens that are in the caches already.
-        tables: for each cache group its page table, or the slots of its state before and after its next rows.
+        context: number of its tokens that are in the caches already.
+        tables: per cache group its page table, or the slots of its state before and after its next rows.
         copy: (source, target) page of whole-sequence caches, copied before the step writes any row.
     """
 
@@ -122,9 +122,9 @@ class Chunk(Struct, frozen=True, array_like=True):
     """The next prompt tokens of a row.
 
     Attributes:
-        tokens: as `weft.engine.kv.tokens.token_bytes` gives them.
-        samples: whether a token is sampled after the last of them.
-        score: set where logprobs of the prompt's own tokens are wanted.
+        tokens: encoded by `weft.engine.kv.tokens.token_bytes`.
+        samples: whether a token is sampled after the last one.
+        score: requested logprobs of prompt tokens, if any.
     """
 
     row: int
@@ -134,16 +134,16 @@ class Chunk(Struct, frozen=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
 
 class RowTokens(Struct, frozen=True, array_like=True):
-    """Decode rows: each runs the last tokens of a row of the table, which ranks hold, and samples one after each.
+    """Decode rows: each runs the last tokens of a table row, which ranks hold, and samples one token after each.
 
     Attributes:
-        rows: of the table.
-        tokens: number of tokens of each row; empty: one each, which is all that the kernels of ranks do today.
+        rows: rows of the table.
+        tokens: number of tokens of each row; empty: one each, the only case that ranks support today.
     """
 
     rows: tuple[int, ...] = ()
@@ -154,7 +154,7 @@ class RowTokens(Struct, frozen=True, array_like=True):
 
     @property
     def each(self) -> Iterable[tuple[int, int]]:
-        """Pairs (row, number of its tokens)."""
+        """(row, number of its tokens) of each row."""
         return zip(self.rows, self.tokens or itertools.repeat(1), strict=False)
 
     @property
@@ -164,13 +164,13 @@ class RowTokens(Struct, frozen=True, array_like=True):
 
 
 class GroupRows(Struct, frozen=True, array_like=True):
-    """One DP group's part of a step: changes of its table, then its rows, those of `decode_rows` first.
+    """One DP group's part of a step: changes of its table, then its rows, decode rows first.
 
     Attributes:
-        decode_rows: rows of the table that go on from tokens which the ranks hold.
+        decode_rows: rows of the table that continue from tokens on the ranks.
         chunks: prompt tokens; their rows follow the decode rows in this order.
         joins, entries: changes of the table, applied before any row runs.
-        adjust: (row of the table, what its sampling needs beyond the row's `Sampling`).
+        adjust: (row of the table, adjustments in addition to the row's `Sampling`).
     """
 
     decode_rows: RowTokens = RowTokens()
@@ -181,18 +181,18 @@ class GroupRows(Struct, frozen=True, array_like=True):
 
     @property
     def count(self) -> int:
-        """Number of rows that run."""
+        """Number of rows of the step."""
         return self.decode_rows.count + sum(chunk.count for chunk in self.chunks)
 
     @property
     def sampled_rows(self) -> list[int]:
-        """The row of the table of each sampled token, in the order of a step's tokens."""
+        """Table row of each sampled token, in the order of a step's tokens."""
         decode = self.decode_rows
         rows = (row for row, tokens in decode.each for _ in range(tokens)) if decode.tokens else decode.rows
         return [*rows, *(chunk.row for chunk in self.chunks if chunk.samples)]
 
     def per_row(self, values: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
-        """Group values of the sampled tokens by the row that samples them."""
+        """Group values of the sampled tokens by their row."""
         if not self.decode_rows.tokens:
             return tuple(zip(values, strict=True))
         pairs = itertools.groupby(zip(self.sampled_rows, values, strict=True), lambda pair: pair[0])
@@ -200,7 +200,7 @@ class GroupRows(Struct, frozen=True, array_like=True):
 
 
 class Step(Struct, frozen=True, tag=True):
-    """To every rank: run one forward pass. Ranks run steps in the order in which they come."""
+    """Controller to every rank: run one forward pass. Ranks run steps in the order of arrival."""
 
     number: int
     groups: tuple[GroupRows, ...]
@@ -212,32 +212,32 @@ class Step(Struct, frozen=True, tag=True):
 
 
 class AskReport(Struct, frozen=True, tag=True):
-    """To a rank: send a `Report`."""
+    """Controller to a rank: send a `Report`."""
 
 
 class AskPlan(Struct, frozen=True, tag=True):
-    """To a rank: send the plan for `tokens` tokens in each DP group."""
+    """Controller to a rank: send the plan for `tokens` tokens per DP group."""
 
     tokens: int
 
 
 class StartProfile(Struct, frozen=True, tag=True):
-    """To every rank: profile the next `steps` steps. traced: by torch's profiler, too."""
+    """Controller to every rank: profile the next `steps` steps. traced: also run torch's profiler."""
 
     steps: int
     traced: bool
 
 
 class StopProfile(Struct, frozen=True, tag=True):
-    """To every rank: end the profile and send a `Profiled`."""
+    """Controller to every rank: end the profile and send a `Profiled`."""
 
 
 class Stop(Struct, frozen=True, tag=True):
-    """To every rank: leave."""
+    """Controller to every rank: exit."""
 
 
 class Progress(Struct, frozen=True, tag=True):
-    """From a starting rank: `done` of `total` parts of `what` are done."""
+    """Starting rank to the controller: `done` of `total` parts of `what` are done."""
 
     rank: int
     done: int
@@ -246,7 +246,7 @@ class Progress(Struct, frozen=True, tag=True):
 
 
 class Planned(Struct, frozen=True, array_like=True):
-    """The checksum of a rank's plan for steps of `rows` rows in each DP group. captured: the step is a CUDA graph."""
+    """Checksum of a rank's plan for steps of `rows` rows per DP group. captured: the step is a CUDA graph."""
 
     rows: int
     captured: bool
@@ -257,11 +257,11 @@ class Planned(Struct, frozen=True, array_like=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """From a rank that is ready for steps. Both fields are the same on every rank.
+    """Rank to the controller: it is ready for steps. The attributes are the same on every rank.
 
     Attributes:
-        groups: its cache groups.
-        plans: those of every graph, and that of the largest step without one.
+        groups: cache groups of the rank.
+        plans: plans of all graphs, and of the largest step without a graph.
     """
 
     rank: int
@@ -270,7 +270,7 @@ class Ready(Struct, frozen=True, tag=True):
 
 
 Logprobs = tuple[float, TopLogprobs]
-"""A token's logprob, and the best alternatives."""
+"""A token's logprob, and its best alternatives."""
 
 
 class Scored(Struct, frozen=True, array_like=True):
@@ -281,13 +281,13 @@ class Scored(Struct, frozen=True, array_like=True):
 
 
 class Ran(Struct, frozen=True, array_like=True):
-    """What a rank executed in a step.
+    """Record of a step on a rank.
 
     Attributes:
-        number: the step's.
+        number: number of the step.
         counts: rows of every DP group.
-        plan: checksum of its plan, the same on every rank.
-        tokens: checksum of its sampled tokens, the same on every rank of a DP group.
+        plan: checksum of the plan, the same on every rank.
+        tokens: checksum of the sampled tokens, the same on every rank of a DP group.
     """
 
     number: int
@@ -300,12 +300,12 @@ class Ran(Struct, frozen=True, array_like=True):
 
 
 class Result(Struct, frozen=True, tag=True):
-    """From every rank, after a step. Only the leader of a DP group fills the fields after `ran`.
+    """Every rank to the controller, after a step. Only the leader of a DP group fills the fields after `ran`.
 
     Attributes:
-        tokens: sampled tokens of each row that samples, in the order of `GroupRows.sampled_rows`.
-        logprobs: for each of these rows those of its tokens, none where it did not ask; empty where no row asked.
-        scored: one for each chunk that asked, in their order.
+        tokens: sampled tokens of each sampling row, in the order of `GroupRows.sampled_rows`.
+        logprobs: logprobs of these tokens, none for rows without a request; empty if no row has one.
+        scored: prompt logprobs of each chunk with a `score`, in order.
     """
 
     rank: int
@@ -316,7 +316,7 @@ class Result(Struct, frozen=True, tag=True):
 
 
 class Stat(Struct, frozen=True, array_like=True):
-    """A `weft.stream.stats.StepStat` on the wire."""
+    """Encoded form of a `weft.stream.stats.StepStat`."""
 
     site: str
     step: str
@@ -328,29 +328,29 @@ class Stat(Struct, frozen=True, array_like=True):
 
 
 class Report(Struct, frozen=True, tag=True):
-    """From a rank: what its steps communicated, and what the naive plan would have."""
+    """Rank to the controller: communication of its steps, and of the naive plan for the same steps."""
 
     ran: tuple[Stat, ...]
     naive: tuple[Stat, ...]
 
 
 class PlanText(Struct, frozen=True, tag=True):
-    """From a rank: the plan, printable."""
+    """Rank to the controller: the plan as printable text."""
 
     text: str
 
 
 class Profiled(Struct, frozen=True, tag=True):
-    """From a rank: its profile of the last steps.
+    """Rank to the controller: its profile of the last steps.
 
     Attributes:
-        steps: how many steps it covers.
-        seconds: from the start of the first to the end of the last.
+        steps: number of steps.
+        seconds: from the start of the first step to the end of the last.
         thread_cpu_s: CPU time of the thread that runs steps.
         process_cpu_s: CPU time of all threads of the rank's process.
-        threads: of each of them, by name.
-        trace: of torch's profiler, as gzipped JSON; empty where it did not run.
-        about: as JSON, the steps of the trace and what they exchange.
+        threads: CPU time of each thread, by name.
+        trace: trace of torch's profiler, as gzipped JSON; empty if it did not run.
+        about: steps of the trace and their exchanges, as JSON.
     """
 
     rank: int
@@ -364,11 +364,11 @@ class Profiled(Struct, frozen=True, tag=True):
 
 
 class Failure(Struct, frozen=True, tag=True):
-    """From a rank that cannot go on.
+    """Rank to the controller: it cannot go on.
 
     Attributes:
         text: one line.
-        user: the user can put it right, such as a bad model.
+        user: the user can fix the cause, such as a bad model.
         lost_peer: a collective failed, most likely because another rank did; that rank's Failure is the cause.
     """
 

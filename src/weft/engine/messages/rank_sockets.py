@@ -1,7 +1,7 @@
 """Messages between a host's ranks and the process that starts them, over Unix sockets that keep packets whole.
 
-A thread that reads such a socket is woken by the sender itself. ZeroMQ has a thread of its own at either end, which
-each message wakes first: in a step of a rank it took as much CPU time as the thread that runs steps.
+The sender wakes the reading thread directly. ZeroMQ would wake a thread of its own first, at either end: on a rank it
+cost as much CPU time per step as the thread that runs steps.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from weft.comm.unix_sockets import address_of
 
 SOCKET = "ranks"
-"""The file in the ranks' folder."""
+"""Name of the listening socket in the ranks' folder."""
 PACKET = 1 << 16
-"""Bytes of a message in one packet; the kernel holds a few of them that nobody has read yet."""
+"""Maximum bytes of a message in one packet; the kernel buffers a few unread packets."""
 LAST, MORE = b"\0", b"\1"
-"""Before each packet's bytes: whether the message goes on in the next one."""
+"""First byte of each packet: whether the message continues in the next one."""
 
 
 def _packets(message: bytes) -> Iterator[bytes]:
@@ -31,17 +31,17 @@ def _packets(message: bytes) -> Iterator[bytes]:
 
 
 def _packet(connected: socket.socket) -> bytes:
-    """The next one; empty where the other end is gone."""
+    """Receive the next packet; empty if the other end is gone."""
     try:
         return connected.recv(1 + PACKET)
-    except ConnectionResetError:  # said once, where the other end has left messages unread; its own come behind that
+    except ConnectionResetError:  # raised once if the peer left messages unread, before its last packets
         return connected.recv(1 + PACKET)
 
 
 class RankSocket:
-    """A rank's end. Methods block. One thread may send while another receives.
+    """A rank's end of the connection, with blocking methods. One thread may send while another receives.
 
-    path: of the other end, which listens. rank: is sent first.
+    path: listening socket of the other end. rank: sent as the first message.
     """
 
     def __init__(self, path: Path, rank: int):
@@ -51,13 +51,13 @@ class RankSocket:
         self.send(b"%d" % rank)
 
     def send(self, message: bytes) -> None:
-        """Sends a message; it is dropped where the other end is gone."""
+        """Send a message; drop it if the other end is gone."""
         with suppress(ConnectionError):
             for packet in _packets(message):
                 self._socket.send(packet)
 
     def receive(self) -> bytes:
-        """The next message. EOFError where the other end is gone."""
+        """Return the next message. Raises EOFError if the other end is gone."""
         parts = []
         while packet := _packet(self._socket):
             parts.append(packet[1:])
@@ -66,13 +66,13 @@ class RankSocket:
         raise EOFError("the other end of a rank's socket is gone")
 
     def close(self) -> None:
-        """What was sent can still be read."""
+        """Close the socket. The other end can still read all sent messages."""
         self._socket.close()
 
 
 @dataclass
 class _Connection:
-    """received: packets of a message that has not come to its end. unsent: packets that the socket did not take yet."""
+    """Connection to a rank. received: packets of an incomplete message. unsent: packets still to send."""
 
     socket: socket.socket
     rank: int | None = None
@@ -81,10 +81,10 @@ class _Connection:
 
 
 class RankSockets:
-    """The other end, of all of a host's ranks. No method waits for a rank, but `receive` for a message of any.
+    """The other end, for all of a host's ranks. Only `receive` blocks, until any rank sends a message.
 
-    Others may poll this object: where it is readable, `receive` has something to do. What ranks that are gone have sent
-    is received; what is sent to them is dropped. Raises OSError where no socket can be at the path.
+    The object can be polled: if it is readable, `receive` has work. Messages from ranks that are gone are received;
+    messages to them are dropped. Raises OSError if the path can hold no socket.
     """
 
     def __init__(self, path: Path, ranks: Sequence[int]):
@@ -103,11 +103,11 @@ class RankSockets:
             raise
 
     def fileno(self) -> int:
-        """To poll it."""
+        """Return the descriptor to poll."""
         return self._poll.fileno()
 
     def send(self, rank: int, message: bytes) -> None:
-        """Sends a message to a rank; what its socket does not take at once is sent while others are received."""
+        """Send a message to a rank; packets beyond its socket's buffer are sent during `receive`."""
         if (to := self._by_rank.get(rank)) is None:
             return
         waits = bool(to.unsent)
@@ -116,7 +116,7 @@ class RankSockets:
             self._poll.modify(to.socket, select.EPOLLIN | select.EPOLLOUT)
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next message of any rank; None where none came within timeout_s."""
+        """Return the next message of any rank; None after timeout_s."""
         until = time.monotonic() + timeout_s
         while ready := self._poll.poll(max(0.0, until - time.monotonic()), 1):
             [(descriptor, events)] = ready
@@ -133,7 +133,7 @@ class RankSockets:
         return None
 
     def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
         self._poll.close()
         for each in (self._server, *(connection.socket for connection in self._by_descriptor.values())):
             each.close()
@@ -145,11 +145,11 @@ class RankSockets:
         self._poll.register(made, select.EPOLLIN)
 
     def _received(self, connection: _Connection) -> bytes | None:
-        """Reads a packet. Returns the message that it ends."""
+        """Read a packet. Returns the message if that was its last packet."""
         if not (packet := _packet(connection.socket)):
             self._by_rank.pop(-1 if connection.rank is None else connection.rank, None)
             del self._by_descriptor[connection.socket.fileno()]
-            self._poll.unregister(connection.socket)  # close does not, where a forked process holds the socket, too
+            self._poll.unregister(connection.socket)  # close is not enough while a forked process holds the socket
             connection.socket.close()
             return None
         connection.received.append(packet[1:])
@@ -165,7 +165,7 @@ class RankSockets:
 
     @staticmethod
     def _sent(connection: _Connection) -> bool:
-        """Sends what its socket takes. Returns whether that was all."""
+        """Send packets until the socket's buffer is full. Returns whether all were sent."""
         try:
             while connection.unsent:
                 connection.socket.send(connection.unsent[0])

@@ -21,10 +21,10 @@ Watch = Callable[[str], str | None]
 
 
 class ContextExceeded(ValueError):
-    """A prompt that does not fit into the context with its output, in the words that OpenAI's clients look for.
+    """Error of a prompt that does not fit into the context with its output, in the words that OpenAI's clients match.
 
     Attributes:
-        field: what is too long, the prompt or the output.
+        field: the part that is too long: prompt or output.
     """
 
     def __init__(self, context: int, prompt: int, output: int):
@@ -38,25 +38,25 @@ class ContextExceeded(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams(Shaping):
-    """How a request's tokens are sampled and when they end. Raises ValueError in one line for a value out of range.
+    """Sampling parameters and end conditions of a request. Raises ValueError in one line for a value out of range.
 
-    Fields that are not listed are as in OpenAI's and vLLM's APIs; the first are those of `Shaping`.
+    Other fields are as in OpenAI's and vLLM's APIs; the first fields come from `Shaping`.
 
     Attributes:
-        max_tokens: None: as many as fit; 0: the prompt runs and no token is sampled.
+        max_tokens: None: up to the context's limit; 0: the prompt runs and no token is sampled.
         seed: None: the engine chooses one.
-        stop: strings that end the text and are left out of it.
-        logprobs: alternatives for each token; 0: the sampled token's own; None: no logprobs.
-        prompt_logprobs: the same for the prompt's tokens.
+        stop: strings that end the text and are omitted from it.
+        logprobs: number of alternatives per token; 0: only the sampled token's logprob; None: no logprobs.
+        prompt_logprobs: number of alternatives per prompt token.
         logit_bias: (token, value added to its logit).
-        bad_words: each as its tokens.
+        bad_words: tokens of each word.
         allowed_token_ids: None: all.
-        grammar: an llguidance grammar that the text follows (`weft.engine.grammar.grammar`), or one that is compiled
-            already; min_tokens and bad_words are ignored then.
-        keep_stop: a stop string or token is a part of the text.
-        keep_special: special tokens are a part of the text.
-        watch: makes, for each output, a function that gets the text of each token, and returns what the output ends
-            with: a stop string, "" for anything else, or None where it goes on. All that text stays in the output.
+        grammar: llguidance grammar of the text (`weft.engine.grammar.grammar`), or a compiled one; min_tokens and
+            bad_words are then ignored.
+        keep_stop: include the stop string or token in the text.
+        keep_special: include special tokens in the text.
+        watch: returns, for each output, a function that gets the text of each token, and returns the end of the output:
+            a stop string, "" for another end, or None to go on. All that text stays in the output.
     """
 
     max_tokens: int | None = 16
@@ -101,19 +101,19 @@ class SamplingParams(Shaping):
 
     @cached_property
     def depends_on_output(self) -> bool:
-        """Whether the controller must know all tokens so far before it can say how the next one is sampled."""
+        """True if sampling the next token requires all earlier tokens on the controller."""
         penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalties or self.bad_words or self.grammar is not None)
 
     @cached_property
     def plain(self) -> bool:
-        """Whether sampling after min_tokens needs the seed and the fields of `Shaping` alone."""
+        """True if sampling after min_tokens requires only the seed and the fields of `Shaping`."""
         named = self.logit_bias or self.allowed_token_ids is not None or self.logprobs is not None
         return not (named or self.depends_on_output)
 
     @cached_property
     def bad_endings(self) -> dict[int, dict[tuple[int, ...], set[int]]]:
-        """By their number, the tokens before the last one of bad words, and the tokens that may not follow them."""
+        """Last tokens of bad words, by the number of tokens before them and these tokens."""
         found: dict[int, dict[tuple[int, ...], set[int]]] = {}
         for word in self.bad_words:
             found.setdefault(len(word) - 1, {}).setdefault(word[:-1], set()).add(word[-1])
@@ -121,12 +121,12 @@ class SamplingParams(Shaping):
 
     @property
     def named(self) -> int:
-        """Number of tokens and words that it names."""
+        """Number of tokens and words in all its lists."""
         lists = self.stop_token_ids, self.logit_bias, self.bad_words, self.allowed_token_ids or ()
         return sum(map(len, lists))
 
     def tokens_of(self, name: str) -> set[int]:
-        """The tokens that a parameter names."""
+        """Return the tokens named by a parameter."""
         if name == "logit_bias":
             return {token for token, _ in self.logit_bias}
         if name == "bad_words":
@@ -136,12 +136,12 @@ class SamplingParams(Shaping):
 
 @dataclass(frozen=True)
 class Sharing:
-    """How a request shares the engine with others.
+    """Terms on which a request shares the engine with others.
 
     Attributes:
-        client: who asks; waiting clients take turns.
-        priority: lower numbers run first, and give up their pages last.
-        cache_salt: prefixes are reused among requests of the same salt only.
+        client: name of the client; waiting clients take turns.
+        priority: lower numbers run first, and are preempted last.
+        cache_salt: prefixes are reused only among requests with the same salt.
     """
 
     client: str = ""
@@ -156,7 +156,7 @@ EQUALS = Sharing()
 class TokenLogprob(Struct, frozen=True, gc=False):
     """A token, its natural-log probability under the raw logits, and the best alternatives (token, logprob).
 
-    logprob is None where nothing comes before the token.
+    logprob: None for the first token of a prompt.
     """
 
     token_id: int
@@ -168,13 +168,13 @@ class Output(Struct, frozen=True, gc=False):
     """One increment of a request's output. Its counts are totals so far.
 
     Attributes:
-        text: newly final text. A stop string, or text that may become one, is not in it.
+        text: newly final text, without stop strings and text that may become one.
         finish_reason: set on the last increment.
         stop_reason: the stop string or token that matched.
-        error: why the request ended early, with finish_reason "error", "timeout", or "abort" by the engine.
-        queue_s: seconds that the request waited for a place in the batch.
-        prompt_logprobs: of the prompt's tokens but the first, in the first increment, where they are asked for.
-        refused: the error follows from the request alone.
+        error: reason of an early end, with finish_reason "error", "timeout", or "abort" by the engine.
+        queue_s: seconds of waiting for a place in the batch.
+        prompt_logprobs: logprobs of the prompt's tokens after the first, in the first increment, if requested.
+        refused: the error is caused by the request alone.
     """
 
     text: str
@@ -196,21 +196,21 @@ class Sequence:
     """A request in a scheduler.
 
     Attributes:
-        tokens: the prompt and the sampled tokens that the controller knows (`weft.engine.kv.tokens.token_array`).
-        pending: tokens that steps under way sample for it; they follow `tokens`.
-        computed: how many of all these have run, or will have run once the steps under way have; the rest still need
-            a row. Their keys and values are in the pages of `allocation`.
-        row: its row of the DP group's table on the ranks, while it has an allocation.
-        sent_tables: its page tables as the ranks know them; empty before they know the sequence.
-        decoding: its next row runs what was sampled last, which the ranks have.
-        decode_tokens: tokens that its next decode row runs and samples, at most what is left of `to_run`.
-        to_run: tokens that get a row if it ends by its length: all but the last.
-        cached: prompt tokens that came from the prefix cache when it was first admitted.
-        allowed, grammar: which tokens may come, as a mask and as a grammar; empty and None: all.
-        scores: logprobs of the prompt's tokens but the first that are known, where they are asked for.
-        fault: an unforeseen error of this request alone; the request ends with it at its next token.
-        arrived, admitted, deadline: seconds of `time.monotonic`. admitted is None until it first gets a place in the
-            batch; deadline is None where it may take any time.
+        tokens: the prompt and the sampled tokens known to the controller (`weft.engine.kv.tokens.token_array`).
+        pending: number of tokens being sampled by steps in flight; they follow `tokens`.
+        computed: number of these tokens that have run or run in steps in flight; the others still need a row. Their
+            keys and values are in the pages of `allocation`.
+        row: row of the DP group's table on the ranks, while the sequence has an allocation.
+        sent_tables: page tables known to the ranks; empty before they know the sequence.
+        decoding: the next row runs the last sampled token, which the ranks hold.
+        decode_tokens: tokens that the next decode row runs and samples, at most the rest of `to_run`.
+        to_run: tokens that get a row if the sequence ends by its length: all but the last.
+        cached: prompt tokens from the prefix cache at the first admission.
+        allowed, grammar: allowed tokens as a mask and as a grammar; empty and None: all.
+        scores: known logprobs of the prompt's tokens after the first, if requested.
+        fault: an unforeseen error of this request alone; it ends the request at its next token.
+        arrived, admitted, deadline: seconds of `time.monotonic`. admitted is None until the first place in the batch;
+            deadline is None without a time limit.
     """
 
     request: int
@@ -248,33 +248,30 @@ class Sequence:
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens sampled so far, without those that are pending."""
+        """Number of tokens sampled so far, without pending ones."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def ending(self) -> bool:
-        """Whether a step under way samples its last token: no row is left to run."""
+        """True if a step in flight samples the last token: no row is left to run."""
         return self.pending > 0 and len(self.tokens) + self.pending > self.to_run
 
     @property
     def stalled(self) -> bool:
-        """Whether its next row has to wait for a token that a step under way samples."""
+        """True if the next row has to wait for a pending token."""
         return self.pending > 0 and self.params.depends_on_output
 
     @property
     def to_score(self) -> int:
-        """Number of its prompt's tokens with logprobs that are requested and not known."""
+        """Number of prompt tokens with requested logprobs that are not known yet."""
         return 0 if self.params.prompt_logprobs is None else self.prompt_tokens - 1 - len(self.scores)
 
     @property
     def queue_s(self) -> float:
-        """Seconds that it waited for its first place in the batch, so far."""
+        """Seconds of waiting for the first place in the batch, so far."""
         return (time.monotonic() if self.admitted is None else self.admitted) - self.arrived
 
     def forget_pages(self) -> None:
-        """Forgets its cached keys and values and its pending tokens: every token needs a row again.
-
-        Its pages are not freed.
-        """
+        """Forget cached keys and values and pending tokens, without freeing pages: every token needs a row again."""
         self.computed, self.pending, self.allocation = 0, 0, None
         self.row, self.sent_tables, self.decoding = -1, [], False

@@ -1,1 +1,1 @@
-"""Engines over several hosts: an agent on each starts its ranks, and node 0 reaches the agents by one secured port."""
+"""Engines over several hosts: an agent on each host starts its ranks; all agents join node 0 at one secured port."""

@@ -1,4 +1,4 @@
-"""Which address and interface hosts use: those of the route to node 0, unless the user names another."""
+"""Addresses and interfaces of hosts: by default the ones on the route to node 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIOCGIFADDR = 0x8915
 
 
 def resolve(name: str, port: int) -> str:
-    """The address of node 0 as this host sees it. Raises EngineError for a name that nothing resolves."""
+    """Resolve the address of node 0 on this host. Raises EngineError for an unknown name."""
     try:
         return str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -21,9 +21,9 @@ def resolve(name: str, port: int) -> str:
 
 
 def check_not_loopback(name: str, address: str) -> None:
-    """Raises EngineError where node 0's name leads to this host itself: /etc/hosts often has it as 127.0.1.1.
+    """Raise EngineError if node 0's name resolves to this host: /etc/hosts often maps it to 127.0.1.1.
 
-    A loopback address that is given as such, or as localhost, stays: all hosts are then on this machine.
+    An explicit loopback address, or localhost, is accepted: all hosts are then on this machine.
     """
     if name in (address, "localhost") or not ipaddress.ip_address(address).is_loopback:
         return
@@ -34,25 +34,25 @@ def check_not_loopback(name: str, address: str) -> None:
 
 
 def source_address(address: str, port: int) -> str:
-    """This host's address on the route to another. Raises EngineError where there is no route."""
+    """Return this host's address on the route to another. Raises EngineError if there is no route."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as s:
         try:
-            s.connect((address, port))  # of UDP: nothing is sent
+            s.connect((address, port))  # UDP: sends nothing
         except OSError as error:
             raise EngineError(f"no route from this host to {address} ({error.strerror})") from error
         return str(s.getsockname()[0])
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each network interface of this host."""
+    """Return the addresses of each network interface of this host."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for name, addresses in found.items():
             try:
                 request = struct.pack("256s", name.encode())
                 addresses.append(socket.inet_ntoa(fcntl.ioctl(s.fileno(), SIOCGIFADDR, request)[20:24]))
-            except OSError:  # it has none
+            except OSError:  # no IPv4 address
                 continue
     try:
         with open("/proc/net/if_inet6") as table:
@@ -65,7 +65,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def interface_to(address: str, port: int) -> str:
-    """The interface of the route to an address. Raises EngineError."""
+    """Return the interface on the route to an address. Raises EngineError."""
     source, known = source_address(address, port), interfaces()
     for name, addresses in known.items():
         if source in addresses:
@@ -74,7 +74,7 @@ def interface_to(address: str, port: int) -> str:
 
 
 def check_interface(name: str) -> None:
-    """Raises EngineError for an interface that this host has not, with those that it has."""
+    """Raise EngineError, with a list of this host's interfaces, for an unknown interface."""
     if name not in (known := interfaces()):
         listed = ", ".join(f"{other} ({', '.join(found)})" for other, found in known.items() if found)
         raise EngineError(f"this host has no interface {name}; it has {listed}")

@@ -1,17 +1,17 @@
-"""A host's agent: joins node 0, starts this host's ranks when node 0 says so, and passes their messages on.
+"""Agent of a host: it joins node 0, starts this host's ranks on node 0's request, and forwards their messages.
 
-It ends with node 0, and its ranks end with it.
+The agent ends with node 0, and its ranks end with the agent.
 """
 
-# Why not ranks that torchrun, srun or Ray start? These do start agents (`weft.serve.cli.several_hosts`, `ray_hosts`),
-# and an agent does for ranks what none of them does:
-# - It starts ranks anew after a fault, from its fork server, while node 0 keeps the HTTP port and the waiting requests.
-#   torchrun restarts all processes of a job, the controller too; srun ends the job; Ray restarts one actor, which peers
-#   in a collective do not notice.
-# - It reports which rank a signal has ended, and on which host: that is the cause among many failures.
-# - A step is one encrypted message to a host, not one to each rank: node 0 sends it between two steps.
+# Why not start ranks by torchrun, srun or Ray? They do start agents (`weft.serve.cli.several_hosts`, `ray_hosts`), but
+# an agent does more for its ranks:
+# - It restarts ranks after a fault, from its fork server, while node 0 keeps the HTTP port and the waiting requests.
+#   torchrun restarts all processes of a job, the controller too; srun ends the job; Ray restarts one actor, but its
+#   peers in a collective do not notice.
+# - It reports the rank and host of a process ended by a signal: the cause among many failures.
+# - A step is one encrypted message per host instead of one per rank, and node 0 sends it between two steps.
 # - It compares versions and files (`digests`) and the secret (`secured`) before any rank loads weights, and refuses in
-#   one line. A launcher's store lets in whoever reaches its port.
+#   one line. A launcher's store admits anyone who reaches its port.
 # Ranks with sockets of their own to node 0 would save its relay, about 60 of 900 lines.
 
 from __future__ import annotations
@@ -49,15 +49,12 @@ from weft.engine.processes.rank_processes import RankProcesses
 ALIVE_S = 1.0
 TICK_MS = 100
 REFUSALS = 3
-"""So many connections that fail before a word was said are no accident: the other end has another key."""
+"""Number of failed handshakes without a message from which the other end counts as having another key."""
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class HostAgent:
-    """The agent of node `node_rank`, from 1 on. Raises EngineError in one line.
-
-    say: is given lines for whoever looks on.
-    """
+    """Agent of node `node_rank`, from 1 on. Raises EngineError in one line. say: called with lines for the user."""
 
     def __init__(self, config: EngineConfig, say: Callable[[str], None]):
         assert config.master_addr is not None and config.cluster_key is not None and config.node_rank
@@ -80,7 +77,7 @@ class HostAgent:
         self._facts = digests.facts(config)
 
     def run(self) -> None:
-        """Serves until node 0 ends in order. Raises EngineError where it is gone, or takes no such host."""
+        """Serve until node 0 exits in order. Raises EngineError if node 0 is lost or refuses this host."""
         try:
             self._say(f"node {self.node}: waiting for node 0 at {self._where} (interface {self._config.interface})")
             self._ranks.prepare()
@@ -107,7 +104,7 @@ class HostAgent:
             if self._socket in ready:
                 if not self._follow(self._socket.recv()):
                     return
-            elif self._gone:  # its last words have been heard
+            elif self._gone:  # and its last messages have been read
                 raise EngineError(f"node 0 at {self._where} is gone; so are the ranks of this host")
             if self._ranks.running and (message := self._ranks.receive(0)) is not None:
                 self._send(FromRanks(self._number, message))
@@ -121,8 +118,8 @@ class HostAgent:
                 raise EngineError(f"node 0 was not heard at {self._where} within {self._config.join_timeout_s:g} s")
 
     def _watch(self, event: int) -> None:
-        """What became of the connection."""
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._welcome:  # with this node 0, or one that came after it
+        """Handle an event of the connection's monitor."""
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._welcome:  # of this node 0, or of its successor
             options = digests.options(self._config)
             self._send(Join(self.node, socket.gethostname(), self._facts, options, time.time()))
         self._refusals = self._refusals + 1 if event & FAILED else self._refusals
@@ -134,7 +131,7 @@ class HostAgent:
         self._gone |= event == zmq.EVENT_DISCONNECTED and self._welcome
 
     def _follow(self, frame: bytes) -> bool:
-        """Does what node 0 asks. False: it ends."""
+        """Carry out a message of node 0. Returns False if node 0 exits."""
         message = decode_to_agent(frame)
         if isinstance(message, Refused):
             raise EngineError(message.text)

@@ -1,4 +1,4 @@
-"""Node 0's end of the agents: takes in those of the cluster, notices which host is gone, and passes messages on."""
+"""Node 0's end of the agents: admits the cluster's agents, notices lost hosts, and forwards messages."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from weft.engine.messages.host_messages import (
 
 log = logging.getLogger(__name__)
 SILENT_S = 5.0
-"""An agent that is not heard for so long is gone; it says every second that it is there."""
+"""Seconds without a heartbeat after which an agent counts as lost; agents send one every second."""
 
 
 @dataclass
 class Agent:
-    """An agent that has joined. heard: when, by the monotonic clock. stopped: the last start that it ended."""
+    """An agent that has joined. heard: monotonic time of its last message. stopped: number of its last ended start."""
 
     identity: bytes
     join: Join
@@ -47,14 +47,14 @@ class Agent:
 
     @property
     def name(self) -> str:
-        """As errors call its host."""
+        """Name of its host in errors."""
         return f"node {self.join.node} ({self.join.host})"
 
 
 class Agents:
-    """The agents of nodes 1 to nnodes - 1. Methods raise EngineError in one line.
+    """Agents of nodes 1 to nnodes - 1, on a socket bound to `master_addr` and `master_port`.
 
-    Binds `master_addr` and `master_port`.
+    Methods raise EngineError in one line.
     """
 
     def __init__(self, config: EngineConfig):
@@ -66,12 +66,12 @@ class Agents:
         self._nodes = range(1, config.mesh.hosts)
         self._ours = digests.facts(config), digests.options(config)
         self.clocks: dict[int, float] = {}
-        """By how many seconds each host's clock was ahead when it joined."""
+        """Seconds by which each host's clock was ahead of node 0's when it joined."""
         self._agents: dict[int, Agent] = {}
         self._candidates: dict[int, Agent] = {}
-        """Who says to be a node that is there already: its successor, or a mistake."""
+        """Agents that claim a node already taken: a successor, or a mistake."""
         self.refused: dict[int, str] = {}
-        """Why a node was refused the last time."""
+        """Reason of the last refusal of each node."""
         self._lost: str | None = None
         self._ended: list[Ended] = []
         self._number = 0
@@ -101,7 +101,7 @@ class Agents:
         return [node for node in self._nodes if node not in self._agents]
 
     def wait_for_all(self, timeout_s: float, waiting: Callable[[], None]) -> None:
-        """Returns once every node has joined. waiting: called several times a second."""
+        """Wait until every node has joined. waiting: called several times a second."""
         deadline = time.monotonic() + timeout_s
         while self.missing:
             waiting()
@@ -118,29 +118,29 @@ class Agents:
         self._lost = None
 
     def start(self, config: dict[str, Any], table: str | None, number: int) -> None:
-        """Has every agent start its ranks. config: of an engine, in JSON's types (`digests.plain`)."""
+        """Request every agent to start its ranks. The arguments are the fields of `Start`."""
         self._number, self._ended = number, []
         message = encode(Start(number, config, table))
         for agent in self._agents.values():
             self._send(agent, message)
 
     def send(self, node: int, rank: int | None, encoded: bytes) -> None:
-        """Passes a message on to a rank of a node; None: to all of them."""
+        """Forward a message to a rank of a node. rank: None for all ranks of the node."""
         if node in self._agents:
             self._send(self._agents[node], encode(ToRanks(self._number, rank, encoded)))
 
     def receive(self) -> bytes | None:
-        """Takes one message of an agent, if there is one. Returns a rank's message that it held."""
+        """Handle one message of an agent, if there is one. Returns the rank's message that it contained, if any."""
         try:
             identity, frame = self.socket.recv_multipart(zmq.NOBLOCK)
             message: FromAgent = decode_from_agent(frame)
-        except (zmq.Again, ValueError, msgspec.DecodeError):  # an agent of another version may say what this one cannot
+        except (zmq.Again, ValueError, msgspec.DecodeError):  # none yet, or of another version
             return None
         if isinstance(message, Join):
             self._take_in(identity, message)
             return None
         agent = next((a for a in self._agents.values() if a.identity == identity), None)
-        if agent is None:  # it was refused, or given up, which it cannot know where its connection has outlived that
+        if agent is None:  # refused or given up; it may not know, if its connection survived
             if not isinstance(message, Left):
                 why = f"this host was not heard for {SILENT_S:g} s, and node 0 has given it up; start it again"
                 self.socket.send_multipart([identity, encode(Refused(why))])
@@ -162,9 +162,9 @@ class Agents:
         return None
 
     def gone(self, *, killed: bool = False) -> str | None:
-        """One line about a host or a rank of one that is gone, or None; receive what has arrived before.
+        """Return one line about a lost host or an ended rank, or None. Receive all pending messages first.
 
-        killed: not about ranks that ended by themselves.
+        killed: only ranks ended by a signal count.
         """
         self._bury()
         if self._lost:
@@ -172,7 +172,7 @@ class Agents:
         return next((e.text for e in self._ended if e.killed or not killed), None)
 
     def stop(self, waiting: Callable[[], None] = lambda: None) -> None:
-        """Has the ranks of every host ended, and waits for that. Hosts that do not say so are gone."""
+        """End the ranks of every host, and wait for the hosts' confirmations. Hosts without one count as lost."""
         message = encode(StopRanks(self._number))
         for agent in self._agents.values():
             self._send(agent, message)
@@ -184,7 +184,7 @@ class Agents:
                 self._bury()
 
     def close(self) -> None:
-        """Has the agents leave. May be called twice."""
+        """Request all agents to exit. May be called twice."""
         if self._context.closed:
             return
         for agent in (*self._agents.values(), *self._candidates.values()):
@@ -201,7 +201,7 @@ class Agents:
         agent = Agent(identity, join, time.monotonic())
         if join.node not in self._nodes:
             nodes = f"1 to {self._nodes[-1]}"
-            self._refuse(agent, f"{agent.name} is none of this cluster's: beside node 0 it has {nodes}")
+            self._refuse(agent, f"{agent.name} is not part of this cluster, which consists of node 0 and {nodes}")
         elif wrong := digests.difference(join.node, join.host, (join.facts, join.options), self._ours):
             self._refuse(agent, wrong)
         elif join.node in self._agents:
@@ -217,7 +217,7 @@ class Agents:
         self._send(agent, encode(Refused(why)))
 
     def _bury(self) -> None:
-        """Gives agents up that were silent for too long."""
+        """Give up agents without recent heartbeats."""
         now = time.monotonic()
         for agent in list(self._agents.values()):
             if now - agent.heard > SILENT_S:

@@ -1,4 +1,4 @@
-"""What must be alike on all hosts: versions, and the model's files, by digests that take no second."""
+"""Comparison of hosts: versions and options, and the model's files, by digests that cost less than a second."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from weft.engine.models.checkpoint import weight_files
 from weft.engine.models.directory import config_file
 
 BLOCK = 64 << 10
-"""Bytes that are read at the begin, the middle and the end of each file of weights: its header, and samples."""
+"""Bytes read at the beginning, the middle and the end of each weight file: its header, and samples."""
 OF_A_HOST = ("model", "cpu_bind", "node_rank", "interface", "cluster_key", "master_addr", "join_timeout_s")
-"""Options that each host may have its own of."""
+"""Options with a value per host."""
 OF_NODE_0 = (
     *("max_waiting", "max_choices", "max_restarts", "restart_window_s", "restart_backoff_s", "overlap", "seed"),
     "chat_template",
 )
-"""Options of the controller, which other hosts never need."""
+"""Options of the controller alone, which other hosts do not use."""
 ADVICE = {
     "weft": "install the same on every host",
     "torch": "install the same on every host",
@@ -40,7 +40,7 @@ ADVICE = {
 
 
 def facts(config: EngineConfig) -> dict[str, str]:
-    """Of this host, by what they are called in errors. Raises ModelError where the weights are not there."""
+    """Return the facts of this host, by their names in errors. Raises ModelError if weights are missing."""
     python = ".".join(platform.python_version_tuple()[:2])
     found = {"weft": f"{weft.__version__} ({_source()})", "torch": str(torch.__version__), "python": python}
     if on_gpus(config):
@@ -54,12 +54,12 @@ def facts(config: EngineConfig) -> dict[str, str]:
 
 
 def options(config: EngineConfig) -> dict[str, Any]:
-    """Those that must be the same on every host, as messages carry them."""
+    """Return the options that must be the same on every host, in JSON's types."""
     return {name: value for name, value in plain(config).items() if name not in OF_A_HOST + OF_NODE_0}
 
 
 def plain(config: EngineConfig) -> dict[str, Any]:
-    """All options in JSON's types."""
+    """Return all options in JSON's types."""
     values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
     return values
 
@@ -67,7 +67,7 @@ def plain(config: EngineConfig) -> dict[str, Any]:
 def difference(
     node: int, host: str, theirs: tuple[dict[str, str], dict[str, Any]], ours: tuple[dict[str, str], dict[str, Any]]
 ) -> str | None:
-    """One line about the first thing that is not the same on an agent's host as on node 0; None where all is."""
+    """Return one line about the first difference between an agent's host and node 0; None if there is none."""
     for name, value in ours[0].items():
         if (found := theirs[0].get(name)) != value:
             return f"node {node} ({host}) has other {name}: {found}, where node 0 has {value}; {ADVICE[name]}"
@@ -79,12 +79,12 @@ def difference(
 
 
 def of_this_host(config: EngineConfig) -> dict[str, Any]:
-    """The options that a host keeps when node 0's are taken for all others."""
+    """Return the options that a host keeps when it adopts node 0's other options."""
     return {f.name: getattr(config, f.name) for f in fields(config) if f.name in OF_A_HOST}
 
 
 def _devices(config: EngineConfig) -> str:
-    """The kinds of GPUs that the ranks of this host take, or that they take none: other kinds compute other bits."""
+    """Return the models of this host's GPUs in use, or CPUs: results differ between models."""
     if not on_gpus(config):
         return "CPUs"
     names = Counter(torch.cuda.get_device_name(gpu) for gpu in range(config.ranks_of_host))
@@ -92,7 +92,7 @@ def _devices(config: EngineConfig) -> str:
 
 
 def _of_files(paths: list[Path]) -> str:
-    """A digest of their names, sizes and sampled blocks."""
+    """Return a digest of files' names, sizes and sampled blocks."""
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size
@@ -105,7 +105,7 @@ def _of_files(paths: list[Path]) -> str:
 
 
 def _source() -> str:
-    """A digest of Weft's own source: a checkout may differ where the version does not."""
+    """Return a digest of Weft's source: checkouts of one version may differ."""
     root, digest = Path(weft.__file__).parent, hashlib.sha256()
     for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cc", ".cu", ".h")):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())

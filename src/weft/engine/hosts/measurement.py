@@ -1,6 +1,6 @@
-"""Measurements over several hosts: hosts meet as those of an engine do, and node 0 says what is measured.
+"""Measurements over several hosts: hosts meet like an engine's hosts, and node 0 describes the measurement to them.
 
-Each host then starts a process for each of its ranks, and these meet by torch.distributed's store.
+Each host then starts a process per rank, and the ranks meet by torch.distributed's store.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from weft.engine.messages.host_messages import Start
 from weft.tune.ranks import Here, Report, run_ranks
 
 RankWork = Callable[[int, Path, Report, Here, dict[str, Any]], None]
-"""A rank's part of a measurement: its rank, a folder where the ranks of its host meet, how it reports, what it needs of
-its host, and what node 0 says."""
+"""Function of a rank's part of a measurement, called with its rank, a folder shared by its host's ranks, a function to
+report with, facts of its host, and node 0's description."""
 
 
 def over_hosts(
     config: EngineConfig, work: RankWork, describe: Callable[[], dict[str, Any]], say: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Run this host's ranks of a measurement; yields what rank 0 reports, so nothing on other hosts than node 0.
+    """Run this host's ranks of a measurement. Yields the reports of rank 0, on node 0 only.
 
     Args:
-        config: has the layout and the hosts.
+        config: the layout and the hosts.
         work: a rank's part; a function of a module, the same on all hosts.
-        describe: returns what node 0 says to all ranks, in JSON's types; called there once all hosts have come.
-        say: is called with lines for whoever looks on.
+        describe: returns node 0's description for all ranks, in JSON's types; called there once all hosts have joined.
+        say: called with lines for the user.
 
     Raises EngineError, CommError.
     """
@@ -66,7 +66,7 @@ def _hear(config: EngineConfig, work: str, say: Callable[[str], None]) -> dict[s
 
 
 class _Hearing(HostAgent):
-    """Joins, and leaves with what node 0 says first."""
+    """Agent that joins, and leaves with node 0's first message."""
 
     said: dict[str, Any] | None = None
 
@@ -78,6 +78,6 @@ class _Hearing(HostAgent):
 
 
 def _rank(rank: int, directory: Path, report: Report, work: RankWork, here: Here, said: dict[str, Any]) -> None:
-    (meeting := directory / "ranks").mkdir(exist_ok=True)  # of the same name on every host
+    (meeting := directory / "ranks").mkdir(exist_ok=True)  # the same name on every host
     os.environ["GLOO_SOCKET_IFNAME"] = here.interface
     work(rank, meeting, report, here, said)

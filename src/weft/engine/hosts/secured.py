@@ -1,6 +1,6 @@
-"""Sockets between hosts, secured by CURVE: who does not know the cluster's key is not heard, and reads nothing.
+"""Sockets between hosts, secured by CURVE: without the cluster's key, nobody can send or read messages.
 
-Both ends derive their key pairs from the secret in the file, so the file is all that hosts share.
+Both ends derive their key pairs from the secret in the key file, so hosts share only this file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.engine.config.config import EngineError
 
 MIN_KEY_BYTES = 16
 MAX_MESSAGE_BYTES = 64 << 20
-"""Of a message: what a stranger announces is not allocated."""
+"""Maximum size of a message: a stranger's announced size is not allocated."""
 PING_MS, SILENT_MS = 1000, 5000
-"""ZeroMQ's own heartbeats, sent by a thread of its own: a busy host replies to them."""
+"""Interval and limit of ZeroMQ's heartbeats; its own thread sends them, so a busy host still replies."""
 HOW_TO_MAKE_ONE = "make one with: head -c 32 /dev/urandom | base64 > cluster.key"
 
 
 def read_key(path: Path) -> bytes:
-    """The secret, without the white space around it. Raises EngineError."""
+    """Read the secret, without the white space around it. Raises EngineError."""
     try:
         key = path.read_bytes().strip()
     except OSError as error:
@@ -35,7 +35,7 @@ def read_key(path: Path) -> bytes:
 
 
 class _Allowed:
-    """What the authenticator asks: the one key of agents that know the secret."""
+    """Key check for the authenticator: it accepts the one key derived from the secret."""
 
     def __init__(self, public: bytes):
         self._public = public
@@ -45,7 +45,7 @@ class _Allowed:
 
 
 def authenticator(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> ThreadAuthenticator:
-    """Lets agents that know the secret in, and nobody else; to be stopped before the context ends."""
+    """Start an authenticator that admits only agents with the secret. Stop it before the context ends."""
     found = ThreadAuthenticator(context)
     found.start()
     found.configure_curve_callback("*", _Allowed(_pair(key, b"agent")[1]))
@@ -53,7 +53,7 @@ def authenticator(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> Thread
 
 
 def listening(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socket[bytes]:
-    """Node 0's socket, not bound yet."""
+    """Return node 0's socket, not bound yet."""
     found = context.socket(zmq.ROUTER)
     found.curve_secretkey, found.curve_publickey = _pair(key, b"node 0")
     found.curve_server = True
@@ -61,7 +61,7 @@ def listening(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socket
 
 
 def connecting(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socket[bytes]:
-    """An agent's socket, not connected yet."""
+    """Return an agent's socket, not connected yet."""
     found = context.socket(zmq.DEALER)
     found.curve_secretkey, found.curve_publickey = _pair(key, b"agent")
     found.curve_serverkey = _pair(key, b"node 0")[1]
@@ -69,7 +69,7 @@ def connecting(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socke
 
 
 def endpoint(address: str, port: int) -> str:
-    """As ZeroMQ writes it."""
+    """Return an endpoint in ZeroMQ's form."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
@@ -85,6 +85,6 @@ def _limited(made: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
 
 
 def _pair(key: bytes, owner: bytes) -> tuple[bytes, bytes]:
-    """Secret and public key of an end."""
+    """Return the secret and the public key of an end."""
     secret = z85.encode(hmac.digest(key, b"weft " + owner, hashlib.sha256))
     return secret, zmq.curve_public(secret)

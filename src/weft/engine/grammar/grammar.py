@@ -1,5 +1,4 @@
-"""Completions that follow a grammar, by llguidance: a JSON schema, a regular expression, a choice, or a Lark
-grammar."""
+"""Constrained decoding by llguidance: JSON schemas, regular expressions, choices, and Lark grammars."""
 
 from __future__ import annotations
 
@@ -19,22 +18,24 @@ from weft.engine.grammar.grammar_sandbox import LIMITS, GrammarSandbox, in_a_lin
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-"""Of JSON, as regular expressions. Where any whitespace may come, some models write nothing else until the length."""
+"""Separators of JSON, as regular expressions. If any whitespace is allowed, some models write nothing else."""
 MAX_TEXT = 2**21
-"""Characters of a grammar."""
+"""Maximum characters of a grammar."""
 MAX_GBNF = 2**16
-"""Characters of one as GBNF, which takes Python the square of its length to convert."""
+"""Maximum characters of a GBNF grammar: conversion is quadratic in its length."""
 MAX_BYTES = 2**26
-"""Of memory that a compiled grammar may take."""
+"""Maximum memory of a compiled grammar."""
 KEPT_BYTES = 2**28
-"""Of memory that all take which are kept for the next request."""
+"""Maximum memory of all compiled grammars in the cache."""
 
 
 def grammar(kind: Kind, what: Any, *, any_whitespace: bool = False) -> str:
-    """As `SamplingParams.grammar` takes it. ValueError for what is not of its kind.
+    """Return a grammar for `SamplingParams.grammar`. Raises ValueError if `what` is invalid for its kind.
 
-    json: a schema (json-schema.org), or its text; any_whitespace as in `schema_text`. regex: matches the whole text.
-    choice: a list of texts. grammar: Lark or GBNF.
+    Args:
+        kind: json, regex, choice or grammar.
+        what: a schema (json-schema.org) or its text; an expression for the whole text; a list of texts; Lark or GBNF.
+        any_whitespace: see `schema_text`.
     """
     try:
         if kind == "choice":
@@ -50,12 +51,12 @@ def grammar(kind: Kind, what: Any, *, any_whitespace: bool = False) -> str:
 
 
 def json_grammar(schema: Any) -> str:
-    """Return a JSON schema as `SamplingParams.grammar` takes it."""
+    """Return a JSON schema as a grammar for `SamplingParams.grammar`."""
     return json.dumps({"grammars": [{"json_schema": schema}]})
 
 
 def choice_of(texts: Sequence[str]) -> str:
-    """Lark of one of these texts. It is one terminal: each alternative of a rule takes a place in the parser's row."""
+    """Return Lark for one of these texts, as a terminal: alternatives of a rule would each cost an item of a row."""
     some = " | ".join(json.dumps(text) for text in texts if text)
     rule = ("CHOICE?" if "" in texts else "CHOICE") if some else '""'
     return f"start: {rule}\n" + (f"CHOICE: {some}\n" if some else "")
@@ -68,8 +69,9 @@ def _sized(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
-    """A JSON schema as grammars embed it. any_whitespace: it may stand wherever JSON allows it, without end; else one
-    space may follow a comma or a colon. What the schema's own "x-guidance" says comes first.
+    """Return a JSON schema with separators; its own "x-guidance" takes precedence.
+
+    any_whitespace: allow unlimited whitespace wherever JSON does; else one space may follow a comma or a colon.
     """
     schema = {} if schema is True else schema
     own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
@@ -79,13 +81,13 @@ def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
 
 
 def followed(lead: str, grammar: str, name: str = "output") -> str:
-    """Return a grammar around another. lead: Lark, in which `@NAME` stands for the other."""
+    """Return a grammar that embeds another. lead: Lark with `@NAME` in the place of the other."""
     inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return json.dumps({"grammars": [{"lark_grammar": lead}, inner[0] | {"name": name}, *inner[1:]]})
 
 
 def either(lark: str, grammar: str) -> str:
-    """Return a grammar of outputs that follow the one or the other."""
+    """Return a grammar of outputs that match either of two."""
     return followed(lark.replace("start:", "start: @other |", 1), grammar, "other")
 
 
@@ -96,8 +98,8 @@ class Grammar:
         self._matcher = matcher
 
     def mask(self, allowed: bytes) -> bytes:
-        """Which tokens may come next, as `weft.engine.scheduler.sampling_rows.bits`; of `allowed` only, where
-        that is not empty.
+        """Return the mask of the allowed next tokens (`weft.engine.scheduler.sampling_rows.bits`), within `allowed`
+        unless that is empty.
         """
         mask = self._matcher.compute_bitmask()
         if not allowed:
@@ -106,10 +108,10 @@ class Grammar:
         return both.to_bytes(len(allowed), "little")
 
     def accept(self, token: int) -> bool:
-        """Takes the next token; True where the text is complete and nothing can follow.
+        """Advance by a sampled token. Returns True if the text is complete and nothing can follow.
 
-        Raises ValueError where the grammar does not allow the token, which is sampled only where no token is allowed,
-        or where the grammar grows beyond llguidance's limits.
+        Raises ValueError if the grammar rejects the token, which happens only where it allows none, or if it exceeds
+        llguidance's limits.
         """
         if not self._matcher.consume_token(token):
             why = (self._matcher.get_error() or "no token may come").splitlines()[0]
@@ -119,51 +121,52 @@ class Grammar:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A grammar that any number of completions may follow. bytes: memory that it takes, about."""
+    """A compiled grammar, shared by any number of completions. bytes: its approximate memory."""
 
     matcher: llguidance.LLMatcher
     bytes: int
 
     def start(self) -> Grammar:
-        """At its beginning."""
+        """Return the state at the grammar's beginning."""
         return Grammar(self.matcher.deep_copy())
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer. vocabulary: the model's, which may be larger, or smaller where tokens were
-    added to the tokenizer alone. ends: the model's end tokens.
+    """Compiler and cache of grammars for one tokenizer.
+
+    vocabulary: number of the model's tokens, which may differ from the tokenizer's. ends: the model's end tokens.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Iterable[int]):
         self._tokenizer, self._ends = tokenizer, list(ends)
         self._size = max(vocabulary, len(tokenizer))
         self._sandbox = GrammarSandbox(self._described)
-        self._kept: OrderedDict[str, Compiled] = OrderedDict()  # the one that was asked for last at the end
+        self._kept: OrderedDict[str, Compiled] = OrderedDict()  # most recently used last
         self._look, self._compile = threading.Lock(), threading.Lock()
 
     @cached_property
     def tokens(self) -> llguidance.LLTokenizer:
-        """What llguidance knows of the tokenizer: the bytes of each token."""
+        """The tokenizer in llguidance's form: the bytes of each token."""
         return llguidance.hf.from_tokenizer(self._tokenizer, self._size, self._ends or None)
 
     @cached_property
     def named(self) -> frozenset[str]:
-        """Tokens that only their name in a grammar matches, as no text does: the special ones, and llguidance takes
-        every added token between < and > for one."""
+        """Tokens that a grammar matches by name only, never by text: special ones; llguidance counts every added token
+        between < and > as special."""
         added = self._tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
         return frozenset(token.content for number, token in added if self.tokens.is_special_token(number))
 
     def start(self, grammar: str | Compiled) -> Grammar:
-        """At its beginning. Raises and waits as `compiled`, for a text."""
+        """Return the state at a grammar's beginning. A text is compiled first: see `compiled`."""
         return (self.compiled(grammar) if isinstance(grammar, str) else grammar).start()
 
     def compiled(self, grammar: str) -> Compiled:
-        """It may take seconds, in which other threads run. ValueError for a grammar that is none, or takes too much."""
+        """Compile a grammar, for seconds at most; other threads run on. Raises ValueError if invalid or too large."""
         with self._look:
             if (known := self._kept.get(grammar)) is not None:
                 self._kept.move_to_end(grammar)
                 return known
-        with self._compile:  # one at a time, and each once
+        with self._compile:  # one at a time, and each grammar only once
             if (known := self._kept.get(grammar)) is None:
                 known = self._tried(grammar)
                 with self._look:

@@ -1,14 +1,13 @@
-"""A process in which grammars are compiled before this one does: `python -m weft.engine.grammar.grammar_sandbox PID`.
+"""Sandbox process that compiles a grammar before the engine does: `python -m weft.engine.grammar.grammar_sandbox PID`.
 
-llguidance may take minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
-Its own limits prevent none of these. So a grammar is tried in a fork of a process that knows the tokenizer, with limits
-that the kernel enforces. That process must stay single-threaded, as forks are made of it; it lives as long as its
-standard input is open and PID, which started it, runs: a process that PID has forked holds a copy of the other end of
-standard input. Its protocol is one JSON value a line:
+llguidance may need minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
+Its own limits prevent none of these. So a grammar is tried in a fork of a process with the tokenizer, under limits of
+the kernel. The process must stay single-threaded, since it forks. It ends when its standard input closes or PID, its
+parent, ends: forks of PID hold a copy of the other end of standard input. The protocol is one JSON value a line:
 
-  in    {"tokenizer": TEXT, "vocabulary": N, "ends": [TOKEN, …]}    once; as `llguidance.LLTokenizer` takes it
-        GRAMMAR                                                     as `llguidance.LLMatcher` takes it
-  out   {"bytes": N}                                                what it takes in memory
+  in    {"tokenizer": TEXT, "vocabulary": N, "ends": [TOKEN, …]}    once, for `llguidance.LLTokenizer`
+        GRAMMAR                                                     for `llguidance.LLMatcher`
+  out   {"bytes": N}                                                memory of the compiled grammar
         {"error": LINE}                                             why it cannot be used
 """
 
@@ -31,29 +30,29 @@ from typing import Any
 import llguidance
 
 CPU_S = 2.0
-"""Of a processor, for one grammar."""
+"""Seconds of CPU time for one grammar."""
 MEMORY = 2**29
-"""Bytes of address space for one grammar, while it is compiled."""
+"""Bytes of address space to compile one grammar."""
 STACK = 2**20
-"""Bytes, of a thread that compiles here; any thread has more, so that what compiles here compiles there."""
+"""Bytes of stack of a thread that compiles here; the engine's threads have more, so a grammar compiles there too."""
 LIMITS = llguidance.LLParserLimits(max_items_in_row=8192, initial_lexer_fuel=750_000, verbose_errors=False)
-"""What llguidance allows; 900 optional properties take 3,600 items."""
+"""Limits within llguidance; 900 optional properties need 3,600 items."""
 ENDED = {
     signal.SIGPROF: f"compiling it takes more than {CPU_S:g} s of a processor",
     signal.SIGSEGV: "it is nested too deeply, or has too many properties",
     signal.SIGABRT: f"compiling it takes more than {MEMORY >> 20} MiB",
 }
-"""What it means that a fork was ended by a signal."""
+"""Errors for forks ended by a signal."""
 
 
 REGEX_ERROR = re.compile(r"regex parse error:\n {4}([^\n]*)\n {4}( *)\^+\nerror: ([^\n]*)")
-"""What the parser of regular expressions writes: the expression, a mark below the place, and the reason."""
+"""Format of the regular expression parser's errors: the expression, a mark below the place, and the reason."""
 REGEX_SHOWN = 40
 """Characters of a regular expression in an error."""
 
 
 def in_a_line(error: str) -> str:
-    """Return an error of llguidance in a line; of a regular expression, the reason and the place."""
+    """Return an error of llguidance in one line; for a regular expression, the reason and the place."""
     if (found := REGEX_ERROR.search(error)) is not None:
         at = len(found[2])
         return f"{found[3]} at character {at} of the regular expression, {found[1][at : at + REGEX_SHOWN]!r}"
@@ -63,7 +62,7 @@ def in_a_line(error: str) -> str:
 
 
 class GrammarSandbox:
-    """The controller's end. tokenizer: makes the line that describes the tokenizer, when the process first starts."""
+    """The controller's end. tokenizer: returns the line that describes the tokenizer, at the process's first start."""
 
     def __init__(self, tokenizer: Callable[[], dict[str, Any]]):
         self._tokenizer = tokenizer
@@ -71,9 +70,9 @@ class GrammarSandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def bytes_of(self, grammar: str) -> int:
-        """What a grammar takes in memory. ValueError, in a line, for one that cannot be used."""
+        """Return the memory of a compiled grammar. Raises ValueError in one line if it cannot be used."""
         with self._lock:
-            reply = self._ask(grammar) or self._ask(grammar)  # the process itself may have been killed: once more
+            reply = self._ask(grammar) or self._ask(grammar)  # retry once: the process itself may have been killed
         if reply is None:
             raise ValueError("it cannot be compiled")
         if "error" in reply:
@@ -81,7 +80,7 @@ class GrammarSandbox:
         return int(reply["bytes"])
 
     def _ask(self, grammar: str) -> dict[str, Any] | None:
-        """None where the process has ended, and is to be started anew."""
+        """Return the reply; None if the process has ended and must be started again."""
         try:
             if self._process is None:
                 self._process = self._start()
@@ -97,7 +96,7 @@ class GrammarSandbox:
         return reply
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # A session of its own: Ctrl-C is for the controller.
+        # A session of its own, so that Ctrl-C reaches the controller alone.
         process = subprocess.Popen(
             [sys.executable, "-m", "weft.engine.grammar.grammar_sandbox", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -118,7 +117,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(parent: int) -> None:
-    """Tries grammars until standard input or the process that started this one ends."""
+    """Try grammars until standard input or the parent process ends."""
     lines = _lines(parent)
     if (described := next(lines, None)) is None:
         return
@@ -153,7 +152,7 @@ def _lines(parent: int) -> Iterator[bytes]:
 def _try_and_exit(tokens: llguidance.LLTokenizer, line: bytes) -> None:
     size = _pages()[0]
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # which ends the process
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     threading.stack_size(STACK)
     thread = threading.Thread(target=lambda: _say(_tried(tokens, json.loads(line))))
     thread.start()
@@ -164,7 +163,7 @@ def _try_and_exit(tokens: llguidance.LLTokenizer, line: bytes) -> None:
 def _tried(tokens: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
     before = _own()
     matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
-    # One step as well: what the first row of the parser holds is known then.
+    # Take one step too, since the parser fills its first row only then.
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
     if mask:
         matcher.consume_token((mask & -mask).bit_length() - 1)
@@ -174,13 +173,13 @@ def _tried(tokens: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
 
 
 def _own() -> int:
-    """Bytes in memory that are of no file."""
+    """Return the resident bytes that map no file."""
     _, resident, of_files, *_ = _pages()
     return resident - of_files
 
 
 def _pages() -> list[int]:
-    """Bytes of this process: of address space, in memory, in memory of files, and others."""
+    """Return bytes of this process: address space, resident, resident of files, and others."""
     with open("/proc/self/statm") as file:
         return [int(pages) * resource.getpagesize() for pages in file.read().split()]
 

@@ -227,7 +227,7 @@ def test_memory_that_runs_out_later_is_said_in_one_line() -> None:
     found = failure(1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore lines."))
     assert (
         found.text.endswith(
-            "Tried to allocate 9 GiB.; lower --kv-tokens, --max-batch-tokens or --max-running, or take more ranks"
+            "Tried to allocate 9 GiB.; lower --kv-tokens, --max-batch-tokens or --max-running, or use more ranks"
         )
         and "\n" not in found.text
     )

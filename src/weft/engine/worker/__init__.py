@@ -1,1 +1,1 @@
-"""A rank's side: the model, its caches, its graphs, and the loop that serves the controller."""
+"""A rank: the model, its caches, its CUDA graphs, and the loop that serves the controller."""

@@ -1,4 +1,4 @@
-"""Memory of a rank's exchanges: the most that any step needs, and what this machine has."""
+"""Memory of a rank's exchanges: the maximum need of a step, and the memory available on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.planner.spec import LayoutError
 
 @dataclass(frozen=True)
 class ArenaNeed:
-    """A rank's need. blocks: tensors alive at once in the worst step; block_bytes: of two of the largest exchanged."""
+    """A rank's need. blocks: maximum tensors alive at once in a step; block_bytes: size of two of the largest ones."""
 
     blocks: int
     block_bytes: int
@@ -32,13 +32,13 @@ class ArenaNeed:
 
 
 class Ledger:
-    """A workspace that counts how many of its tensors are alive at once. peak: the largest count so far."""
+    """Workspace that counts its tensors alive at once. peak: the maximum so far."""
 
     def __init__(self) -> None:
         self._alive = self.peak = 0
 
     def empty(self, *shape: int, like: Tensor) -> Tensor:
-        """An unfilled tensor of like's dtype and device. It counts until its storage is freed: views keep it alive."""
+        """Return an empty tensor of like's dtype and device. It counts until its storage is freed, views included."""
         out = like.new_empty(shape)
         self._alive += 1
         self.peak = max(self.peak, self._alive)
@@ -50,20 +50,19 @@ class Ledger:
 
 
 def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> ArenaNeed:
-    """Return the most that any step of this configuration needs, with any plan. Raises LayoutError.
+    """Return the maximum need of any step of this configuration, with any plan. Raises LayoutError.
 
-    Alive at once are the residual, the last read, the blocks' sums or the deltas made of them, and while a collective
-    runs with an epilogue, its plain result and its residual and norm together. The last is also the largest: two
-    values of every group's rows, as many as a plan can be made for. Where tokens are sharded over dcp, attention also
-    has gathered queries and merged outputs, a row for each running sequence. A row of a split vocabulary's logits must
-    fit: more are gathered in turns. Rows that go to their experts are sent, arrive, and come back: any rank may get
-    them all.
+    Alive at once are the residual, the last read, the blocks' sums or the deltas made of them, and during a collective
+    with an epilogue, its plain result and its residual and norm together. The last is also the largest: two values of
+    every group's rows, up to the largest counts of a plan. If tokens are sharded over dcp, attention also has gathered
+    queries and merged outputs, a row per running sequence. A row of a split vocabulary's logits must fit: more rows are
+    gathered in turns. Dispatched rows are sent, received, and returned: any rank may get all rows.
     """
     ledger, mesh = Ledger(), config.mesh
     chain = trace(model, mesh, dtype, ledger.empty)
     reads = [read for form in chain.forms for read in form]
     deltas = max(ledger.peak, *(len(read.deltas) for read in reads))
-    # Plans are made for counts rounded up to a power of two.
+    # Counts of plans are rounded up to a power of two.
     tokens, decode_rows = bucket((config.batch_tokens,))[0], bucket((config.batch_sequences,))[0]
     merged = max((v.bytes(decode_rows, mesh.dcp) for s in chain.inside if isinstance(v := s.value, Merge)), default=0)
     inside = (each.value for read in reads for each in read.inside)
@@ -74,12 +73,12 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
 
 
 def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
-    """Raises LayoutError, in one line that says what would fit, where the ranks' arenas may outgrow this machine."""
+    """Raise LayoutError, in one line with limits that fit, if the ranks' arenas may exceed the available memory."""
     total = config.ranks_of_host * need.bytes
     if total <= available:
         return
     fits = config.batch_tokens * available // total
-    fits = 1 << (fits.bit_length() - 1) if fits else 0  # plans are made for powers of two
+    fits = 1 << (fits.bit_length() - 1) if fits else 0  # counts of plans are powers of two
     advice = f"max_batch_tokens={fits}" + (f" with max_running={fits}" if fits < config.batch_sequences else "")
     raise LayoutError(
         f"steps of {config.batch_tokens} tokens a group take up to {-(-total >> 20)} MiB of shared memory on "
@@ -89,9 +88,9 @@ def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take: what the machine has, or less where a control group limits it.
+    """Return the memory available to this process: the machine's, or less if a control group limits it.
 
-    Reads Linux's /proc/meminfo and the files of cgroup v2 and v1; a group's file cache that can be dropped is free.
+    Reads Linux's /proc/meminfo and the files of cgroup v2 and v1; a group's reclaimable file cache counts as free.
     """
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     found = [int(meminfo["MemAvailable"].split()[0]) << 10]
@@ -109,7 +108,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _left(group: Path, limit: str, usage: str, reclaimable: str) -> int:
-    """Bytes that a control group leaves; very many where it sets no limit."""
+    """Return the bytes available in a control group; a huge number without a limit."""
     try:
         allowed = (group / limit).read_text().strip()
         used = int((group / usage).read_text())

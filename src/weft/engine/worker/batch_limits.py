@@ -1,4 +1,4 @@
-"""Defaults of max_running and max_batch_tokens on GPUs, by their memory."""
+"""Defaults of max_running and max_batch_tokens on GPUs, by the GPUs' memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from weft.engine.worker.memory import CacheNeed, parameter_bytes
 
 LARGE_BATCH_TOKENS = 8192
 LARGE_BATCH_BYTES = 12 << 30
-"""Memory next to the weights from which steps have LARGE_BATCH_TOKENS rows, which take some GiB of it."""
+"""Minimum memory next to the weights for steps of LARGE_BATCH_TOKENS rows, which need some GiB."""
 SEQUENCES = (1024, 512, 256, 128)
-"""Beyond, graphs of decode steps take long to capture, and gain little over two steps."""
+"""Candidates for max_running. Larger graphs of decode steps are slow to capture, and gain little over two steps."""
 SEQUENCE_TOKENS = 256
-"""Tokens of a sequence, for which the cache must hold all sequences that run: a short chat."""
+"""Tokens per running sequence that the cache must hold: a short chat."""
 CACHE_SHARE = 0.5
-"""Minimum share of the cache in the memory next to the weights: steps and their graphs take the rest."""
+"""Maximum share of the memory next to the weights for this cache: steps and their graphs need the rest."""
 
 
 def with_batch_limits(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with max_batch_tokens and max_running, where ranks run on GPUs and these are omitted.
+    """Return the configuration with max_batch_tokens and max_running, if omitted, for ranks on GPUs.
 
-    Raises ModelError, and LayoutError where the model does not divide over the layout.
+    Raises ModelError, and LayoutError if the model does not divide over the layout.
     """
     if not on_gpus(config) or None not in (config.max_batch_tokens, config.max_running):
         return config
@@ -36,7 +36,7 @@ def with_batch_limits(config: EngineConfig) -> EngineConfig:
 
 
 def chosen_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> EngineConfig:
-    """Return the configuration with these limits for GPUs with this memory."""
+    """Return the configuration with limits for GPUs with this memory."""
     dtype = dtype_of(config)
     layers = build_model(model, config.mesh, 0, dtype, torch.device("meta"))
     left = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)

@@ -1,4 +1,4 @@
-"""The part of a rank's table of sequences that CUDA graphs read and write on the device."""
+"""Device part of a rank's table of sequences, read and written by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.staged_writes import PinnedWrites, StagedWrites
 
 FORMATS = {float: ("f", torch.float32), int: ("i", torch.int32)}
-"""Formats of a sampling parameter: of `struct`, and on the device."""
+"""Formats of a sampling parameter in `struct` and on the device, by its Python type."""
 
 
 class DeviceRows:
@@ -22,20 +22,20 @@ class DeviceRows:
 
     Attributes:
         length: int32 `[rows]`.
-        entries: int32, the tables of all cache groups side by side, each as wide as `widths` says: `[rows,
-            max_pages]`, the page table, or `[rows, 2]`, the slots of the state before and after the next step. −1: no
-            page, as where a window has passed.
+        entries: int32, the tables of all cache groups side by side, with `widths` columns: a page table `[rows,
+            max_pages]`, or `[rows, 2]`, the slots of the state before and after the next step. −1: no page, such as
+            behind a window.
         parameters: float32 or int32 `[rows]`, by the names of `PARAMETERS`.
         seed: int64 `[rows]`.
-        last_token: the table's.
-        steps: int32 `[1]`, how many graphs ran; each begins by counting itself.
-        writes: what is to change of all this and of other inputs of graphs before the next replay.
+        last_token: the table's `last_token`.
+        steps: int32 `[1]`, number of graphs replayed; each graph first increments it.
+        writes: pending changes of these tensors and of other inputs of graphs, before the next replay.
     """
 
     def __init__(self, table: RowTable, max_pages: int):
         self.last_token, device = table.last_token, table.device
         max_rows, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
-        # Side by side, so that all that a step changes is one copy; each part begins at a multiple of 16 bytes.
+        # One tensor, so that all changes of a step are one copy; each part begins at a multiple of 16 bytes.
         formats = {name: FORMATS[type(getattr(NEUTRAL, name))] for name in PARAMETERS}
         widths = (2, 1, *[1] * len(formats), sum(self.widths))
         sizes = [-(-max_rows * width // 4) * 4 for width in widths]
@@ -52,12 +52,12 @@ class DeviceRows:
         self.writes = PinnedWrites(self._all) if device.type == "cuda" else StagedWrites()
 
     def apply(self, group_rows: GroupRows) -> None:
-        """As `RowTable.apply` and `RowTable.forget_tokens`. ValueError for an entry beyond a table."""
+        """Apply a message's changes, with cleared last tokens. Raises ValueError for an entry beyond a table."""
         self.stage(group_rows)
         self.writes.flush()
 
     def stage(self, group_rows: GroupRows) -> None:
-        """`apply`, which the next flush of `writes` carries out."""
+        """Stage the changes of `apply` for the next flush of `writes`."""
         if not (group_rows.joins or group_rows.entries):
             return
         at, values = array("q"), array("i")
@@ -79,13 +79,13 @@ class DeviceRows:
         self.writes.write(self.last_token, joined, array("i", [NO_TOKEN]) * len(joined))
 
     def _place(self, row: int, group: int, index: int) -> int:
-        """Where a table's entry is among all that is here."""
+        """Return the index of a table's entry in the tensor of all parts."""
         if self._begins[group] + index >= self._begins[group + 1]:
             raise ValueError(f"entry {index} of a table of {self.widths[group]} entries")
         return self._entries + row * self._begins[-1] + self._begins[group] + index
 
     def ran(self, table: RowTable, group_rows: GroupRows) -> None:
-        """After a step without a graph: writes the new lengths of its rows."""
+        """Write the new lengths of a step's rows, after a step without a graph."""
         rows = array("q", [*group_rows.decode_rows.rows, *(chunk.row for chunk in group_rows.chunks)])
         self.writes.write(self.length, rows, array("i", [table.rows[row].length for row in rows]))
         self.writes.flush()
@@ -96,7 +96,7 @@ class DeviceRows:
         Args:
             logits: float32 `[S, vocabulary]`, or this rank's share `[S, own]`.
             rows: int64 `[S]`, of the table.
-            first: the share's first token; then only `SHARED` parameters count.
+            first: first token of the share; then only `SHARED` parameters apply.
         """
         from weft.engine.kernels.triton.sample import sample  # a CPU need not have Triton
 

@@ -1,7 +1,7 @@
-"""What the exchanges of a captured step take, each alone: inside a replayed graph nothing can be timed.
+"""Times of the exchanges of a captured step, each measured alone: nothing inside a replayed graph can be timed.
 
 Each exchange of a plan is repeated in a small graph of its own, with full tensors, and timed by events on either side
-of a replay. Every rank does the same, so that all enter an exchange together: the waiting for slow ranks is not in it.
+of a replay. All ranks enter an exchange together, so times do not include waiting for slow ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Timer = Callable[[Callable[[], Tensor]], float]
 
 @torch.inference_mode()
 def graph_seconds(call: Callable[[], Tensor]) -> float:
-    """Of one call on this rank's GPU, of several in a graph. Collective, where the call is."""
+    """Return seconds of a call on this rank's GPU, from a graph of CALLS calls. Collective if the call is."""
     call()
     torch.cuda.synchronize()
     graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -46,9 +46,9 @@ def graph_seconds(call: Callable[[], Tensor]) -> float:
 def exchange_times(
     plan: Plan, transports: Mapping[str, Transport], rows: CapturedRows, like: Tensor, timer: Timer = graph_seconds
 ) -> dict[StepKey, float]:
-    """Seconds of a call of each op of a plan with bytes that follow from counts, on one of the transports.
+    """Return seconds of a call of each op on one of the transports, for ops with sizes that follow from counts.
 
-    rows: full, with capacity for the plan's counts; like: of the activations' width, dtype and device.
+    rows: full, with capacity for the plan's counts; like: a tensor of the activations' width, dtype and device.
     """
     found: dict[object, float] = {}
     times: dict[StepKey, float] = {}
@@ -74,7 +74,7 @@ def _edge(op: Any, transport: Transport, rows: CapturedRows, like: Tensor) -> Ca
 
 
 def _permute(op: Any, transport: Transport, rows: CapturedRows, like: Tensor) -> Callable[[], Tensor]:
-    """Permutes the rows for each rank that are to be expected of full tensors."""
+    """Return a permutation of the rows per rank that are expected of full tensors."""
     what, world, exchange = op.value, tuple(range(rows.mesh.world)), all_to_allv(rows.mesh.world)
     own = tuple(rows.mesh.row_count(Rows.OWN, rank, rows.capacity) for rank in world)
     if not what.sent_row_bytes:  # counts
@@ -90,4 +90,4 @@ CALL_OF: dict[type[Op], tuple[Callable[[Any], object], Callable[..., Callable[[]
     StreamOp: (attrgetter("edge", "op"), _edge),
     BlockOp: (id, _permute),
 }
-"""For each type of op, equal values for ops that make the same call, and a function that makes it on full tensors."""
+"""Per type of op: a key, equal for ops with the same call, and a function that returns the call on full tensors."""

@@ -1,7 +1,7 @@
-"""What CUDA graphs read of a step: for steps of decode rows alone, and for steps with prompts.
+"""Inputs of CUDA graphs: for steps of decode rows only, and for steps with prompts.
 
 The last token, length, page tables and state slots of a row are on the device already
-(`weft.engine.worker.device_rows.DeviceRows`). So the host copies only which rows take part, and the tokens of prompts.
+(`weft.engine.worker.device_rows.DeviceRows`). So the host copies only the numbers of a step's rows and prompt tokens.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class Shape(NamedTuple):
-    """The capacity of a graph in each DP group.
+    """Capacity of a graph per DP group.
 
     Attributes:
         rows: rows of a step.
-        sampled: tokens that it samples.
+        sampled: sampled tokens of a step.
         prompts: sequences may have several rows; otherwise each has one and samples a token.
     """
 
@@ -44,13 +44,13 @@ class Shape(NamedTuple):
 
 
 class SampledRows(NamedTuple):
-    """The sequences of a step that sample a token. Tensors have the graph's capacity.
+    """Sequences of a step that sample a token. Tensors have the graph's capacity.
 
     Attributes:
         rows: int32 `[sampled]`, rows of the table.
-        live: int32 `[1]`, how many of `rows` count.
-        decode_count: int32 `[1]`, how many of these are decode rows.
-        lengths: int32 `[sampled]`, their tokens, those of this step included.
+        live: int32 `[1]`, number of valid `rows`.
+        decode_count: int32 `[1]`, number of decode rows, which come first.
+        lengths: int32 `[sampled]`, tokens of each sequence, including this step's.
     """
 
     rows: Tensor
@@ -60,23 +60,23 @@ class SampledRows(NamedTuple):
 
 
 class Inputs(Protocol):
-    """The inputs of one kind of steps. shapes: of their graphs, ascending."""
+    """Inputs of one kind of steps. shapes: shapes of their graphs, ascending."""
 
     shapes: Sequence[Shape]
 
     def put(self, group_rows: GroupRows) -> int:
-        """Stages or queues what a replay reads. Returns the number of sampled rows."""
+        """Stage or queue the inputs of a replay. Returns the number of sampled rows."""
         ...
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
-        """The batch and sampled rows of a graph; host code that a capture runs once. live: int32 `[1]`, rows of the
+        """Return the batch and sampled rows of a graph; a capture runs this once. live: int32 `[1]`, rows of the
         step."""
         ...
 
 
 def decode_capacities(max_rows: int) -> list[int]:
-    """Capacities of graphs of decode rows: powers of two to 64, then every 64 to 256, then two for each doubling; the
-    last is `max_rows`. Each keeps logits of its rows, and takes as long to capture as any.
+    """Return capacities of graphs of decode rows: powers of two to 64, then every 64 to 256, then two per doubling; the
+    last is `max_rows`. Each graph keeps logits of its rows, and all cost the same time to capture.
     """
     found = [*(1 << i for i in range(7)), 128, 192, 256]
     while found[-1] < max_rows:
@@ -85,7 +85,7 @@ def decode_capacities(max_rows: int) -> list[int]:
 
 
 def prompt_capacities(max_rows: int) -> list[int]:
-    """Capacities of graphs with prompts. Few rows take about as long as a few more, since weights have to be read;
+    """Return capacities of graphs with prompts. With few rows, the weights' reads dominate and padding costs little;
     from 512 on less than a quarter of a graph's rows is padding.
     """
     found = [64, 128, 256, 384]
@@ -96,11 +96,11 @@ def prompt_capacities(max_rows: int) -> list[int]:
 
 
 def captures_prompts(caches: Caches, recipes: Recipes) -> bool:
-    """Whether steps with prompts have graphs. recipes: those asked for.
+    """Tell whether steps with prompts have graphs. recipes: the configured ones.
 
-    They have none where the host loops over the prompts of layers with recurrent states (`Recurrent.by_starts`). Where
-    tokens are sharded over dcp, they have none where all prompts are to gather them, as any number may have to be
-    gathered, nor where the attention backend does not merge prompts.
+    They have none if the host loops over prompts, for layers with recurrent states (`Recurrent.by_starts`). If tokens
+    are sharded over dcp, they have none if all prompts gather tokens, since their number is unlimited, or if the
+    attention backend does not merge prompts.
     """
     by_starts = all(states.spec.by_starts for _, states in caches.states)
     sharded = [backend.local for _, backend in caches.paged if isinstance(backend, ContextParallel)]
@@ -109,9 +109,9 @@ def captures_prompts(caches: Caches, recipes: Recipes) -> bool:
 
 
 class DecodeInputs:
-    """Inputs of decode steps: one row for each sequence, which runs its last token.
+    """Inputs of decode steps: one row per sequence, which runs its last token. rules, page_size: of the caches.
 
-    Only which rows take part is copied, and only where that has changed. rules, page_size: of the caches.
+    Only the row numbers are copied, and only if they have changed.
     """
 
     def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int):
@@ -119,7 +119,7 @@ class DecodeInputs:
         self.shapes: Sequence[Shape] = [Shape(n, n, False) for n in decode_capacities(max_sequences)]
         self._rows, self._rules, self._page_size = rows, rules, page_size
         self._decode_rows = torch.zeros_like(rows.length)
-        self._copied: tuple[int, ...] = ()  # what that holds
+        self._copied: tuple[int, ...] = ()  # the current content of `_decode_rows`
 
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
@@ -130,7 +130,7 @@ class DecodeInputs:
         return len(decode_rows)
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
-        """See `Inputs.batch`. Padding rows have length 0, and are stored nowhere."""
+        """See `Inputs.batch`. Padding rows have length 0, and their keys and values are not stored."""
         from weft.engine.kernels.triton.decode_step import step_in  # a CPU need not have Triton
 
         rows, decode_rows = self._rows, self._decode_rows[: shape.rows]
@@ -152,18 +152,18 @@ class DecodeInputs:
 class PromptInputs:
     """Inputs of steps with prompts, of up to `max_rows` rows in all. rules, page_size: of the caches.
 
-    Positions and slots of rows are computed on the device from lengths and tables, by torch's operators: a
-    microsecond or two each, beside a step of milliseconds. Sequences of one row come first: sequence i has row i.
+    Torch's operators compute positions and slots of rows on the device, from lengths and tables: a microsecond or two
+    each, small compared with a step of milliseconds. Sequences of one row come first: sequence i has row i.
     """
 
     def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int, max_rows: int):
         max_sequences, device = len(rows.length), rows.length.device
         self.shapes: Sequence[Shape] = [Shape(n, min(n, max_sequences), True) for n in prompt_capacities(max_rows)]
         self._rows, self._rules, self._page_size = rows, rules, page_size
-        # Whole units of 16 bytes, so that no other kernels are compiled for these.
+        # Use whole units of 16 bytes, since Triton compiles other kernels for unaligned tensors.
         self._capacity = -(-(max_sequences + 1) // 4) * 4
-        # Side by side, so that a step has one copy: rows of the table, starts, which sequences sample, how many are
-        # decode rows, how many sample, tokens.
+        # One tensor, so that a step has one copy: rows of the table, starts, sampling sequences, number of decode rows,
+        # number of sampling sequences, tokens.
         sizes = [self._capacity] * 3 + [4, 4, max_rows]
         self._copied = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts = self._copied.split(sizes)
@@ -188,7 +188,7 @@ class PromptInputs:
         return len(sampled)
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
-        """See `Inputs.batch`. A padding sequence has no rows, a padding row no sequence: it is stored nowhere."""
+        """See `Inputs.batch`. Padding sequences have no rows, and padding rows no sequence, so they are not stored."""
         state, limit, page_size = self._rows, shape.sampled, self._page_size
         rows, starts, sampled = self._sequences[:limit], self._starts[: limit + 1], self._sampled[:limit]
         count, before = starts.diff(), state.length.index_select(0, rows)
@@ -213,7 +213,7 @@ class PromptInputs:
             slots = (page * page_size + positions % page_size).where(real & (page >= 0), -1)
             tables.append(PageTables(table, slots))
             begin += each
-        state.length.index_add_(0, rows, count)  # of those too that sample nothing yet
+        state.length.index_add_(0, rows, count)  # including sequences that do not sample yet
         state.steps.add_(1)
         last_rows = (starts[1:].index_select(0, sampled).long() - 1).clamp(min=0)
         batch = Batch(tokens.long(), positions.long(), starts, lengths, tuple(tables), last_rows, None)

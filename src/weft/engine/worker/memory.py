@@ -1,8 +1,8 @@
-"""Size of a GPU's cache: the memory that weights, steps and graphs leave, measured before the cache is made.
+"""Size of a GPU's cache: the memory not used by weights, steps and graphs, measured before the cache is allocated.
 
-Every rank runs the largest steps once, with a cache that just holds them, and reads the allocator's peak. The rest of
-the memory, minus the share that `gpu_memory_fraction` leaves to others, is for the cache. The smallest of all ranks
-counts, as page tables are the same on each.
+Every rank runs the largest steps once, with a cache just large enough for them, and reads the allocator's peak. The
+rest of the memory within `gpu_memory_fraction` is for the cache. The minimum over ranks counts, since page tables are
+the same on each rank.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from weft.planner.spec import LayoutError, Mesh
 
 GIB = 1 << 30
 MAX_PAGES = 1 << 24
-"""Ranks exchange numbers of pages as float32, which has all integers up to here."""
+"""Maximum pages: ranks exchange numbers of pages as float32, which represents all integers up to this one."""
 MAX_SPLIT_TOKENS = 8192
-"""Context of a decode row from which on its attention takes no more memory: it is cut into no more parts."""
+"""Context of a decode row beyond which its attention needs no more memory: the number of its splits is limited."""
 MakeRunner = Callable[[Sequence[CacheGroup]], ModelRunner]
 
 
@@ -43,9 +43,9 @@ class Memory:
     """Bytes of a rank's GPU, with its weights and without its cache.
 
     Attributes:
-        total, free: of the GPU.
-        steps: maximum of an eager step.
-        graphs: kept by all graphs.
+        total, free: memory of the GPU.
+        steps: maximum need of an eager step.
+        graphs: memory kept by all graphs.
     """
 
     total: int
@@ -60,12 +60,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class CacheNeed:
-    """Memory that a rank's cache needs.
+    """Memory need of a rank's cache.
 
     Attributes:
-        config: the engine's, with the sizes of steps and, unless `pages` are given, of the cache.
-        specs: what each layer caches, by its name.
-        dtype: of keys and values, as of `KVCache`.
+        config: sizes of steps and, unless `pages` are given, of the cache.
+        specs: specification of each layer's cache, by the layer's name.
+        dtype: dtype of keys and values, as in `KVCache`.
     """
 
     config: EngineConfig
@@ -73,7 +73,7 @@ class CacheNeed:
     dtype: torch.dtype
 
     def groups(self, pages: int | None = None) -> tuple[CacheGroup, ...]:
-        """Return the cache's groups. pages: of whole sequences, in place of the configuration's."""
+        """Return the cache's groups. pages: pages of whole sequences, instead of the configuration's."""
         config = self.config
         return cache_groups(
             self.specs.values(),
@@ -97,12 +97,12 @@ class CacheNeed:
         return total
 
     def check(self, free: int | None = None) -> None:
-        """Raise LayoutError where a cache of a given size needs more than is free.
+        """Raise LayoutError if a cache of a given size needs more than the free memory.
 
         Args:
             free: bytes of a GPU; None: the rank runs on a CPU, and may use its share of the host's memory.
         """
-        where, advice = "free beside the weights a GPU has", "lower --kv-tokens, or leave it out for as many as fit"
+        where, advice = "free next to the weights a GPU has", "lower --kv-tokens, or omit it to use all memory"
         if free is None:
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.config.ranks_of_host
             where, advice = "a rank of this host has", "lower --kv-tokens"
@@ -116,14 +116,14 @@ class CacheNeed:
         """Return the largest cache that fits on every rank.
 
         Args:
-            memory: of this rank.
+            memory: memory of this rank.
             agree: returns the minimum over ranks of their numbers.
 
-        Raises LayoutError, on every rank, where not one sequence of max_model_len tokens fits, or not one page.
+        Raises LayoutError, on every rank, if not one sequence of max_model_len tokens fits, or not one page.
         """
         config, span = self.config, self.config.interleave.span
         capacity = memory.capacity(config.gpu_memory_fraction)
-        # Windows and states do not grow with the pages: where there are no others, as many as may be fit.
+        # Windows and states do not grow with the pages: without other caches, MAX_PAGES fit.
         pages = agree(max(0, bisect.bisect_right(range(MAX_PAGES), capacity, key=self.bytes) - 1))
         tokens = max(span, config.max_model_len or 0)
         if pages * span >= tokens:
@@ -145,17 +145,17 @@ def _gib(count: int) -> str:
 
 
 def weight_bytes(model: ModelConfig, mesh: Mesh, rank: int, dtype: torch.dtype) -> int:
-    """Bytes of a rank's weights."""
+    """Return the bytes of a rank's weights."""
     return parameter_bytes(build_model(model, mesh, rank, dtype, torch.device("meta")))
 
 
 def parameter_bytes(model: LanguageModel) -> int:
-    """Bytes of a model's weights, which need not be there."""
+    """Return the bytes of a model's weights, which may be on the `meta` device."""
     return sum(w.numel() * w.element_size() for w in model.parameters())
 
 
 def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: torch.dtype, free: int) -> None:
-    """Raise LayoutError, in one line that says how much is missing, where a rank's weights need more than is free."""
+    """Raise LayoutError, in one line with the missing bytes, if a rank's weights need more than the free memory."""
     if (need := weight_bytes(model, config.mesh, rank, dtype)) > free:
         raise LayoutError(
             f"the weights of rank {rank} take {_gib(need)}, and its GPU has {_gib(free)} free: {_gib(need - free)} are "
@@ -165,7 +165,7 @@ def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: to
 
 def large_steps(config: EngineConfig, longest: int) -> list[list[int]]:
     """Return the rows of each sequence in the largest steps: one long prompt; many prompts that end, with their logits;
-    and one decode row of every sequence. longest: tokens of a sequence.
+    and one decode row of every sequence. longest: maximum tokens of a sequence.
     """
     longest = min(config.batch_tokens, longest)
     each, more = divmod(config.batch_tokens, config.batch_sequences)
@@ -174,8 +174,9 @@ def large_steps(config: EngineConfig, longest: int) -> list[list[int]]:
 
 
 def made_up_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: int) -> list[tuple[int, ...]]:
-    """Return page tables of a sequence of made-up tokens, a table for each group; sequences share pages where there
-    are too few. first: number of the sequence's first page. span: tokens that a page stands for.
+    """Return page tables of a sequence of made-up tokens, one per group; sequences share pages if there are too few.
+
+    first: number of the sequence's first page. span: tokens per page.
     """
     pages = range(first, first - (-tokens // span))
     return [(-1, -1) if g.rule.state else tuple(page % g.size for page in pages) for g in groups]
@@ -184,7 +185,7 @@ def made_up_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: 
 def step_of(
     rows: Sequence[int], groups: Sequence[CacheGroup], span: int, device: torch.device, context: int = 0
 ) -> Batch:
-    """Return a step of sequences with these numbers of rows, each on top of `context` tokens. span: as of a page."""
+    """Return a step of sequences with these rows, each after `context` cached tokens. span: tokens per page."""
     seqs, at = [], 0
     for count in rows:
         seqs.append(SeqRows(count, context, made_up_tables(groups, at, context + count, span), 1))
@@ -193,7 +194,7 @@ def step_of(
 
 
 def captured_form(batch: Batch, pages: int) -> Batch:
-    """Return a step with prompts as a CUDA graph has it: unknown to the host, in tables of `pages` pages."""
+    """Return a step with prompts in the form of a CUDA graph: unknown to the host, with tables of `pages` pages."""
 
     def wide(tables: PageTables | StateSlots) -> PageTables | StateSlots:
         return replace(tables, pages=tables.pages[:, :1].repeat(1, pages)) if isinstance(tables, PageTables) else tables
@@ -202,7 +203,7 @@ def captured_form(batch: Batch, pages: int) -> Batch:
 
 
 def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
-    """Run the largest steps on this rank's GPU. Collective: every rank of the mesh must."""
+    """Run the largest steps on this rank's GPU. Collective over the mesh."""
     config, span, longest = cache.config, cache.config.interleave.span, cache.config.max_model_len or model.max_position
     steps = large_steps(config, longest)
     groups = cache.groups(max(sum(-(-count // span) for count in rows) for rows in steps))
@@ -212,7 +213,7 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
     cases, peaks = [(rows, 0) for rows in steps], []
     cases[-1] = (steps[-1], min(longest, MAX_SPLIT_TOKENS) - 1)
     if (context := runner.merges_from(steps[0][0]) or 0) and context + steps[0][0] <= longest:
-        cases.insert(0, (steps[0], context))  # with queries and outputs of all heads of a dcp group
+        cases.insert(0, (steps[0], context))  # a merged prompt: queries and outputs of all heads of a dcp group
     batches = [step_of(rows, groups, span, device, context) for rows, context in cases]
     if (prompts := config.cuda_graphs and runner.captures_prompts) and config.dcp > 1:
         tokens = min(MAX_TOKENS, config.batch_sequences * longest)
@@ -224,11 +225,11 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
         runner.forward(batch, (len(batch.tokens),) * config.attn_dp)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    # Graphs share one pool, as large as the largest needs: with prompts it also attends as a decode step does. Each
-    # decode graph keeps its logits; those with prompts share one place for theirs.
+    # Graphs share one pool, sized by the largest graph; a graph with prompts also attends as a decode step does. Each
+    # decode graph keeps its logits; graphs with prompts share one buffer for logits.
     sampled = sum(decode_capacities(config.batch_sequences)) + config.batch_sequences * prompts
-    logits = len(weight) * weight.element_size()  # of a token: the head is split as the embedding is
-    # Prompts are measured on top of few cached tokens, and more may be expanded or copied.
+    logits = len(weight) * weight.element_size()  # per token; the head is split like the embedding
+    # Prompts are measured with few cached tokens; later steps may expand or copy more.
     expands = any(isinstance(spec, Latent) and spec.expanded for spec in cache.specs.values())
     expands = expands or any(
         isinstance(backend, PagedAttention) and backend.prompts.copies for _, backend in runner.caches.paged
@@ -243,8 +244,8 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
 
 
 def min_over_ranks(transports: Sequence[Transport], mesh: Mesh, device: torch.device) -> Callable[[int], int]:
-    """Return a function that gives the minimum over ranks of their numbers, up to MAX_PAGES, by the first of the
-    transports that serves all ranks. Collective.
+    """Return a collective function that returns the minimum over ranks of numbers up to MAX_PAGES, exchanged by the
+    first transport that serves all ranks.
     """
     world = mesh.world
     transport = next(t for t in transports if t.entry.spans(mesh.hosts))

@@ -1,4 +1,4 @@
-"""A model on one rank: run by its plans, and counted."""
+"""Execution of a model on one rank by its plans, with statistics."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ from weft.stream.stream import Observer, Stream
 
 
 class ModelRunner:
-    """Runs a model on one rank. Every rank must call `forward` for every step, with the same counts.
+    """Runner of a model on one rank. Every rank must call `forward` for every step, with the same counts.
 
     Args:
-        model: its weights on this rank.
+        model: the model with this rank's weights.
         mesh, rank: the layout, and this rank's place in it.
-        transports: the planner chooses among them for each edge, by cost.
-        groups, page_size: of the caches, which are allocated here once.
+        transports: choices of the planner for each edge, by cost.
+        groups, page_size: groups and page size of the caches, which are allocated here once.
         costs: the cost model (`weft.planner.cost.costs`).
-        interleave: under decode context parallelism, consecutive tokens on one rank; None: a page.
-        dcp_exchange: the recipe by which attention is merged (`weft.planner.recipes`).
-        dcp_prefill: the recipe by which prompts attend.
+        interleave: consecutive tokens on one rank, under decode context parallelism; None: a page.
+        dcp_exchange: recipe that merges attention (`weft.planner.recipes`).
+        dcp_prefill: recipe of attention of prompts.
         plan: cheapest or naive.
-        attention: the attention backend; None: the default one of the device.
-        kv_dtype: of keys and values, as of `KVCache`; None: that of the weights.
+        attention: the attention backend; None: the device's default.
+        kv_dtype: dtype of keys and values, as in `KVCache`; None: the weights' dtype.
 
     Attributes:
-        stats: what the steps exchanged.
-        attention: the attention backend that runs.
-        observer: called with the reads of each step that runs without a graph (`weft.stream.stream.Stream`).
+        stats: exchanges of the steps.
+        attention: the attention backend in use.
+        observer: called with the reads of each step without a graph (`weft.stream.stream.Stream`).
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, counts: Counts, full: bool = True) -> Tensor:
-        """Runs a step. Returns float32 logits `[S, vocabulary]` of the sampled rows, the same on all ranks of the DP
+        """Run a step. Returns float32 logits `[S, vocabulary]` of the sampled rows, the same on all ranks of the DP
         group.
 
-        Raises CommError where a peer is lost, ValueError for wrong counts.
+        Raises CommError if a peer is lost, ValueError for wrong counts.
 
         Args:
             batch: this DP group's rows.
             counts: rows of every DP group in this step.
-            full: False: where the vocabulary is split, the logits are this rank's share `[S, own]` (`SplitVocabulary`).
+            full: False: if the vocabulary is split, return this rank's share `[S, own]` of logits (`SplitVocabulary`).
         """
         mine = counts[self.mesh.group_of(self.rank)]
         if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
@@ -125,7 +125,7 @@ class ModelRunner:
         return logits
 
     def plan_checksum(self, counts: Counts, shape: Shape | None = None) -> int:
-        """`Plan.checksum` of a step of these counts. shape: of the graph that is replayed for them."""
+        """Return `Plan.checksum` of a step of these counts. shape: shape of the step's graph, if any."""
         plan = self.planner.plan(counts) if shape is None else self.stats.graph_plan(shape.rows)
         key = (plan.counts, shape is not None)
         if key not in self._checksums:
@@ -133,21 +133,21 @@ class ModelRunner:
         return self._checksums[key]
 
     def planned(self, max_rows: int) -> tuple[Planned, ...]:
-        """The plans of all graphs, and of steps of `max_rows` rows in each DP group that run without one."""
+        """Return the plans of all graphs, and of steps without a graph of `max_rows` rows per DP group."""
         largest = {shape.rows: shape for shape in (self._graphs.shapes if self._graphs else ())}
         captured = [Planned(rows, True, self.plan_checksum((), shape)) for rows, shape in sorted(largest.items())]
         eager = Planned(max_rows, False, self.plan_checksum((max_rows,) * self.mesh.attn_dp))
         return (*captured, eager)
 
     def capture(self, rows: DeviceRows, max_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures graphs of decode steps for up to as many rows as the table has, and if it `captures_prompts`, graphs
-        of steps with prompts for up to `max_rows`. Collective; on GPUs only. progress(done, total).
+        """Capture graphs of decode steps for up to the table's rows, and if it `captures_prompts`, graphs of steps with
+        prompts for up to `max_rows` rows. Collective; on GPUs only. progress: called with (done, total).
         """
-        # Plans of graphs hold only what reads counts on the device, where such a transport serves all ranks.
+        # Graphs use only transports that read counts on the device, if one of these serves all ranks.
         counting = {name: t for name, t in self.transports.items() if t.entry.takes_live_sizes}
         able = counting if any(t.entry.spans(self.mesh.hosts) for t in counting.values()) else self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
-        on_device = all(t.entry.takes_live_sizes for t in able.values())  # and so where the rows of a group begin
+        on_device = all(t.entry.takes_live_sizes for t in able.values())  # including the first row of each group
         chain, choice, recipes = self.planner.chain, self.planner.choice, self.planner.blocks.recipes
         planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, recipes=recipes)
         inputs: list[Inputs] = [DecodeInputs(rows, self.rules, self._page_size)]
@@ -178,44 +178,44 @@ class ModelRunner:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether steps with prompts have graphs."""
+        """True if steps with prompts have graphs."""
         return captures_prompts(self.caches, self.planner.blocks.recipes)
 
     def check(self) -> None:
-        """Raises CommError where a collective that has run met a fault: what was computed with it means nothing."""
+        """Raise CommError if a collective had a fault, which makes all later results invalid."""
         for transport in self.transports.values():
             transport.check()
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
-        """The shape of the graph for a step; None where it runs eagerly (`StepGraphs.shape_of`)."""
+        """Return the shape of the graph for a step; None for an eager step (`StepGraphs.shape_of`)."""
         return None if self._graphs is None else self._graphs.shape_of(groups, counts)
 
     def replay(self, shape: Shape, group_rows: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
-        """Replays a graph. Returns its logits and sampled tokens (`StepGraphs.replay`).
+        """Replay a graph. Returns its logits and sampled tokens (`StepGraphs.replay`).
 
-        `full_logits` makes of these logits what `forward` returns; few steps need it, and for few rows.
+        `full_logits` converts these logits to the form of `forward`; few steps need it, and for few rows.
         """
         assert self._graphs is not None
         self.stats.ran(counts, shape.rows)
         return self._graphs.replay(shape, group_rows, counts)
 
     def repeat(self, shape: Shape) -> None:
-        """Replays the last graph for the same rows (`StepGraphs.repeat`). The caller counts it in `stats`."""
+        """Replay the last graph for the same rows (`StepGraphs.repeat`). The caller counts it in `stats`."""
         assert self._graphs is not None
         self._graphs.repeat(shape)
 
     def sampled_tokens(self, count: int) -> Callable[[], np.ndarray]:
-        """A function that waits for the last replay's tokens (`PinnedTokenRing.wait`)."""
+        """Return a function that waits for the last replay's tokens (`PinnedTokenRing.wait`)."""
         assert self._graphs is not None
         return self._graphs.token_ring.wait(count)
 
     def full_logits(self, logits: Tensor) -> Tensor:
-        """Rows of logits as float32, of the whole vocabulary. Collective in the group where it is split."""
+        """Return rows of logits over the whole vocabulary, as float32. Collective in the group if it is split."""
         logits = logits.float()
         return logits if self.vocabulary is None else self.vocabulary.gather_logits(logits)
 
     def merges_from(self, rows: int) -> int | None:
-        """The number of cached tokens from which a prompt's next `rows` are merged over dcp; None: never."""
+        """Return the number of cached tokens from which a prompt's next `rows` are merged over dcp; None: never."""
         return None if self._context is None else self._context.merges_from(rows, self.planner.blocks)
 
     @cached_property

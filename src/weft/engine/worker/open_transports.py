@@ -1,4 +1,4 @@
-"""Cores, cost table and transports of a rank's process."""
+"""CPU cores, cost table and transports of a rank's process."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def cost_model(config: EngineConfig) -> Costs:
 
 
 def untuned(config: EngineConfig) -> bool:
-    """Whether the ranks are GPUs that exchange rows by a table of this host that is not there, or has fewer ranks.
+    """Tell whether this host lacks a cost table for its GPU ranks, or has one for fewer ranks.
 
-    By NCCL alone they need none: it measures peer, which takes GPUs that reach each other's memory.
+    With NCCL alone no table is needed: tuning measures peer, which requires GPUs that access each other's memory.
     """
     if config.cost != "auto" or config.mesh.world == 1 or not on_gpus(config):
         return False
@@ -59,7 +59,7 @@ def untuned(config: EngineConfig) -> bool:
 def open_transports(config: EngineConfig, rank: int, directory: Path) -> list[Transport]:
     """Open a rank's transports; the first one makes activations. Collective. Raises CommError, LayoutError."""
     if config.interface is not None:
-        for library in ("GLOO", "NCCL"):  # gloo else takes the address of the host's name, often 127.0.1.1
+        for library in ("GLOO", "NCCL"):  # else gloo resolves the host's name, often to 127.0.1.1
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", config.interface)
     opening = Opening(
         config.mesh,

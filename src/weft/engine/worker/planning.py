@@ -1,4 +1,4 @@
-"""A model's trace on a layout, and what is planned from it, before any rank has weights."""
+"""Trace of a model on a layout and its plans, before any rank has weights."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ def trace(
     dtype: torch.dtype,
     workspace: Workspace = torch_empty,
 ) -> Chain:
-    """The model's chain, from a run on zero rows with weights that take no memory.
+    """Return the model's chain, from a run on zero rows with weights without memory. Raises LayoutError.
 
-    It runs on the CPU, as the `meta` device does many operations in Python, and imports seconds of torch for them.
-    workspace: sees every tensor that the layers take from it on the way. Raises LayoutError where the layout is not one
-    of the model's.
+    It runs on the CPU, since the `meta` device runs many operations in Python, with imports of seconds. workspace:
+    allocator of the layers' tensors, which sees all of them.
     """
     cpu = torch.device("cpu")
     model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
@@ -63,7 +62,7 @@ def trace(
 
 
 def _head(config: ModelConfig, mesh: Mesh) -> list[BlockValue]:
-    """The values that ranks with shares of the vocabulary exchange once the model has run."""
+    """Return the values exchanged after the model by ranks with shares of the vocabulary."""
     if not config.split_vocabulary or mesh.attn_tp == 1:
         return []
     best, logits = best_tokens(1), logit_rows(config.vocab_size, mesh.attn_tp)
@@ -71,10 +70,10 @@ def _head(config: ModelConfig, mesh: Mesh) -> list[BlockValue]:
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
-    """Raises LayoutError where the ranks of a dcp group would hold other key-value heads than each other.
+    """Raise LayoutError if the ranks of a dcp group would hold different key-value heads.
 
-    Only where attn_tp has more ranks than there are key-value heads do neighbours hold the same. A latent cache is the
-    same on all ranks.
+    Neighbours hold the same heads only if attn_tp exceeds the number of key-value heads. A latent cache is the same on
+    all ranks.
     """
     copies = max(1, mesh.attn_tp // config.num_kv_heads)
     if mesh.dcp == 1 or copies % mesh.dcp == 0 or not any(isinstance(spec, PagedKV) for spec in caches):
@@ -97,8 +96,9 @@ def plan_model(
     slices_copy: bool = False,
     recipes: Recipes | None = None,
 ) -> Planner:
-    """The planner of a model on a mesh, as `Planner`. recipes: those that `auto` leaves open are the first of the table
-    where the naive plan is to be followed. Raises LayoutError, PlacementError.
+    """Return the planner of a model on a mesh. Raises LayoutError, PlacementError.
+
+    recipes: in the naive plan, `auto` means the first recipe of the table. Other arguments are as in `Planner`.
     """
     if choice == "naive":
         auto = [kind for kind, asked in (recipes or {}).items() if asked == "auto"]
@@ -107,9 +107,9 @@ def plan_model(
 
 
 def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: Chain) -> ShardedContext | None:
-    """What attention does where tokens are sharded over dcp, in a chain that was traced; None where they are not.
+    """Return attention's context for tokens sharded over dcp, from a traced chain; None if they are not sharded.
 
-    dtype: of keys and values, as of `KVCache`.
+    dtype: dtype of keys and values, as in `KVCache`.
     """
     if mesh.dcp == 1:
         return None
@@ -124,8 +124,8 @@ def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: 
 def split_steps(
     config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer], rows: Sequence[int]
 ) -> list[SplitStep]:
-    """What splitting the vocabulary means for decode steps of so many rows in each DP group; none where there is
-    nothing to split it over. Raises as `plan_model`.
+    """Return the effect of a split vocabulary on decode steps of each number of rows per DP group; empty if there is
+    nothing to split it over. Raises errors of `plan_model`.
     """
     if mesh.attn_tp == 1 or not rows:
         return []
@@ -137,6 +137,6 @@ def split_steps(
         try:
             ours, theirs = ([s.us for r in p.plan(counts).reads for s in r.steps] for p in (split, whole))
             found.append(split_step(head, n, sum(ours) - sum(theirs), split.blocks))
-        except LayoutError:  # no transport holds it: an explicit --split-vocabulary on fails with its plan
+        except LayoutError:  # no transport can hold it; with --split-vocabulary on, planning fails later
             return []
     return found

@@ -1,6 +1,6 @@
-"""What a rank's process does, from its start by `weft.engine.processes.fork_server` to its end.
+"""Main function of a rank's process, forked by `weft.engine.processes.fork_server`.
 
-Its directory holds config.json (the EngineConfig), the sockets, and where the transports' ranks meet.
+The directory holds config.json (the EngineConfig), the sockets, and files by which the transports' ranks meet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.planner.spec import LayoutError
 
 
 def main(directory: Path, rank: int, parent: int) -> int:
-    """Runs a rank until it gets Stop, fails, or its parent is gone. Returns its exit code."""
+    """Run a rank until it receives Stop, fails, or loses its parent. Returns its exit code."""
     name_thread(f"weft-rank-{rank}")
     threading.Thread(target=_leave_with_parent, args=(parent, directory.parent), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
     def receive() -> ToRank:
         try:
             return decode_to_rank(controller.receive())
-        except EOFError:  # nobody is there to work for
+        except EOFError:  # the controller is gone
             return Stop()
 
     code = 0
@@ -55,7 +55,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
         transports = open_transports(config, rank, directory)
         worker = Worker(config, transports, cost_model(config), send)
         gc.collect()
-        gc.freeze()  # what is here stays: the collector need not look at it in the middle of a step
+        gc.freeze()  # keep the collector from scanning permanent objects during a step
         worker.serve(receive, send)
         for transport in transports:
             transport.close()
@@ -71,9 +71,9 @@ def main(directory: Path, rank: int, parent: int) -> int:
 
 
 def _leave_with_parent(parent: int, root: Path) -> None:
-    """A rank must not outlive the process that forked it, were that killed; nor may the controller's folder.
+    """Exit when the parent is gone, even if it was killed, and remove the controller's folder.
 
-    Each rank removes it: the others need nothing in it any more, and the last finds what one before could not remove.
+    Every rank removes the folder: no rank needs it any more, and the last one removes remains of earlier attempts.
     """
     name_thread("weft-parent")
     while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""A rank's profile of a window of steps: the CPU time that they take, and with torch's profiler all that they run.
+"""A rank's profile of a window of steps: CPU time, or a full trace by torch's profiler.
 
 Every rank sees the same steps in the same order, so all begin a window at the same step, and each ends it by itself.
 """
@@ -23,11 +23,11 @@ from weft.engine.worker.run_stats import RunStats
 from weft.planner.chain import Counts
 
 STEP = "weft step "
-"""The name of a step's range in a trace, before the step's number."""
+"""Prefix of a step's range in a trace, before the step's number."""
 
 
 class RankProfiler:
-    """Profiles a window of steps on one rank. `begin` is called as each step begins, and does nothing outside."""
+    """Profiler of a window of steps on one rank. `begin` is called for every step; outside a window it does nothing."""
 
     def __init__(self, runner: ModelRunner):
         self._runner, self._wanted = runner, 0
@@ -36,7 +36,7 @@ class RankProfiler:
         self._done = Profiled(runner.rank, 0, 0.0, 0.0, 0.0)
 
     def start(self, message: StartProfile) -> Profiled:
-        """Watches the steps to come; the profiler runs when this returns, so that no step waits for its start."""
+        """Begin a window. The profiler runs when this returns, so no step waits for its start."""
         self._wanted = message.steps
         self._steps: list[tuple[int, Counts, Shape | None]] = []
         self._done = Profiled(self._runner.rank, 0, 0.0, 0.0, 0.0)
@@ -44,12 +44,12 @@ class RankProfiler:
             on_gpu = self._runner.model.embed.weight.device.type == "cuda"
             self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
             self._profiler.start()
-            self._runner.stats.timing_interval = 1  # so that each exchange has its range
+            self._runner.stats.timing_interval = 1  # give each exchange its range
         return self._done
 
     def begin(self, number: int, counts: Counts, shape: Shape | None) -> None:
-        """A step begins, with so many rows in each DP group, and by a graph of this shape, if any; the one before has
-        ended.
+        """Note the beginning of a step, and the end of the previous one. counts: rows of every DP group. shape: of the
+        step's graph, if any.
         """
         if not self._wanted:
             return
@@ -66,7 +66,7 @@ class RankProfiler:
             self._range.__enter__()
 
     def stop(self) -> Profiled:
-        """Ends the window, if it has not ended, and adds what the profiler saw."""
+        """End the window, if it has not ended, and add the profiler's trace."""
         if self._wanted:
             self._end()
         if self._profiler is not None:

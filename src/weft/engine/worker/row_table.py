@@ -1,7 +1,7 @@
-"""A rank's table of its DP group's sequences, one row each. A step's message carries only changes of it.
+"""A rank's table of its DP group's sequences, one row each. A step's message carries only changes of the table.
 
-The host knows every row's length and page tables: they follow from the messages. The last sampled token of a row is on
-the device alone. The next step reads it there, whether or not the host has seen it yet.
+The host knows every row's length and page tables from the messages. The last sampled token of a row is only on the
+device: the next step reads it there, whether or not the host has seen it yet.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import CAPTURED, SHARED, GroupRows, Sampling
 
 NO_TOKEN = -1
-"""The last token of a row before one is sampled for its sequence. A decode row must not run from it."""
+"""Last token of a row before any token is sampled for its sequence. A decode row must not run from it."""
 
 
 @dataclass(slots=True)
 class Row:
-    """A sequence. length: its tokens in the caches, once the steps begun so far have run; the rest as in `Join`."""
+    """A sequence. length: tokens in the caches after all steps begun so far; other fields are as in `Join`."""
 
     request: int
     length: int
@@ -33,18 +33,18 @@ class Row:
 
 
 class RowTable:
-    """The rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks."""
+    """Rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks."""
 
     def __init__(self, max_rows: int, rules: Sequence[Rule], page_size: int, device: torch.device, split: bool = False):
         self.device, self.rules, self.page_size = device, tuple(rules), page_size
         self.rows, self._captured = dict[int, Row](), SHARED if split else CAPTURED
         self.shaped: set[int] = set()
-        """Rows with parameters that graphs do not sample with, nor ranks from their share of a vocabulary."""
+        """Rows with sampling parameters not supported in graphs, or not on a share of a vocabulary."""
         self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)
 
     def apply(self, group_rows: GroupRows) -> None:
-        """Applies a message's changes, before the rows of its step, but for the last tokens on the device. Raises
-        ValueError for an entry beyond a table's end, and for decode rows of several tokens."""
+        """Apply a message's changes on the host, before the rows of its step. Raises ValueError for an entry beyond a
+        table's end, and for decode rows of several tokens."""
         if group_rows.decode_rows.tokens:  # `last_token`, `step_in`, `step_out` and the token ring hold one a row
             raise ValueError("a rank runs one token of a decode row")
         for join in group_rows.joins:
@@ -58,19 +58,19 @@ class RowTable:
             table[entry.first : entry.first + len(entry.values)] = entry.values
 
     def forget_tokens(self, group_rows: GroupRows) -> None:
-        """Rows that a message's sequences take have no last token."""
-        if group_rows.joins:  # at once: what is queued on a GPU costs the host as much for one as for many
+        """Clear the last tokens of the rows of a message's new sequences."""
+        if group_rows.joins:  # all in one operation: a launch costs the host the same for one row as for many
             joined = on_device([join.row for join in group_rows.joins], torch.int64, self.device)
             self.last_token.index_fill_(0, joined, NO_TOKEN)
 
     def forget(self) -> None:
-        """Empties every row."""
+        """Empty every row."""
         self.rows.clear()
         self.shaped.clear()
         self.last_token.fill_(NO_TOKEN)
 
     def batch(self, group_rows: GroupRows) -> Batch:
-        """The batch of a step: decode rows first, then chunks."""
+        """Return the batch of a step: decode rows first, then chunks."""
         n, table = group_rows.decode_rows.count, self.rows
         tokens = token_array([0] * n)
         for chunk in group_rows.chunks:
@@ -86,8 +86,8 @@ class RowTable:
         return batch
 
     def advance(self, group_rows: GroupRows, steps: int = 1) -> None:
-        """Adds the rows of so many equal steps to the lengths: a row's length is then the position of the token that
-        it samples."""
+        """Add the rows of `steps` equal steps to the lengths: a row's length is then the position of its sampled
+        token."""
         for row, tokens in group_rows.decode_rows.each:
             self.rows[row].length += steps * tokens
         for chunk in group_rows.chunks:

@@ -1,4 +1,4 @@
-"""What a rank's steps exchanged, and what the naive plan would have exchanged in their place."""
+"""Statistics of a rank's exchanges, and of the naive plan's exchanges for the same steps."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.stats import Stats, StepKey, StepStat, StepTimes
 
 MAX_COUNTS = 4096
-"""How many different counts are kept before they are added up, so that they take no more memory with every step."""
+"""Maximum distinct counts kept before they are added to the totals, as a limit of memory."""
 
 
 class RunStats:
-    """The counts of one rank.
+    """Counts of one rank.
 
-    planner: of eager steps. exchanges: those inside blocks, which count themselves. device: the rank's.
+    planner: of eager steps. exchanges: exchanges inside blocks, which count themselves. device: the rank's.
 
     Attributes:
-        timing_interval: of so many eager steps, the collectives of one are timed.
-        graph_planner: of the plans of graphs.
-        graph_seconds: by rows of a graph in each DP group, seconds of its exchanges, each alone.
+        timing_interval: number of eager steps for each one with timed collectives.
+        graph_planner: planner of graphs.
+        graph_seconds: seconds of a graph's exchanges, each measured alone, by the graph's rows per DP group.
     """
 
     timing_interval = 16
@@ -41,41 +41,42 @@ class RunStats:
         self.forget()
 
     def forget(self) -> None:
-        """Clears all counts."""
+        """Clear all counts."""
         self._stats, self._naive, self._times = Stats(), Stats(), StepTimes(self._device)
-        self.steps: Counter[tuple[Counts, int | None]] = Counter()  # since the totals were last worked out
+        self.steps: Counter[tuple[Counts, int | None]] = Counter()  # steps not yet added to the totals
         self._exchanges.ran.clear()
         self._eager = 0
 
     def times(self) -> StepTimes | None:
-        """Where the next eager step is to be timed."""
+        """Recorder of the next eager step's times; None if it is not timed."""
         return self._times if self._eager % self.timing_interval == 0 else None
 
     def ran(self, counts: Counts, graph_rows: int | None = None, steps: int = 1) -> None:
-        """Steps of these counts ran, eagerly or by a graph of so many rows in each DP group."""
+        """Count steps of these counts, run eagerly or by a graph of `graph_rows` rows per DP group."""
         self.steps[counts, graph_rows] += steps
         self._eager += steps if graph_rows is None else 0
         if len(self.steps) == MAX_COUNTS:
             self._count()
 
     def report(self) -> list[StepStat]:
-        """What ran since the start, in the order of a step."""
+        """Return statistics since the start, in the order of a step."""
         self._count()
         return self._in_order(self._stats.table(self._times))
 
     def naive_report(self) -> list[StepStat]:
-        """What the naive plan would have moved for the same steps; seconds are those of replayed graphs alone."""
+        """Return statistics of the naive plan for the same steps; seconds only of replayed graphs."""
         self._count()
         return self._in_order(self._naive.table())
 
     def graph_plan(self, rows: int) -> Plan:
-        """Of a graph of so many rows in each DP group."""
+        """Return the plan of a graph of `rows` rows per DP group."""
         return self.graph_planner.plan((rows,) * self._exchanges.mesh.attn_dp)
 
     def moves(self, counts: Counts, shape: Shape | None) -> list[tuple[str, str, str, int]]:
-        """The collectives of a step, in order: the read that each serves, its step, its group's name, and the bytes
-        that the busiest rank receives; where the vocabulary is split, of rows that take their best token, and without
-        a graph, of a step without prompts. shape: of the graph that is replayed, if any.
+        """Return (read, step, name of the group, bytes received by the busiest rank) of each collective of a step.
+
+        It assumes rows that need only their best token, if the vocabulary is split, and without a graph, a step without
+        prompts. shape: shape of the step's graph, if any.
         """
         plan = self._planner.plan(counts) if shape is None else self.graph_plan(shape.rows)
         rows = counts[self._exchanges.mesh.group_of(self._exchanges.rank)]
@@ -97,7 +98,7 @@ class RunStats:
         return sorted(found, key=lambda stat: order[stat.site])
 
     def _count(self) -> None:
-        """Adds the steps to the totals."""
+        """Add the steps to the totals."""
         for (counts, rows), steps in self.steps.items():
             planner, capacity = self._planner, counts
             alone: tuple[dict[StepKey, float], ...] = ()
@@ -112,7 +113,7 @@ class RunStats:
         self._exchanges.ran.clear()
 
     def _add_naively(self, site: str, op: BlockOp, calls: int, moved: int) -> None:
-        """Counts calls of eager steps as the naive plan merges attention; vocabularies as they are."""
+        """Count calls of eager steps with the naive plan's merge of attention, and vocabularies unchanged."""
         naive = op
         if isinstance(op.value, Merge) and self._planner.choice != "naive":
             naive = self._planner.blocks.naive(op.value, op.group, op.rows)

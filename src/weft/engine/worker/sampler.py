@@ -1,6 +1,6 @@
-"""Samples tokens from logits. A request's tokens depend on its own logits, seed and position, never on the batch.
+"""Sampling of tokens from logits. A request's tokens depend on its own logits, seed and position, never on the batch.
 
-Every rank of a DP group samples for itself: the logits are the same bits on all of them.
+Every rank of a DP group samples for itself: the logits have the same bits on all of them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 
 LEADING = 512
-"""Of so many tokens, the most probable, top_p alone is tried first. It rarely keeps more, and sorting all is slow."""
+"""Number of most probable tokens to try first for top_p alone: it rarely keeps more, and a full sort is slow."""
 
 
 class Sampler:
-    """Samples the tokens of eager steps on a rank, and again those of rows that graphs cannot sample.
+    """Sampler of a rank's eager steps, and of rows that graphs cannot sample.
 
     Args:
-        table: the sequences.
-        vocabulary: given where it is split over ranks.
+        table: table of sequences.
+        vocabulary: the split vocabulary; None if it is not split.
 
     Attributes:
-        state: the table on the device, where the kernels of graphs sample; None: torch does.
+        state: table on the device, for sampling by the kernels of graphs; None: sampling by torch.
     """
 
     state: DeviceRows | None = None
@@ -38,7 +38,7 @@ class Sampler:
         self._table, self._vocabulary = table, vocabulary
 
     def beyond(self, group_rows: GroupRows) -> list[int]:
-        """List the sampled rows that need full logits behind a graph or a share; the same on all ranks of a group."""
+        """List the sampled rows that need full logits after a graph or a share; the same on all ranks of a group."""
         adjusted, shaped = {row for row, _ in group_rows.adjust}, self._table.shaped
         if not (adjusted or shaped):
             return []
@@ -54,13 +54,13 @@ class Sampler:
     ) -> Tensor:
         """Sample the tokens of a step, int32 `[S]`, which become the rows' last tokens.
 
-        A row that ran without a last token gets NO_TOKEN, so that the fault is seen wherever the tokens arrive.
+        A row that ran without a last token gets NO_TOKEN, so that every reader of the tokens sees the fault.
 
         Args:
             group_rows: the step.
             logits: float32 `[S, vocabulary]` of its sampled rows, or this rank's share of them.
-            full: False: they are a share, and no row is `beyond` it.
-            tokens: sampled by a graph. Those of the sampled rows `again`, which `logits` are of, are replaced.
+            full: False: `logits` are a share, and no row is `beyond` it.
+            tokens: tokens sampled by a graph, to be replaced for the sampled rows `again`, the rows of `logits`.
         """
         sampled, last_token, split = group_rows.sampled_rows, self._table.last_token, self._vocabulary
         again = again if tokens is not None else list(range(len(sampled)))
@@ -68,7 +68,7 @@ class Sampler:
         places, at = on_device([again, rows], torch.int64, logits.device)
         if tokens is None:
             tokens = last_token.index_select(0, at)
-            tokens[group_rows.decode_rows.count :] = 0  # prompts need no last token
+            tokens[group_rows.decode_rows.count :] = 0  # prompts have no last token
         here = [self._table.rows[row] for row in rows]
         how, positions = [row.sampling for row in here], [row.length for row in here]
         adjust = {i: asked[row] for i, row in enumerate(rows) if row in asked}
@@ -86,8 +86,8 @@ class Sampler:
 
 
 def adjusted(logits: Tensor, adjust: Mapping[int, Adjust]) -> Tensor:
-    """Return logits `[S, vocabulary]` with the adjustments of rows that have some: repetition (arXiv 1909.05858),
-    added values, banned and masked tokens."""
+    """Return logits `[S, vocabulary]` with the adjustments of rows: repetition (arXiv 1909.05858), added values, banned
+    and masked tokens."""
     if changed := [row for row, a in adjust.items() if a.repeated or a.added or a.banned or a.mask]:
         logits = logits.clone()
         for row in changed:
@@ -100,20 +100,20 @@ def sample(logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], ad
 
     Temperature comes first, then top_k, top_p (nucleus: the fewest most probable tokens that reach it; arXiv
     1904.09751) and min_p (arXiv 2407.01082). The token is found by Gumbel-max, with noise from (seed, position, token).
-    The noise is torch's: faster on CPUs than that of `weft.engine.kernels.triton.sample`, by which GPUs sample other
+    The noise is torch's: faster on CPUs than the noise of `weft.engine.kernels.triton.sample`, so GPUs sample other
     tokens.
 
     Args:
         logits: float32 `[S, vocabulary]`.
-        how: the sampling parameters of each row.
-        positions: of the sampled tokens in their sequences.
-        adjust: by row, for rows that need it.
+        how: sampling parameters of each row.
+        positions: positions of the sampled tokens in their sequences.
+        adjust: adjustments by row, for rows that have some.
     """
     return _scores(adjusted(logits, adjust), how, positions).argmax(-1)
 
 
 def _adjust(logits: Tensor, how: Adjust) -> Tensor:
-    """A row `[vocabulary]` of logits with its adjustments."""
+    """Return a row `[vocabulary]` of logits with its adjustments."""
     if how.repeated:
         at = torch.tensor(how.repeated, device=logits.device)
         values = logits[at]
@@ -128,14 +128,14 @@ def _adjust(logits: Tensor, how: Adjust) -> Tensor:
         may = (packed[:, None] >> torch.arange(8)) & 1
         gone = may.flatten()[: len(logits)].logical_not().to(logits.device)
         logits[gone], raw[gone] = float("-inf"), float("-inf")
-    # Where bans leave nothing of what the mask allows, the mask counts.
+    # If bans exclude all tokens allowed by the mask, ignore the bans.
     return torch.where(torch.isfinite(logits).any(), logits, raw)
 
 
 def _scores(
     logits: Tensor, how: Sequence[Sampling], positions: Sequence[int], split: SplitVocabulary | None = None
 ) -> Tensor:
-    """Make scores of logits; each row's greatest is its token. Noise belongs to a token, whichever rank has it."""
+    """Return scores of logits; each row's maximum is its token. A token's noise does not depend on its rank."""
     random = [row for row, h in enumerate(how) if h.temperature > 0]
     if not random:
         return logits
@@ -152,7 +152,7 @@ def _scores(
 
 
 def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor:
-    """Logits with −inf for what top_k and top_p leave out."""
+    """Return logits with −inf for tokens excluded by top_k and top_p."""
     cut = logits.clone()
     for row, h in enumerate(how):
         if h.top_k > 0 or h.top_p < 1:
@@ -163,7 +163,7 @@ def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor
 
 
 def _kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The tokens of a row `[vocabulary]` that top_k and then top_p keep: of equal ones, the lower first."""
+    """Return the tokens of a row `[vocabulary]` kept by top_k and then top_p; among equals, lower tokens first."""
     scaled = scaled.where(scaled == scaled, float("-inf"))
     count = min(top_k or LEADING, len(scaled))
     while True:
@@ -174,7 +174,7 @@ def _kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
         if top_p >= 1:
             return tokens
         probability = ordered.softmax(-1) if top_k else (ordered - scaled.logsumexp(-1)).exp()
-        before = probability.cumsum(-1) - probability  # what the more probable tokens reach already
+        before = probability.cumsum(-1) - probability  # sum of the more probable tokens
         gone = before >= top_p
         gone[0] = False
         if top_k or gone[-1] or count == len(scaled):
@@ -183,7 +183,7 @@ def _kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def _gumbel(how: Sampling, position: int, vocabulary: int) -> Tensor:
-    # torch's CPU generator takes 32 bits of a seed: hash, so that all bits of ours count.
+    # torch's CPU generator uses 32 bits of a seed: hash, so that all bits of the request's seed count.
     seed = hashlib.blake2b(f"{how.seed}/{position}".encode(), digest_size=4).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(seed))
     return -torch.empty(vocabulary).exponential_(generator=generator).log()

@@ -1,4 +1,4 @@
-"""What passes between ranks that hold runs of a vocabulary: rows of logits, or each rank's best token of a row."""
+"""Exchanges of ranks with shares of a vocabulary: rows of logits, or each rank's best token of a row."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from weft.stream.block_exchanges import BlockExchanges
 
 
 class SplitVocabulary:
-    """A rank's end of an attn_tp group of which each rank has the logits of its share of the vocabulary, for the same
-    rows.
+    """A rank's exchanges in an attn_tp group; each rank has the logits of its share of the vocabulary, for equal rows.
 
-    size: tokens of the whole vocabulary; share: this rank's range. Raises LayoutError where there are fewer tokens than
-    ranks, or more than float32 can number.
+    size: tokens of the whole vocabulary; share: this rank's range. Raises LayoutError for fewer tokens than ranks, or
+    more than float32 can number.
     """
 
     def __init__(self, vocabulary: int, mesh: Mesh, rank: int, exchanges: BlockExchanges):
@@ -31,27 +30,26 @@ class SplitVocabulary:
         self._exchanges = exchanges
 
     def gather_logits(self, logits: Tensor) -> Tensor:
-        """`[S, vocabulary]` of this rank's `[S, own]`."""
+        """Gather logits `[S, vocabulary]` from each rank's `[S, own]`."""
         ranks, widest, rows = len(self._sizes), max(self._sizes), len(logits)
         padded, what = F.pad(logits, (0, widest - logits.shape[1])), logit_rows(self.size, ranks)
         gathered = self._exchanges.gather(what, "attn_tp", padded, (rows,) * ranks).view(ranks, rows, widest)
         return torch.cat([part[:, :size] for part, size in zip(gathered, self._sizes, strict=True)], dim=-1)
 
     def best(self, score: Tensor, token: Tensor) -> Tensor:
-        """int32 `[S]`: of all ranks' tokens the one with the highest score, of equal ones the lowest.
+        """Return int32 `[S]`: each row's token with the highest score on all ranks; among equals, the lowest token.
 
-        token `[S]`, score `[S]`: this rank's best token of each row. Nothing here depends on what they hold, so that it
-        may be captured in a CUDA graph.
+        token `[S]`, score `[S]`: this rank's best token of each row. The code does not depend on their values, so a
+        CUDA graph can capture it.
         """
         if not len(score):
             return token.int()
         gathered = self.gather_best(torch.stack((score.float(), token.float()), dim=-1))
-        rank = gathered[..., 0].argmax(0, keepdim=True)  # the first of equal ones
+        rank = gathered[..., 0].argmax(0, keepdim=True)  # among equals the first
         return gathered[..., 1].gather(0, rank)[0].int()
 
     def gather_best(self, best: Tensor) -> Tensor:
-        """float32 `[ranks, S, 2]`: of all ranks, from this rank's `[S, 2]`, its best token of each row behind its
-        score."""
+        """Gather float32 `[ranks, S, 2]` from each rank's `[S, 2]`: score and number of each row's best token."""
         ranks, rows = len(self._sizes), len(best)
-        what = best_tokens(max(bucket((rows,))))  # as the plan has it
+        what = best_tokens(max(bucket((rows,))))  # as planned
         return self._exchanges.gather(what, "attn_tp", best.view(1, 2 * rows), (1,) * ranks).view(ranks, rows, 2)

@@ -1,4 +1,4 @@
-"""What the host changes on the device between two replays of graphs, by one launch for all of it."""
+"""Staging of the host's changes on the device between two replays of graphs, with one launch for all changes."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ import torch
 from torch import Tensor
 
 PLACES = 4
-"""Of pinned memory. The controller sends a step once it has the tokens of the step before the last: two are in use."""
+"""Buffers of pinned memory. The controller sends a step once it has the tokens of the step before the last, so two
+buffers are in use."""
 ELEMENTS = 16384
-"""Of a place; what exceeds it takes several."""
+"""Elements of a buffer; larger changes need several."""
 
 
 class StagedWrites:
-    """Writes of int32s to tensors. `write` and `fill` stage them; `flush` carries them out, in no order."""
+    """Writes of int32s to tensors: staged by `write` and `fill`, carried out by `flush` in no fixed order."""
 
     def __init__(self) -> None:
         self._writes: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def write(self, to: Tensor, at: array[int], values: array[int]) -> None:
-        """to[at] = values. at, values: of int64 and int32."""
+        """Stage to[at] = values. at: int64. values: int32."""
         if at:
             where, what = torch.frombuffer(at, dtype=torch.int64), torch.frombuffer(values, dtype=torch.int32)
             self._writes.append((to, where, what))
 
     def fill(self, to: Tensor, values: Sequence[int]) -> None:
-        """to[:len(values)] = values."""
+        """Stage to[:len(values)] = values."""
         self.write(to, array("q", range(len(values))), array("i", values))
 
     def flush(self) -> None:
-        """Carries out what is staged, before all that is queued on the device from now on."""
+        """Carry out the staged writes, before all later work on the device."""
         for to, at, values in self._writes:
             to.index_copy_(0, at, values)
         self._writes = []
 
     def capture(self) -> None:
-        """Prepares `flush`, where graphs are captured."""
+        """Prepare `flush` for use with graphs."""
 
 
 class PinnedWrites(StagedWrites):
-    """`StagedWrites` on a GPU: they are put to pinned memory, from where one kernel takes them, a graph of its own.
+    """`StagedWrites` on a GPU, through pinned memory that one kernel reads, captured as a graph.
 
-    Copies would cost the host, for each tensor, pinned memory, an event and two or three launches: tens of µs each
-    where the thread has slept before.
+    Copies would cost the host, per tensor, pinned memory, an event and two or three launches: tens of µs each if the
+    thread has just woken up.
 
-    base: int32, on the device of all tensors that are written to.
+    base: an int32 tensor on the device of all written tensors.
     """
 
     def __init__(self, base: Tensor):
         super().__init__()
         self._base, pinned = base, base.is_cuda
-        counts = torch.zeros(PLACES, 4, dtype=torch.int32, pin_memory=pinned)  # each begins at 16 bytes
+        counts = torch.zeros(PLACES, 4, dtype=torch.int32, pin_memory=pinned)  # aligned to 16 bytes each
         offsets = torch.zeros(PLACES, ELEMENTS, dtype=torch.int64, pin_memory=pinned)
         values = torch.zeros(PLACES, ELEMENTS, dtype=torch.int32, pin_memory=pinned)
         self._tensors = [(counts[i], offsets[i], values[i], base) for i in range(PLACES)]
@@ -70,7 +71,7 @@ class PinnedWrites(StagedWrites):
         self._stage(to, np.arange(len(values)), np.array(values, np.int32))
 
     def flush(self) -> None:
-        """See `StagedWrites.flush`. Queued on torch's current stream, on which the graphs run, too."""
+        """See `StagedWrites.flush`. The kernel runs on torch's current stream, as the graphs do."""
         if not self._staged:
             return
         self._counts[self._place, 0] = self._staged
@@ -82,7 +83,7 @@ class PinnedWrites(StagedWrites):
 
     def capture(self) -> None:
         """See `StagedWrites.capture`."""
-        self._launch(self._place)  # compiles it; nothing is there
+        self._launch(self._place)  # compile the kernel; nothing is staged
         torch.cuda.synchronize()
         for place in range(PLACES):
             graph = torch.cuda.CUDAGraph()

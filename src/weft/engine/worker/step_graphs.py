@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: one for each shape, captured at the start, replayed for every step that fits.
+"""CUDA graphs of steps: one per shape, captured at the start, replayed for every step that fits.
 
-A graph's tensors have its shape. Live counts, and what it reads of sequences, are in device memory
-(`weft.engine.worker.graph_inputs`), so one graph serves all DP groups, also idle ones. Padding rows are stored nowhere
-and choose no expert. Sampled tokens are written where the next step reads them. All ranks know what all groups run, so
-they choose the same graph.
+A graph's tensors have its shape. Live counts and sequences' inputs are in device memory
+(`weft.engine.worker.graph_inputs`), so one graph serves all DP groups, even idle ones. Padding rows are not stored and
+choose no expert. The next step reads sampled tokens from the place where the graph writes them. All ranks know the rows
+of all groups, so they choose the same graph.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from weft.stream.stream import Stream
 
 
 class StepGraphs:
-    """The graphs of a rank, and the tensors that they read and write. Layers get batches with `spans` None.
+    """Graphs of a rank, and their input and output tensors. Layers get batches with `spans` None.
 
     Args:
         model, mesh, rank: as in `ModelRunner`.
-        plan: gives the plan of so many rows in each DP group.
-        transports: those of the plans.
-        caches: of the model's layers.
+        plan: returns the plan of the given rows per DP group.
+        transports: transports of the plans.
+        caches: caches of the model's layers.
         rows: the table on the device.
-        inputs: one for each kind of steps, with the shapes of its graphs.
-        exchanges: those inside blocks.
-        vocabulary: given where it is split; its exchanges are captured too.
+        inputs: inputs of each kind of steps, with the shapes of their graphs.
+        exchanges: exchanges inside blocks.
+        vocabulary: the split vocabulary, with captured exchanges; None if it is not split.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class StepGraphs:
         self._inputs = {kind.shapes[0].prompts: kind for kind in inputs}
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
         weight, max_rows = model.embed.weight, len(rows.length)
-        self._device, own = weight.device, len(weight)  # the head is split as the embedding is
-        # Few logits of steps with prompts are read again: one place serves all graphs of such steps.
+        self._device, own = weight.device, len(weight)  # the head is split like the embedding
+        # Logits of steps with prompts are rarely read again: one buffer serves all graphs of such steps.
         self._logits = weight.new_empty(max_rows if True in self._inputs else 0, own)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         self.token_ring = PinnedTokenRing(max_rows, self._device.type == "cuda")
@@ -75,11 +75,11 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures every graph, the largest first, so that they share its memory. Collective. progress(done, of)."""
+        """Capture every graph, the largest first, so that all share its memory. Collective. progress(done, of)."""
         pool, shapes, groups = torch.cuda.graph_pool_handle(), self.shapes[::-1], self._mesh.attn_dp
         gc.collect()
-        gc.freeze()  # what lives on is not looked through below
-        for shape in shapes:  # compiles what is compiled when first used, which a capture does not allow
+        gc.freeze()  # keep permanent objects out of the collections below
+        for shape in shapes:  # run once before: kernels compile at first use, which a capture does not allow
             if shape.rows not in self._counts:
                 capacity = self._mesh, self._rank, shape.rows, self._device
                 self._counts[shape.rows] = captured_rows(self._transports.values(), *capacity)
@@ -88,7 +88,7 @@ class StepGraphs:
             torch.cuda.synchronize()
         self._rows.writes.capture()
         for done, shape in enumerate(shapes):
-            gc.collect()  # a tensor that is freed in a capture would be lost to it
+            gc.collect()  # a tensor freed during a capture would be lost to the graph
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = self._step(shape, self._counts[shape.rows])
@@ -96,11 +96,11 @@ class StepGraphs:
             if progress:
                 progress(done + 1, len(shapes))
         gc.unfreeze()
-        self._rows.steps.zero_()  # as none was replayed
+        self._rows.steps.zero_()  # no graph has been replayed yet
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
-        """The shape of the graph for a step; None where there is none: for too many rows, for prompts of models that
-        do not capture prompts, and where a prompt's own logprobs are wanted. counts: rows of these DP groups.
+        """Return the shape of the graph for a step; None if there is none: for too many rows, for prompts of models
+        without captured prompts, and for requested logprobs of prompts. counts: rows of these DP groups.
         """
         prompts = any(group.chunks for group in groups)
         inputs = self._inputs.get(prompts)
@@ -110,17 +110,17 @@ class StepGraphs:
         return inputs.shapes[at] if at < len(inputs.shapes) else None
 
     def replay(self, shape: Shape, group_rows: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
-        """Replays a graph; the host waits for nothing. The next replay overwrites what it returns.
+        """Replay a graph without waiting for it. The next replay overwrites the returned tensors.
 
         Args:
-            shape: of the graph.
-            group_rows: this group's part of the step; the table on the device knows its rows.
+            shape: shape of the graph.
+            group_rows: this group's part of the step, already applied to the table on the device.
             counts: rows of all groups, the same on every rank.
 
         Returns:
-            Logits `[sampled, vocabulary]` as the model gives them, of this rank's share where the vocabulary is
-            split; and the sampled tokens, int32, NO_TOKEN for a decode row without a last token. They are sampled
-            with `CAPTURED` parameters, or `SHARED` ones.
+            Logits `[sampled, vocabulary]` in the model's dtype, or this rank's share if the vocabulary is split; and
+            the sampled tokens, int32, NO_TOKEN for a decode row without a last token. They are sampled with `CAPTURED`
+            parameters, or `SHARED` ones.
         """
         for transport in self._transports.values():
             transport.check()
@@ -134,8 +134,8 @@ class StepGraphs:
         return output
 
     def repeat(self, shape: Shape) -> None:
-        """Replays a graph for the rows of the last replay, which was of the same graph. What that returned is
-        overwritten. Transports are checked where a step's tokens are read."""
+        """Replay the last graph for the same rows, and overwrite the returned tensors. Transports are checked when the
+        step's tokens are read."""
         self._graphs[shape][0].replay()
         self.token_ring.next()
 

@@ -1,4 +1,4 @@
-"""What the host reads of a step: its sampled tokens, and the logprobs that were asked for."""
+"""Output of a step on the host: its sampled tokens and requested logprobs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from weft.engine.worker.row_table import NO_TOKEN
 
 
 def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
-    """Of the logits of a step's wanted rows, those that tokens are sampled from: of a scored chunk only the last
-    row."""
+    """Return the logits of sampled rows, from the logits of all wanted rows: only the last row of a scored chunk."""
     if not any(chunk.score for chunk in rows.chunks):
         return logits
     first = rows.decode_rows.count
@@ -28,15 +27,15 @@ def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
 
 
 class StepOutput:
-    """The output of one step on one rank.
+    """Output of one step on one rank.
 
     `note_logprobs` and `note_prompt_logprobs` are for the rank that reports its group's logprobs. Then `copy`
     begins the copies to the host. `tokens` and `logprobs` wait for them, on any thread.
 
     Args:
         rows: the step.
-        tokens: int32 `[S]`, sampled, on the device.
-        read_tokens: waits for the tokens where they need no copy.
+        tokens: int32 `[S]`, sampled tokens on the device.
+        read_tokens: waits for tokens that need no copy, and returns them; None: tokens are copied.
     """
 
     def __init__(self, rows: GroupRows, tokens: Tensor, read_tokens: Callable[[], np.ndarray] | None = None):
@@ -46,7 +45,7 @@ class StepOutput:
         self._sampled_at: list[int] = []
 
     def note_prompt_logprobs(self, logits: Tensor) -> None:
-        """Notes logprobs of the chunks' own tokens. logits: of all wanted rows of the step."""
+        """Note logprobs of the chunks' own tokens. logits: of all wanted rows of the step."""
         first = self._rows.decode_rows.count
         for chunk in self._rows.chunks:
             if chunk.score:
@@ -55,9 +54,9 @@ class StepOutput:
             first += chunk.count if chunk.score else int(chunk.samples)
 
     def note_logprobs(self, logits: Tensor, of: Sequence[int] | None = None) -> None:
-        """Notes logprobs of the sampled tokens of rows that ask for them.
+        """Note requested logprobs of sampled tokens.
 
-        logits: of all sampled rows, or of the sampled rows `of`, which include all that ask.
+        logits: of all sampled rows, or of the sampled rows `of`, which include all rows with requests.
         """
         asked = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
         self._sampled_at = [at for at, row in enumerate(self._rows.sampled_rows) if row in asked] if asked else []
@@ -76,7 +75,7 @@ class StepOutput:
         self._counts.append(counts)
 
     def copy(self) -> None:
-        """Begins the copies."""
+        """Begin the copies to the host."""
         if self._read_tokens is None:
             copied = to_host([self._tokens])
             self._read_tokens = lambda: copied()[0].numpy()
@@ -84,7 +83,7 @@ class StepOutput:
             self._wait = to_host([tensor for found in self._found for tensor in found])
 
     def tokens(self) -> tuple[tuple[tuple[int, ...], ...], int]:
-        """Wait for the tokens of each row and their checksum. AssertionError where a row had none to go on from."""
+        """Wait for the tokens of each row and their checksum. Raises AssertionError for a row without a last token."""
         assert self._read_tokens is not None, "nothing was copied"
         sampled = self._read_tokens()
         tokens = sampled.tolist()
@@ -94,7 +93,7 @@ class StepOutput:
         return self._rows.per_row(tokens), zlib.crc32(sampled.tobytes())
 
     def logprobs(self) -> tuple[tuple[tuple[Logprobs, ...], ...], list[tuple[Logprobs, ...]]]:
-        """Wait for (the logprobs of `Result`; one tuple for each scored chunk)."""
+        """Wait for the logprobs of `Result`, and for a tuple of logprobs per scored chunk."""
         if not self._found:
             return (), []
         lists = [tensor.tolist() for tensor in self._wait()]

@@ -1,8 +1,8 @@
-"""Made-up steps that a rank on a GPU runs before it is ready, so that no request waits for the compilation of a kernel.
+"""Warm-up steps of a rank on a GPU, so that no request waits for the compilation of a kernel.
 
-Triton compiles a kernel for each block size. Block sizes follow from a step's rows, from the numbers of its sequences
-and of those with one row, and from the number of sampled tokens: by powers of two, and limits at such. So the steps
-have prompts of every such number, with decode rows among them.
+Triton compiles a kernel for each block size. Block sizes follow from the numbers of a step's rows, sequences, sequences
+of one row, and sampled tokens: powers of two, with limits at powers of two. So the steps have prompts of every such
+number, mixed with decode rows.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, RowTokens
 from weft.engine.worker.memory import made_up_tables
 
 OTHERS = (1023,)
-"""Numbers of rows beside powers of two and those one above: some tiles are for 1,024 rows and more."""
+"""Numbers of rows in addition to powers of two and their successors: some tiles need 1,024 rows or more."""
 
 
 def sizes(max_rows: int) -> list[int]:
-    """Return numbers of rows up to `max_rows` that meet all forms in which kernels are compiled."""
+    """Return numbers of rows up to `max_rows` that trigger every compilation of kernels."""
     powers = [1 << i for i in range(max_rows.bit_length())]
     return sorted({n for n in (*powers, *(n + 1 for n in powers), *OTHERS, max_rows) if n <= max_rows})
 
@@ -35,11 +35,11 @@ def warm_steps(
     """Return the steps, the same on every rank. They overwrite rows of the table, and pages.
 
     Args:
-        groups: of the caches.
-        longest: tokens that a sequence may have.
+        groups: groups of the caches.
+        longest: maximum tokens of a sequence.
         split: the vocabulary is split; then every other step samples from full rows.
-        merges_from: returns, for a prompt's rows, the number of cached tokens from which it is merged over dcp, as in
-            every other step; None: never.
+        merges_from: returns the number of cached tokens from which a prompt's rows are merged over dcp, as in every
+            other step; None: never.
     """
     world, steps = config.attn_dp, []
     for number, rows in enumerate(sizes(config.batch_tokens * world)):
@@ -64,7 +64,7 @@ def _rows(
 
     Args:
         merges_from: as for `warm_steps`.
-        samples: prompts are sampled from, also where there are decode rows.
+        samples: prompts sample a token even if there are decode rows.
     """
     chunks, joins = list[Chunk](), list[Join]()
 

@@ -1,4 +1,4 @@
-"""One rank: its model, its cache, and the loop that carries out the controller's messages."""
+"""A rank: its model, its cache, and the loop that carries out the controller's messages."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ from weft.planner.show import plan_text
 
 Send = Callable[[FromRank], None]
 Finish = Callable[[], Result]
-"""Waits for a step's tokens, if need be, and returns its result."""
+"""Function that waits for a step's tokens, if necessary, and returns its result."""
 
 
 class Repeatable(NamedTuple):
-    """A decode step by a graph, with what is the same when the next message asks for the same rows.
+    """A decode step by a graph, repeated while messages have the same rows.
 
-    groups: a message that asks for them, and for no changes. tokens: int32 `[S]`, on the device, that each replay
-    overwrites. plan: checksum.
+    groups: a message with these rows and no changes. tokens: int32 `[S]` on the device, overwritten by each replay.
+    plan: checksum of the plan.
     """
 
     groups: tuple[GroupRows, ...]
@@ -74,10 +74,9 @@ class Repeatable(NamedTuple):
 
 
 class Worker:
-    """Loads a rank's shard, then runs steps. Every rank of a DP group samples the same tokens.
+    """Worker of a rank: it loads the rank's shard, then runs steps. Every rank of a DP group samples the same tokens.
 
-    config: as `weft.engine.controller.startup.resolve_defaults` gives it: what `auto` stands for depends on the
-    model's caches.
+    config: resolved by `weft.engine.controller.startup.resolve_defaults`, since `auto` depends on the model's caches.
     """
 
     def __init__(self, config: EngineConfig, transports: Sequence[Transport], costs: Costs, send: Send):
@@ -88,7 +87,7 @@ class Worker:
 
         def progress(done: int, total: int) -> None:
             nonlocal shown
-            if (percent := 20 * done // total) > shown:  # a message for each twentieth, not for each tensor
+            if (percent := 20 * done // total) > shown:  # limit messages to one per twentieth
                 shown = percent
                 send(Progress(self.rank, done, total))
 
@@ -129,7 +128,7 @@ class Worker:
             cache = cache.sized(memory, agree)
             config = self.config = cache.config
         elif self.on_gpu:
-            torch.cuda.empty_cache()  # memory that loading used
+            torch.cuda.empty_cache()  # release memory used by loading
             cache.check(torch.cuda.mem_get_info()[0])
         else:
             cache.check()
@@ -141,7 +140,7 @@ class Worker:
         self.sampler = Sampler(self.table, vocabulary)
         self.device_rows: DeviceRows | None = None
         self._last: Repeatable | None = None
-        self._repeats = 0  # replays of it that neither the table nor the counts know yet
+        self._repeats = 0  # replays of `_last` not yet added to the table and the counts
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
             self.device_rows = self.sampler.state = DeviceRows(self.table, -(-tokens // span))
@@ -150,21 +149,21 @@ class Worker:
             self.capture(tokens, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")))
 
     def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Captures the graphs of steps. Collective. longest: tokens of a sequence."""
+        """Capture the graphs of steps. Collective. longest: maximum tokens of a sequence."""
         self.device_rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
         self.sampler.state = self.device_rows if self.on_gpu else None
         self.runner.capture(self.device_rows, self.config.batch_tokens, progress)
 
     @torch.inference_mode()
     def warm_up(self, longest: int, progress: Callable[[int, int], None]) -> None:
-        """Runs the steps of `warm_steps` eagerly, before graphs are captured, and forgets them. Collective.
+        """Run the steps of `warm_steps` eagerly, before graphs are captured, and forget them. Collective.
 
-        longest: tokens of a sequence.
+        longest: maximum tokens of a sequence.
         """
         split = self.runner.vocabulary is not None
         steps = warm_steps(self.config, self.groups, longest, split, self.runner.merges_from)
         for done, step in enumerate(steps):
-            self.step(step)  # whoever asks for its tokens sees that decode rows had none to go on from
+            self.step(step)  # do not read its tokens: decode rows have no last token
             progress(done + 1, len(steps))
         if self.on_gpu:
             torch.cuda.synchronize(self.table.device)
@@ -173,10 +172,10 @@ class Worker:
         self.table.forget()
 
     def step(self, step: Step) -> Finish:
-        """Begins a step. On a GPU it may still run when this returns, and the next one may begin before it ends.
+        """Begin a step. On a GPU it may still run when this returns, and the next one may begin before it ends.
 
-        The result of the DP group's leader has the tokens. The caller is in inference mode, which would take a good
-        part of a step's CPU time to enter.
+        The result of the DP group's leader has the tokens. The caller must be in inference mode: entering it here would
+        cost a good part of a step's CPU time.
         """
         if (last := self._last) is not None and (step.groups == last.groups or _only_entries(step.groups, last.groups)):
             return self._repeat(step, last)
@@ -223,10 +222,9 @@ class Worker:
         return partial(self._result, step.number, counts, plan, output, scored_from)
 
     def _repeat(self, step: Step, last: Repeatable) -> Finish:
-        """`step` for the same rows as the last one, which have got new pages at most: it looks up nothing again.
+        """Repeat the last step for the same rows, perhaps with new pages, without looking anything up again.
 
-        Most decode steps are like this. The thread has slept since the last one, and what it runs and reads costs it
-        several times as much as in a loop.
+        Most decode steps take this path. Keep it short: the thread has just woken up, so its caches are cold.
         """
         rows = step.groups[self._group]
         self.profiler.begin(step.number, last.counts, last.shape)
@@ -240,16 +238,16 @@ class Worker:
         return partial(self._result, step.number, last.counts, last.plan, output, ())
 
     def _settle(self) -> None:
-        """Counts the steps that `_repeat` ran."""
+        """Count the steps run by `_repeat`."""
         if self._last is not None and self._repeats:
             self.table.advance(self._last.groups[self._group], self._repeats)
             self.runner.stats.ran(self._last.counts, self._last.shape.rows, self._repeats)
             self._repeats = 0
 
     def _result(self, number: int, counts: Counts, plan: int, output: StepOutput, scored_from: Sequence[int]) -> Result:
-        """Waits for a step's tokens. scored_from: for each chunk with logprobs, the first token that has them."""
+        """Wait for a step's tokens. scored_from: first token with logprobs of each scored chunk."""
         sampled, checksum = output.tokens()
-        if self.on_gpu:  # where kernels find faults, and go on
+        if self.on_gpu:  # kernels record faults and go on
             self.runner.check()
         ran = Ran(number, counts, plan, checksum)
         if not self._leads:
@@ -259,10 +257,10 @@ class Worker:
 
     @torch.inference_mode()
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
-        """Carries out the controller's messages until Stop. send: is called on two threads."""
+        """Carry out the controller's messages until Stop. send: called on two threads."""
         send(Ready(self.rank, self.groups, self.runner.planned(self.config.batch_tokens)))
         begun: queue.SimpleQueue[Finish | None] = queue.SimpleQueue()
-        # While a GPU runs a step, one thread waits for its tokens, and the other for the next step.
+        # While a GPU runs a step, one thread waits for its tokens, and this one for the next step.
         sender = threading.Thread(target=self._send_results, args=(begun, send), daemon=True)
         if self.on_gpu:
             sender.start()
@@ -303,13 +301,13 @@ class Worker:
 
 
 def _only_entries(groups: tuple[GroupRows, ...], rows: tuple[GroupRows, ...]) -> bool:
-    """Whether a message asks for these rows, and for no changes but new entries of tables."""
+    """Tell whether a message has these rows, and no changes other than new entries of tables."""
     return all(group == replace(same, entries=group.entries) for group, same in zip(groups, rows, strict=True))
 
 
 def failure(rank: int, error: Exception) -> Failure:
-    """The message of an error that nothing foresaw."""
+    """Return the message of an unforeseen error."""
     first = next(iter(str(error).splitlines()), "")
     if isinstance(error, torch.OutOfMemoryError):
-        first += "; lower --kv-tokens, --max-batch-tokens or --max-running, or take more ranks"
+        first += "; lower --kv-tokens, --max-batch-tokens or --max-running, or use more ranks"
     return Failure(rank, f"{type(error).__name__}: {first}", user=False, lost_peer=isinstance(error, CommError))

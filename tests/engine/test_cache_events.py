@@ -313,7 +313,7 @@ def test_an_engine_publishes_what_its_groups_store(model_dir: Path, tmp_path: Pa
         engine._ask(lambda: None)
         last = decode(list(replayed(engine.kv_events).values())[-1])
         assert last.events == [AllBlocksCleared()]
-    with pytest.raises(EngineError, match="--kv-events-config is of the prefix cache"):
+    with pytest.raises(EngineError, match="--kv-events-config requires the prefix cache"):
         Engine(EngineConfig(model_dir, executor="thread", prefix_cache=False), kv_events=events)
 
 

@@ -77,7 +77,7 @@ def test_gpus_of_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     used = {(step.transport, over.mesh.hosts_of(edge.group)) for _, step, edge in plan.moves()}
     assert used == {(PEER.name, 1), (NCCL.name, 2)}
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one < 2 > other)
-    with pytest.raises(LayoutError, match="experts by dispatch on GPUs are of one host"):
+    with pytest.raises(LayoutError, match="--moe-exchange dispatch on GPUs supports one host only"):
         startup.check_plans(replace(over, moe_exchange="dispatch"), model)
     apart = EngineConfig(attn_tp=2, moe_tp=2, nnodes=2)
     assert enabled_transports(apart) == (NCCL,) and not untuned(apart), "no GPU has a neighbour on its host"
@@ -123,7 +123,7 @@ def test_the_first_start_measures_once(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "find_spec", lambda name: None)
-    with pytest.raises(LayoutError, match=r"take Triton, which is not installed: pip install 'weft\[gpu\]'"):
+    with pytest.raises(LayoutError, match=r"require Triton, which is missing: pip install 'weft\[gpu\]'"):
         startup.check_packages(TWO)
     startup.check_packages(EngineConfig(device="cpu"))
 
@@ -134,10 +134,10 @@ def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LayoutError, match=r"^Tesla T4 \(sm_75\) is older than sm_80, .*, or --device cpu$"):
         check_gpu(torch.device("cuda", 0))
     in_float8 = SimpleNamespace(float8=True, storage=SimpleNamespace(float8_block=(128, 128)))
-    with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) has no products in FP8, which take sm_89: --float8 off$"):
+    with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) has no matmuls in FP8, which require sm_89: --float8 off$"):
         check_float8(in_float8, torch.bfloat16, torch.device("cuda", 1))
     plain = SimpleNamespace(float8=True, storage=SimpleNamespace(float8_block=None))
-    with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) converts no FP8, which takes sm_89: --kv-dtype auto$"):
+    with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) converts no FP8, which requires sm_89: --kv-dtype auto$"):
         check_float8(plain, FLOAT8, torch.device("cuda", 1))
     check_float8(plain, torch.bfloat16, torch.device("cuda", 1))
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
@@ -156,8 +156,8 @@ def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize(
     ("have", "cuda", "arguments", "says"),
     [
-        (0, None, "", "ranks are to run on GPUs, and torch is built without CUDA here"),
-        (0, "13.0", "", "ranks are to run on GPUs, and CUDA sees no GPU here"),
+        (0, None, "", "ranks are to run on GPUs, but torch is built without CUDA here"),
+        (0, "13.0", "", "ranks are to run on GPUs, but CUDA sees no GPU here"),
         (
             1,
             "13.0",

@@ -352,15 +352,15 @@ def test_no_kernel_is_compiled_while_requests_are_served(
 def test_more_ranks_than_gpus_are_refused_in_one_line() -> None:
     ranks = 8 if GPUS < 8 else 16
     few = f"the layout has {ranks} ranks, a GPU each, and this machine has {GPUS}"
-    with pytest.raises(LayoutError, match=few if GPUS else "ranks are to run on GPUs, and "):
+    with pytest.raises(LayoutError, match=few if GPUS else "ranks are to run on GPUs, but "):
         Engine(EngineConfig(device="cuda", attn_dp=ranks, ep=ranks))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (dict(device="cpu", transport="peer"), "transport peer is of GPUs"),
-        (dict(device="cpu", transport="nccl"), "transport nccl is of GPUs"),
+        (dict(device="cpu", transport="peer"), "transport peer runs on GPUs only"),
+        (dict(device="cpu", transport="nccl"), "transport nccl runs on GPUs only"),
     ],
 )
 def test_a_transport_of_the_other_kind_of_device_is_refused(options: dict[str, Any], text: str) -> None:

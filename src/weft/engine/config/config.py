@@ -26,7 +26,7 @@ class EngineError(RuntimeError):
 
 
 class QueueFull(EngineError):
-    """Too many requests wait or run. retry_after_s: estimated seconds until there is capacity again."""
+    """Refusal of a request: too many wait or run. retry_after_s: estimated seconds until there is capacity again."""
 
     def __init__(self, here: int, retry_after_s: float):
         super().__init__(f"{here} requests wait or run already; try again in {retry_after_s:.0f} s")
@@ -35,10 +35,10 @@ class QueueFull(EngineError):
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """The one option without a name: dataclasses order fields from the last base on, so that it is the first."""
+    """The only positional option; the last base class, since dataclasses order fields from the last base on."""
 
     model: Path = field(default_factory=embedded_model_dir)
-    """A directory as Hugging Face publishes them, or a GGUF file."""
+    """A model directory in Hugging Face's format, or a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
     """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
 
     seed: int = 0
-    """Base of the seeds of requests that bring none."""
+    """Base of the seeds of requests without a seed."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -60,7 +60,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
         for name, auto, entries in ("transport", AUTO, transports), ("attention_backend", ANY_BACKEND, backends):
             value = getattr(self, name)
-            known = (auto, *entries())  # plugins are loaded where the name is none of Weft's
+            known = (auto, *entries())  # load plugins only for names that Weft does not have
             if value not in known and value not in (known := (auto, *entries(self.plugins))):
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
         self._check_interleave()
@@ -82,7 +82,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
 
     @property
     def interleave(self) -> Interleave:
-        """Sharding of cached tokens over dcp: pages of one number, on all ranks, hold `span` tokens of a DP group."""
+        """Sharding of cached tokens over dcp. All ranks' pages of one number hold `span` tokens of a DP group."""
         return Interleave(self.dcp, self.dcp_interleave or self.page_size, self.page_size)
 
     @property
@@ -91,7 +91,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
         here = sorted(os.sched_getaffinity(0))
         world = self.ranks_of_host
         if self.cpu_bind in (None, "auto"):
-            if len(here) < world:  # ranks share cores, each still one only
+            if len(here) < world:  # ranks share cores, but each runs on one only
                 return [{here[rank % len(here)]} for rank in range(world)]
             return [set(here[rank * len(here) // world : (rank + 1) * len(here) // world]) for rank in range(world)]
         parts = str(self.cpu_bind).split("|")
@@ -111,7 +111,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
 
     def read_model(self) -> ModelConfig:
         """Read the model's config.json. Raises ModelError."""
-        from weft.engine.models.registry import load_config, registry  # not above: options are checked without torch
+        from weft.engine.models.registry import load_config, registry  # imports torch, which checks do without
 
         found = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
@@ -126,7 +126,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
         return self.num_pages * self.interleave.span
 
     def with_cache(self, groups: Sequence[CacheGroup]) -> EngineConfig:
-        """Return this configuration with the size of the cache that ranks have made."""
+        """Return this configuration with the size of the cache that ranks have allocated."""
         pages = next((g.size for g in groups if g.rule == Rule()), self.num_pages)
         return replace(self, kv_tokens=pages * self.page_size)
 
@@ -137,7 +137,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
-        """Return the configuration of `to_dict`'s values."""
+        """Return the configuration with these values of `to_dict`."""
         kinds = get_type_hints(cls)
         paths = [n for n, value in values.items() if Path in (kinds[n], *get_args(kinds[n])) and value is not None]
         return cls(**values | {"plugins": tuple(values["plugins"])} | {name: Path(values[name]) for name in paths})

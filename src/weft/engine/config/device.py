@@ -26,50 +26,50 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def on_gpus(config: EngineConfig) -> bool:
-    """Whether the ranks run on GPUs, one each. Raises LayoutError where they are asked for and cannot be had."""
+    """Tell whether each rank runs on a GPU. Raises LayoutError if GPUs are requested and missing."""
     entry = None if config.transport == AUTO else transports(config.plugins)[config.transport]
     if config.device == "cpu" or config.executor == "thread":
         if entry is not None and not entry.runs_on("cpu"):
-            raise LayoutError(f"transport {config.transport} is of GPUs; leave it out, or take device cuda")
+            raise LayoutError(f"transport {config.transport} runs on GPUs only; drop --transport or use --device cuda")
         return False
     asked = config.device == "cuda" or (entry is not None and not entry.runs_on("cpu"))
     on_cpus = entry is not None and not entry.runs_on("cuda")
     have, world = torch.cuda.device_count(), config.ranks_of_host
     if asked and not have:
         here = "torch is built without CUDA" if torch.version.cuda is None else "CUDA sees no GPU"
-        raise LayoutError(f"ranks are to run on GPUs, and {here} here (weft doctor looks closer); or take device cpu")
+        raise LayoutError(f"ranks are to run on GPUs, but {here} here; run weft doctor, or use --device cpu")
     if asked and have < world:
         raise LayoutError(
             f"the layout has {world} ranks{' on each host' * (config.mesh.hosts > 1)}, a GPU each, and this machine "
             f"has {have} GPU(s) that CUDA sees; choose a smaller layout, or device cpu"
         )
     if asked and on_cpus:
-        raise LayoutError(f"transport {config.transport} is of CPUs; leave it out, or take device cpu")
+        raise LayoutError(f"transport {config.transport} runs on CPUs only; drop --transport or use --device cpu")
     return have >= world and not on_cpus
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """A rank's."""
+    """Return the device of a rank."""
     return torch.device("cuda", config.place_on_host(rank)) if on_gpus(config) else torch.device("cpu")
 
 
 def dtype_of(config: EngineConfig) -> torch.dtype:
-    """Of weights and activations: auto is bfloat16 on GPUs and float32 on CPUs."""
+    """Return the dtype of weights and activations; auto: bfloat16 on GPUs, float32 on CPUs."""
     if config.dtype == "auto":
         return torch.bfloat16 if on_gpus(config) else torch.float32
     return DTYPES[config.dtype]
 
 
 def kv_dtype_of(config: EngineConfig) -> torch.dtype:
-    """Of the cache's keys and values."""
+    """Return the dtype of cached keys and values."""
     return dtype_of(config) if config.kv_dtype == "auto" else FLOAT8
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises LayoutError where a GPU is older than what Weft's kernels are compiled for."""
+    """Raise LayoutError if a GPU is older than Weft's kernels support."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_GPU:
         raise LayoutError(
-            f"{_name(device)} is older than sm_80, from which on GPUs have products in bfloat16 and Weft has kernels: "
+            f"{_name(device)} is older than sm_80, the minimum for bfloat16 matmuls and Weft's kernels: "
             "choose others with CUDA_VISIBLE_DEVICES, or --device cpu"
         )
 
@@ -80,19 +80,20 @@ def _name(device: torch.device) -> str:
 
 
 def check_float8(model: ModelConfig, kv_dtype: torch.dtype, device: torch.device) -> None:
-    """Raises LayoutError where a GPU has no products in FP8 and the model has them, or a cache is to be in FP8."""
+    """Raise LayoutError if a GPU lacks FP8 for the model's matmuls or for the cache."""
     products = model.float8 and model.storage.float8_block
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
         return
     if products:
-        raise LayoutError(f"{_name(device)} has no products in FP8, which take sm_89: --float8 off")
+        raise LayoutError(f"{_name(device)} has no matmuls in FP8, which require sm_89: --float8 off")
     if kv_dtype == FLOAT8:
-        raise LayoutError(f"{_name(device)} converts no FP8, which takes sm_89: --kv-dtype auto")
+        raise LayoutError(f"{_name(device)} converts no FP8, which requires sm_89: --kv-dtype auto")
 
 
 def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
-    """The transports among which the ranks' plans choose; the first is where activations live. Raises LayoutError where
-    one that is named does not serve so many ranks or hosts.
+    """Return the transports available to the ranks' plans; the first one allocates activations.
+
+    Raises LayoutError if the transport named by the options does not serve this number of ranks or hosts.
     """
     gpus, world = on_gpus(config), config.mesh.world
     if config.executor == "thread" or (gpus and world == 1):  # nothing is exchanged
@@ -100,7 +101,7 @@ def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
     known = transports(config.plugins)
     if config.transport == AUTO:
         found = automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
-        alone = config.mesh.hosts > 1 and config.ranks_of_host == 1  # no rank has a neighbour on its host
+        alone = config.mesh.hosts > 1 and config.ranks_of_host == 1  # intra-host transports have nothing to carry
         return tuple(entry for entry in found if not alone or entry.max_hosts is None)
     check_serves([known[config.transport]], config.mesh)
     return (known[config.transport],)
@@ -109,9 +110,11 @@ def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
 def attention_backend(
     config: EngineConfig, caches: Callable[[], Sequence[Spec]] = lambda: (), device: torch.device | None = None
 ) -> BackendEntry:
-    """The attention backend of the ranks. Raises LayoutError for what it lacks.
+    """Return the attention backend of the ranks. Raises LayoutError if it does not support the options or the model.
 
-    caches: gives those of the model's layers, where they matter. device: the rank's, where it is known.
+    Args:
+        caches: returns the caches of the model's layers; called only if the backend checks them.
+        device: device of the rank, if known.
     """
     gpus, option = on_gpus(config), config.attention_backend
     if device is None and gpus and option == ANY_BACKEND and fa3_library() is not None:

@@ -1,9 +1,9 @@
 """The options of an engine, by subject.
 
 Each field is an option of every command that runs a model: its docstring is the help text, its type gives the values,
-`check` says what values there may be, and its class is the group in which the help shows it.
+`check` validates the value, and its class is the group in the help.
 
-The module imports no torch, so that a command line is read without it.
+The module must not import torch: a command line is parsed without it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ BATCH_TOKENS, BATCH_SEQUENCES = 2048, 64
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """Options on one subject; commands show it as a group, with its docstring as the heading."""
+    """Options on one subject, shown by commands as a group with the docstring as its heading."""
 
     @classmethod
     def groups(cls) -> list[type[OptionGroup]]:
-        """Return the groups that a class of options consists of, in the order of their fields."""
+        """Return the groups of a class of options, in the order of their fields."""
         return [each for each in reversed(cls.__mro__) if OptionGroup in each.__bases__]
 
     @classmethod
     def of(cls, options: OptionGroup) -> Self:
-        """Return this group of `options`, which have its fields and perhaps others."""
+        """Return this group's fields of `options`."""
         return cls(**{each.name: getattr(options, each.name) for each in fields(cls)})
 
     def check(self) -> None:
-        """Raise ValueError or LayoutError, in one line, for values that cannot be."""
+        """Raise ValueError or LayoutError, in one line, for invalid values."""
         return
 
     def _above_zero(self, *names: str) -> None:
@@ -293,7 +293,7 @@ class EngineOptions(
     LayoutOptions,
     ModelOptions,
 ):
-    """All options of an engine. Dataclasses order fields from the last base on."""
+    """All options of an engine; bases in reverse, since dataclasses order fields from the last base on."""
 
     def check(self) -> None:
         for group in self.groups():

@@ -10,13 +10,13 @@ from pathlib import Path
 PR_SET_NAME = 15
 MAX_BYTES = 15
 PER_THREAD = 6
-"""The kind of a CPU clock, beside the thread's complement: of one thread, as the scheduler counts (clock_getres(2))."""
+"""Low bits of a thread's CPU clock id, below the complement of its number: scheduler time (clock_getres(2))."""
 
 
 def name_thread(name: str) -> None:
-    """Names the calling thread; the first thread of a process gives the process its name. name: at most 15 bytes.
+    """Name the calling thread, in at most 15 bytes; the main thread's name is the process's. Raises OSError.
 
-    Python names threads for the system from 3.14 on alone. OSError where the system refuses.
+    Python itself names threads for the system only from 3.14 on.
     """
     assert len(name.encode()) <= MAX_BYTES, f"{name} is too long for the name of a thread"
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_NAME, name.encode()):
@@ -24,7 +24,7 @@ def name_thread(name: str) -> None:
 
 
 def cpu_by_thread() -> dict[str, float]:
-    """Seconds of CPU time of this process's threads by name; of several of one name, their sum."""
+    """Return seconds of CPU time of this process's threads, summed by name."""
     found: dict[str, float] = {}
     for thread in os.listdir("/proc/self/task"):
         try:

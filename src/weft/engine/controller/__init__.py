@@ -1,1 +1,1 @@
-"""The controller's side of the ranks: starts, watches, commands and restarts them."""
+"""The controller: the engine's loop, and the start, supervision and restart of ranks."""

@@ -38,18 +38,18 @@ Request = tuple[Seq[int], SamplingParams, OutputCallback]
 """Prompt tokens, sampling parameters, and the callback for increments."""
 EngineState = Literal["starting", "serving", "restarting", "draining", "failed", "stopped"]
 IDLE_CHECK_S = 1.0
-"""How often an idle engine checks that its ranks are alive."""
+"""Interval at which an idle engine checks that its ranks are alive."""
 NEWCOMERS_PER_STEP = 64
-"""Requests taken in between two steps: a burst of new ones does not delay those that run."""
+"""Maximum requests admitted between two steps, so that a burst does not delay running requests."""
 MAX_STEP_BITS = 20
-"""Powers of two by which the rows of steps are counted."""
+"""Number of bins of `EngineStats.step_sizes`."""
 
 
 class Engine(OfOneProcess):
-    """Serves a model on all ranks of a layout. Thread-safe; a context manager; of the process that makes it.
+    """Engine that serves a model on all ranks of a layout. A thread-safe context manager, used by one process.
 
-    progress(what, fraction): while it starts. kv_events: where what prefix caches store and remove is published; left
-    out, it is not recorded. Raises ModelError, LayoutError or EngineError, each in one line.
+    progress: called with (what, fraction) during the start. kv_events: publishes changes of the prefix caches; omitted:
+    they are not recorded. Raises ModelError, LayoutError or EngineError, each in one line.
     """
 
     fork_error = EngineError
@@ -83,10 +83,10 @@ class Engine(OfOneProcess):
             raise
         self.config = self._executor.config
         self._schedulers = self._make_schedulers()
-        self._in_flight: deque[list[Scheduled]] = deque()  # steps that were sent; their tokens have not come
+        self._in_flight: deque[list[Scheduled]] = deque()  # steps sent, without their results
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
         self._requests = RequestQueue(config.max_waiting + config.batch_sequences * config.attn_dp)
-        self._number = threading.Lock()  # requests are numbered in the order in which they are handed over
+        self._number = threading.Lock()  # held while requests are numbered and queued, so that the orders agree
         self._outputs = OutputProcessor(self._requests)
         self._steps = self._step_rows = 0
         self._step_sizes = [0] * MAX_STEP_BITS
@@ -100,13 +100,13 @@ class Engine(OfOneProcess):
 
     @property
     def state(self) -> EngineState:
-        """What it does: serving, restarting (ranks failed and start anew; requests wait), draining (new requests are
-        refused), failed (`error` says why), or stopped."""
+        """State: serving, restarting (after a failure of ranks; requests wait), draining (new requests are refused),
+        failed (see `error`), or stopped."""
         return "draining" if self._draining and self._phase == "serving" else self._phase
 
     @property
     def healthy(self) -> bool:
-        """Whether requests are served now."""
+        """True while requests are served."""
         return self.state == "serving"
 
     def submit(
@@ -118,7 +118,7 @@ class Engine(OfOneProcess):
         sharing: Sharing = EQUALS,
         timeout_s: float | None = None,
     ) -> int:
-        """Queues one request and returns its id; see `submit_all`."""
+        """Queue one request and return its id; see `submit_all`."""
         return self.submit_all([(prompt, params, callback)], sharing=sharing, timeout_s=timeout_s)[0]
 
     def submit_all(
@@ -129,19 +129,19 @@ class Engine(OfOneProcess):
         timeout_s: float | None = None,
         name: str = "",
     ) -> list[int]:
-        """Queues requests, all or none, and returns their ids.
+        """Queue requests, all or none, and return their ids.
 
-        Each request's callback is called with its `RequestOutput`, on the engine's thread, once for each increment.
-        `RequestOutput.take` then gives the increment, on any thread; the last one has a finish_reason.
+        Each request's callback is called with its `RequestOutput`, on the engine's thread, once per increment.
+        `RequestOutput.take` then returns the increment, on any thread; the last one has a finish_reason.
 
         Args:
             requests: (prompt tokens, sampling parameters, callback) of each.
-            sharing: of all these requests.
-            timeout_s: until the end of the output; a request that has not ended by then ends with "timeout".
-            name: of the requests in the log.
+            sharing: terms of all these requests.
+            timeout_s: seconds until the end of the output; a request that lasts longer ends with "timeout".
+            name: name of the requests in the log.
 
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
-        max_choices; QueueFull where too many wait already; EngineError when not healthy.
+        max_choices; QueueFull if too many wait already; EngineError when not healthy.
         """
         if len(requests) > (limit := self.config.max_choices):
             raise ValueError(f"{len(requests)} completions are asked for at once (prompts × n); the limit is {limit}")
@@ -159,11 +159,11 @@ class Engine(OfOneProcess):
         return [output.sequence.request for output in outputs]
 
     def cancel(self, request: int) -> None:
-        """Ends a request before the next step and frees its pages. Does nothing where it has ended already."""
+        """End a request before the next step and free its pages, unless it has ended already."""
         self._requests.put(lambda: self._outputs.cancel(request))
 
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
-        """Completes any number of prompts and waits for all. Raises as `submit`, and EngineError where one ends with
+        """Complete any number of prompts and wait for all. Raises errors of `submit`, and EngineError if one ends with
         "error"."""
 
         def submit(prompt: Seq[int], callback_for: OutputCallback) -> None:
@@ -180,7 +180,7 @@ class Engine(OfOneProcess):
         return results
 
     def stats(self) -> EngineStats:
-        """A snapshot of its counters."""
+        """Return a snapshot of the counters."""
         running = sum(len(s.running) for s in self._schedulers)
         return EngineStats(
             running=running,
@@ -202,32 +202,32 @@ class Engine(OfOneProcess):
         )
 
     def comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
-        """What rank 0 has communicated since the start, by collective, and what the naive plan would have."""
+        """Return statistics of rank 0's collectives since the start, and of the naive plan for the same steps."""
         self._ask(lambda: self._executor.report())
         return self.last_comm_report()
 
     def last_comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
-        """The same, a few seconds old, without waiting for the ranks."""
+        """Return the last `comm_report`, a few seconds old, without waiting for the ranks."""
         return step_stats((report := self._executor.reported).ran), step_stats(report.naive)
 
     def plan_text(self, tokens_per_group: int) -> str:
-        """The plan for so many tokens in each DP group, beside the naive one."""
+        """Return the plan for this number of tokens per DP group, next to the naive plan."""
         return self._ask(lambda: self._executor.plan_text(tokens_per_group))
 
     def ask_ranks(self, question: Callable[[Executor], T]) -> T:
-        """Runs `question` on the engine's thread, between two steps. Raises EngineError when not serving."""
+        """Run `question` on the engine's thread, between two steps. Raises EngineError when not serving."""
         return self._ask(lambda: question(self._executor))
 
     def reset_cache(self) -> None:
-        """Forgets the prefixes that no request holds."""
+        """Forget cached prefixes that no request holds."""
         self._ask(lambda: list(map(Scheduler.forget, self._schedulers)))
 
     def check_idle(self) -> None:
-        """Raises AssertionError where pages leaked. Call it when nothing runs."""
+        """Raise AssertionError if pages leaked. Call it when no request is here."""
         self._ask(lambda: list(map(Scheduler.check_idle, self._schedulers)))
 
     def drain(self, seconds: float) -> int:
-        """Refuses new requests, waits up to `seconds` for the others, ends the rest with "abort" and stops the ranks.
+        """Refuse new requests, wait up to `seconds` for the others, end the rest with "abort" and stop the ranks.
 
         Returns the number of aborted requests. May be called twice, from any thread but the engine's.
         """
@@ -246,11 +246,11 @@ class Engine(OfOneProcess):
         return left
 
     def close(self) -> None:
-        """Ends all requests with "abort" and stops the ranks. May be called twice."""
+        """End all requests with "abort" and stop the ranks. May be called twice."""
         self.drain(0)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the engine has stopped or failed for good; False where it has not in that time."""
+        """Wait until the engine has stopped or failed for good. Returns False after timeout_s."""
         return self._ended.wait(timeout_s)
 
     def __enter__(self) -> Engine:
@@ -260,8 +260,6 @@ class Engine(OfOneProcess):
         self.close()
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """Runs `question` on the engine's thread between two steps. Raises EngineError when not serving."""
-
         def when_serving() -> Any:
             if self._phase != "serving":
                 raise EngineError(self.error or f"the engine is {self._phase}")
@@ -293,17 +291,17 @@ class Engine(OfOneProcess):
             self._leave()
 
     def _restart(self, error: Exception) -> None:
-        """Restarts the ranks after a failure, and resumes every request from its prompt and its tokens so far.
+        """Restart the ranks after a failure, and resume every request from its prompt and its tokens so far.
 
-        A request's next token depends on these and its seed alone, so its output does not change. Steps under way are
-        dropped: a step counts only once its results have been taken. Raises EngineError after too many failures.
+        A request's next token depends only on these and its seed, so its output does not change. Steps in flight are
+        dropped: a step counts only once its results are processed. Raises EngineError after too many failures.
         """
         self._outputs.notify()
         while not self._closing.is_set():
             pause = self._faults.add(one_line(error))
             log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._outputs))
             self._phase, began = "restarting", time.monotonic()
-            # All ranks: the others may wait in a collective that never ends, or hold a device that has faulted.
+            # Restart all ranks: others may wait in a collective that never ends, or hold a device with a fault.
             self._schedulers = self._make_schedulers()
             self._in_flight.clear()
             for output in sorted(self._outputs, key=lambda a: a.sequence.admitted is None):
@@ -321,7 +319,7 @@ class Engine(OfOneProcess):
         self._stopping = True
 
     def _take_in(self) -> None:
-        """Between two steps: runs commands of callers, then takes in new requests, then ends overdue ones."""
+        """Run commands of callers, then admit new requests, then end overdue ones. Called between two steps."""
         for command in self._requests.commands():
             command()
         for output in self._requests.newcomers(NEWCOMERS_PER_STEP):
@@ -335,7 +333,7 @@ class Engine(OfOneProcess):
             raise EngineError("the engine is closed")
 
     def _leave(self) -> None:
-        """Ends every request and runs the last commands, so that each caller gets a result; then takes no more."""
+        """End every request and run the last commands, so that each caller gets a result; then accept no more."""
         self._stopping = True
         self._outputs.notify()
         if self.error is None:
@@ -352,7 +350,7 @@ class Engine(OfOneProcess):
         self._ended.set()
 
     def _make_schedulers(self) -> list[Scheduler]:
-        """Schedulers with empty caches."""
+        """Return schedulers with empty caches."""
         if self.kv_events:
             self.kv_events.publish_cleared()
         return make_schedulers(self.config, self._executor.groups, self.kv_events.recorded if self.kv_events else ())
@@ -362,7 +360,7 @@ class Engine(OfOneProcess):
         output.scheduler.add(output.sequence)
 
     def _choose_group(self, sequence: Sequence) -> Scheduler:
-        """The DP group with the fewest rows before the first token: queued ones, and the prompt's uncached ones."""
+        """Return the DP group with the fewest rows until the first token: queued rows and uncached prompt rows."""
         tokens, salt = sequence.tokens, sequence.sharing.cache_salt
         return min(
             self._schedulers,
@@ -370,7 +368,7 @@ class Engine(OfOneProcess):
         )
 
     def _step(self) -> None:
-        """Sends the next step, if there is one, then takes the results of the one before (without overlap, its own)."""
+        """Send the next step, if there is one, then collect the previous step (without overlap, this step)."""
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         step = Step(self._steps + 1, tuple(s.rows for s in scheduled))
         if sent := any(rows.decode_rows or rows.chunks for rows in step.groups):

@@ -1,8 +1,8 @@
-"""Publishes what the prefix caches store and remove, as vLLM does: over ZeroMQ, with numbers and replay.
+"""Publisher of the prefix caches' changes in vLLM's format: over ZeroMQ, with sequence numbers and replay.
 
-Every DP group has a PUB socket of its own, and a ROUTER socket for replay where one is asked for. A thread owns them
-all: the engine's thread only appends to a queue, and waits for nobody. A batch that finds the queue full is lost; its
-number is not used again, so that subscribers notice.
+Each DP group has a PUB socket, and a ROUTER socket for replay if configured. One thread owns all sockets: the engine's
+thread only appends to a queue and never waits. If the queue is full, a batch is lost; its number is not used again, so
+subscribers notice.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from weft.engine.kv.cache_events import CacheEvents, KVEventBatch
 log = logging.getLogger(__name__)
 NUMBER_BYTES = 8
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
-"""In place of a number: the replay ends."""
+"""Number that marks the end of a replay."""
 POLL_MS = 1000
 
 
 class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's `--kv-events-config`, by vLLM's names. `parse` reads it.
+    """vLLM's `--kv-events-config`, with vLLM's names.
 
     Attributes:
-        endpoint, replay_endpoint: tcp:// or ipc:// addresses. An endpoint with * is listened on, another is connected
-            to; a replay endpoint is always listened on. DP group n takes the port n above, or appends _dpN to a path.
-        buffer_steps: batches that are kept for replay.
-        hwm: batches that a slow subscriber may have unread, before it loses some.
-        max_queue_size: batches that may wait to be published, before some are lost.
-        topic: the first frame of each message, to which clients subscribe.
+        endpoint, replay_endpoint: tcp:// or ipc:// addresses. An endpoint with * is bound, another one is connected to;
+            a replay endpoint is always bound. DP group n uses the port n above, or appends _dpN to a path.
+        buffer_steps: batches kept for replay.
+        hwm: maximum unread batches of a slow subscriber; further ones are lost to it.
+        max_queue_size: maximum batches waiting to be published; further ones are lost.
+        topic: first frame of each message, to which clients subscribe.
     """
 
     enable_kv_cache_events: bool | None = None
@@ -51,12 +51,12 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is published: unless it says otherwise."""
+        """True unless the configuration turns publishing off."""
         return self.enable_kv_cache_events is not False and self.publisher != "null"
 
     @classmethod
     def parse(cls, text: str) -> KvEventsConfig:
-        """Reads JSON. Raises ValueError in one line."""
+        """Parse JSON. Raises ValueError in one line."""
         option = "--kv-events-config"
         try:
             found = msgspec.json.decode(text, type=cls)
@@ -74,7 +74,7 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Channel:
-    """The sockets of one DP group. endpoint, replay_endpoint: with their ports."""
+    """Sockets of one DP group. endpoint, replay_endpoint: addresses with their ports."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: KvEventsConfig, group: int):
         self.sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
@@ -86,7 +86,7 @@ class Channel:
         self.replay_endpoint: str | None = None
         if config.replay_endpoint is not None:
             self.replay = context.socket(zmq.ROUTER)
-            # ZeroMQ counts what was read in steps of half of this, so twice of all that is kept always fits.
+            # ZeroMQ counts read messages in steps of half this limit, so allow twice the kept batches.
             self.replay.set_hwm(2 * (config.buffer_steps + 1))
             self.replay_endpoint = _open(self.replay, _of_group(config.replay_endpoint, group), True)
 
@@ -95,13 +95,13 @@ class Channel:
 
 
 class EventPublisher:
-    """Publishes the events of all DP groups until it is closed. Raises EngineError where an address cannot be used."""
+    """Publisher of the events of all DP groups. Raises EngineError if an address cannot be used."""
 
     def __init__(self, config: KvEventsConfig, groups: int):
         self.recorded = [CacheEvents() for _ in range(groups)]
-        """Of each DP group, for its prefix cache."""
+        """Record of each DP group's events, filled by its prefix cache."""
         self.published = self.lost = 0
-        """Batches that were handed over, and those of them for which the queue was full."""
+        """Number of batches, and number of these lost because the queue was full."""
         self._limit, self._topic = config.max_queue_size, config.topic.encode()
         self._numbers, self._full = [0] * groups, False
         self._queue: deque[tuple[int, int, KVEventBatch]] = deque()
@@ -117,24 +117,24 @@ class EventPublisher:
         self._thread.start()
 
     def __str__(self) -> str:
-        """Where the events of each DP group are published."""
+        """Return the addresses of each DP group's events."""
         return ", ".join(map(str, self.channels))
 
     def publish(self) -> None:
-        """Publishes what was recorded since the last time, a batch for each group. On the thread of the schedulers; it
-        never waits."""
+        """Publish the events recorded since the last call, a batch per group. Runs on the schedulers' thread, and never
+        waits."""
         for group, recorded in enumerate(self.recorded):
             if events := recorded.take():
                 self._put(group, KVEventBatch(time.time(), events, group))
 
     def publish_cleared(self) -> None:
-        """Publishes that no group has any block, where their caches are made anew."""
+        """Publish that no group has any block, after their caches are recreated."""
         for recorded in self.recorded:
             recorded.cleared()
         self.publish()
 
     def close(self) -> None:
-        """Publishes what waits, and closes the sockets. May be called twice."""
+        """Publish waiting batches, and close the sockets. May be called twice."""
         if not self._closing:
             self._closing = True
             os.eventfd_write(self._wake, 1)
@@ -181,10 +181,10 @@ class EventPublisher:
             channel.sent.append(frames)
 
     def _replay(self, channel: Channel) -> None:
-        """Sends the batches from a number on again, as far back as they are kept, and then the mark of the end."""
+        """Send the kept batches from a number on again, and then the mark of the end."""
         assert channel.replay is not None
         request = channel.replay.recv_multipart()
-        if len(request) != 3 or len(request[2]) != NUMBER_BYTES:  # a client, nothing, a number
+        if len(request) != 3 or len(request[2]) != NUMBER_BYTES:  # client, empty frame, number
             log.warning("KV events: a replay request is not a number of %d bytes", NUMBER_BYTES)
             return
         client, _, first = request
@@ -195,16 +195,16 @@ class EventPublisher:
 
 
 def open_publisher(kv_events: KvEventsConfig | None, config: EngineConfig) -> EventPublisher | None:
-    """The publisher of an engine, where there is one. Raises EngineError."""
+    """Open the publisher of an engine, if configured. Raises EngineError."""
     if kv_events is None or not kv_events.enabled:
         return None
     if not config.prefix_cache:
-        raise EngineError("--kv-events-config is of the prefix cache: leave it out, or --no-prefix-cache")
+        raise EngineError("--kv-events-config requires the prefix cache: drop it, or drop --no-prefix-cache")
     return EventPublisher(kv_events, config.attn_dp)
 
 
 def _of_group(endpoint: str, group: int) -> str:
-    """As vLLM names the endpoints of data-parallel ranks; a port of 0 is any free one."""
+    """Return a DP group's endpoint, as vLLM names endpoints of data-parallel ranks; port 0 is any free port."""
     address, _, port = endpoint.rpartition(":")
     if endpoint.startswith("ipc://"):
         return f"{endpoint}_dp{group}" if group else endpoint
@@ -214,7 +214,7 @@ def _of_group(endpoint: str, group: int) -> str:
 
 
 def _open(socket: zmq.Socket[bytes], endpoint: str, listens: bool) -> str:
-    """Binds or connects a socket; gives the endpoint with its port. Raises EngineError."""
+    """Bind or connect a socket; return the endpoint with its port. Raises EngineError."""
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     try:

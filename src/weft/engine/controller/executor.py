@@ -1,4 +1,4 @@
-"""The controller's end of all ranks: sends them messages, and waits for their replies with a deadline."""
+"""The controller's end of all ranks: messages to them, and replies from them before a deadline."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ from weft.planner.chain import Counts
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 LOAD_TIMEOUT_S = 600.0
 REPORT_S = 5.0
-"""How often rank 0 sends a report, while steps are sent."""
+"""Interval of rank 0's reports, while steps are sent."""
 
 
 class Executor(ABC):
-    """The controller's end of all ranks. Methods raise EngineError with one line when a rank fails or is lost."""
+    """The controller's end of all ranks. Methods raise EngineError in one line when a rank fails or is lost."""
 
     def __init__(self, config: EngineConfig):
         self.config, self.mesh = config, config.mesh
         self._interrupted = threading.Event()
         self.groups: tuple[CacheGroup, ...] = ()
-        """Of the model's caches; known once `start` has returned."""
+        """Groups of the model's caches; known once `start` has returned."""
         self.reported = Report((), ())
         """The last report of rank 0; any thread may read it."""
         self._reports_due, self._asked_at, self._unreported = 0, 0.0, False
-        self._in_flight: deque[tuple[int, Counts, float]] = deque()  # steps that were not collected, with deadlines
-        self._results: list[deque[Result]] = []  # of each rank, results that were not collected
+        self._in_flight: deque[tuple[int, Counts, float]] = deque()  # steps not collected yet, with deadlines
+        self._results: list[deque[Result]] = []  # results of each rank, not collected yet
 
     def prepare(self) -> None:
-        """Begins slow preparations that need no rank; `start` waits for them."""
+        """Begin slow preparations that need no rank; `start` waits for them."""
         return
 
     def start(
         self, progress: Callable[[str, float], None] | None = None, poll: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts the ranks, or restarts them, and waits until all have loaded.
+        """Start or restart the ranks, and wait until all have loaded.
 
-        Raises ModelError or LayoutError where the user can put it right, else EngineError; then no rank is left.
+        Raises ModelError or LayoutError if the user can fix the cause, else EngineError; then no rank is left.
 
         Args:
-            progress: called with what is done, and the fraction of it.
-            poll: called several times a second; what it raises ends the start.
+            progress: called with the current activity and its fraction done.
+            poll: called several times a second; an exception from it ends the start.
         """
         loaded = dict.fromkeys(range(self.mesh.world), 0.0)
         self._progress = progress or (lambda what, part: None)
@@ -87,13 +87,13 @@ class Executor(ABC):
                     ready[message.rank] = message
             self.groups = ready[0].groups
             _compare_plans(ready)
-            self.config = self.config.with_cache(self.groups)  # ranks that are started anew make one of the same size
+            self.config = self.config.with_cache(self.groups)  # restarted ranks allocate the same size
         except BaseException:
             self._stop_ranks(grace_s=0)
             raise
 
     def send(self, step: Step) -> None:
-        """Sends a step to every rank, behind those that were sent before."""
+        """Send a step to every rank, behind earlier steps."""
         now = time.monotonic()
         deadline = now + self.config.step_timeout_s * (1 + len(self._in_flight))
         self._in_flight.append((step.number, step.counts, deadline))
@@ -103,10 +103,10 @@ class Executor(ABC):
             self._ask_report()
 
     def collect(self) -> list[Result]:
-        """Waits for the oldest step under way. Returns each DP group's result, in group order.
+        """Wait for the oldest step in flight. Returns each DP group's result, in group order.
 
-        Raises EngineError also where a rank ran another step, other counts or another plan, or sampled other tokens
-        than the others of its group.
+        Raises EngineError also if a rank ran another step, other counts or another plan, or sampled other tokens than
+        its group.
         """
         number, counts, deadline = self._in_flight[0]
         while not all(self._results):
@@ -123,7 +123,7 @@ class Executor(ABC):
         return leaders
 
     def report(self) -> None:
-        """Requests a report of rank 0 and waits for it."""
+        """Request a report of rank 0 and wait for it."""
         self._ask_report()
         deadline = time.monotonic() + self.config.step_timeout_s
         while self._reports_due:
@@ -137,28 +137,28 @@ class Executor(ABC):
         self._reports_due, self.reported = self._reports_due - 1, report
 
     def plan_text(self, tokens: int) -> str:
-        """The plan for so many tokens in each DP group, printable."""
+        """Return the plan for this number of tokens per DP group, as printable text."""
         self._send(0, AskPlan(tokens))
         return self._await(PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
 
     def ask_all(self, question: StartProfile | StopProfile, what: str) -> list[Profiled]:
-        """Sends a question to every rank. Returns their replies, in any order. what: is waited for, in errors."""
+        """Send a question to every rank. Returns their replies, in any order. what: name of the replies in errors."""
         for rank in range(self.mesh.world):
             self._send(rank, question)
-        deadline = time.monotonic() + LOAD_TIMEOUT_S  # a profiler's start and a long trace take their time
+        deadline = time.monotonic() + LOAD_TIMEOUT_S  # a profiler's start and a long trace are slow
         return [self._await(Profiled, deadline, what) for _ in range(self.mesh.world)]
 
     def interrupt(self) -> None:
-        """Ends every wait for replies, now and from now on, with an EngineError; from any thread."""
+        """End every current and later wait for replies with an EngineError. May be called on any thread."""
         self._interrupted.set()
 
     def check(self) -> None:
-        """Raises EngineError where a rank is gone."""
+        """Raise EngineError if a rank is gone."""
         if dead := self._dead():
             raise EngineError(dead)
 
     def idle(self) -> None:
-        """Checks the ranks and keeps the report fresh; call it now and then while no step is sent."""
+        """Check the ranks and refresh the report. Call it now and then while no step is sent."""
         self.check()
         if self._unreported:
             self.report()
@@ -182,7 +182,7 @@ class Executor(ABC):
         return message
 
     def _go_on(self, deadline: float, what: str, poll: Callable[[], None]) -> None:
-        """Call it while waiting. Raises EngineError where waiting is of no use any more."""
+        """Raise EngineError if waiting any longer is useless. Call it while waiting."""
         poll()
         if self._interrupted.is_set():
             raise EngineError(f"interrupted while waiting for {what}")
@@ -190,8 +190,9 @@ class Executor(ABC):
             raise EngineError(f"no reply from the ranks for {what} in time; see step_timeout_s")
 
     def _cause(self, first: Failure) -> Exception:
-        """The error behind a failure. One rank's fault makes its peers fail too, in any order. A killed rank comes
-        first, then one that failed by itself.
+        """Return the error behind a failure: a killed rank's first, then one of a rank that failed by itself.
+
+        One rank's fault makes its peers fail too, in any order.
         """
         failures, deadline = [first], time.monotonic() + POLL_S
         while time.monotonic() < deadline:
@@ -218,22 +219,19 @@ class Executor(ABC):
 
     @abstractmethod
     def _receive(self) -> FromRank | None:
-        """The next message; None where none came within POLL_S."""
+        """Return the next message; None after POLL_S."""
 
     @abstractmethod
     def _dead(self, *, killed: bool = False) -> str | None:
-        """One line about a rank that has ended, or None. killed: only about one that a signal ended."""
+        """Return one line about a rank that has ended, or None. killed: only ranks ended by a signal count."""
 
     def close(self, grace_s: float = 5.0) -> None:
-        """Stops every rank. May be called twice.
-
-        grace_s: how long they may take to exit by themselves; they hold nothing that would be lost.
-        """
+        """Stop every rank. May be called twice. grace_s: maximum seconds for ranks to exit by themselves."""
         self._stop_ranks(grace_s)
 
 
 def _compare_plans(ready: dict[int, Ready]) -> None:
-    """Raises EngineError where a rank's plans differ from those of rank 0."""
+    """Raise EngineError if a rank's plans differ from rank 0's."""
     for rank, message in sorted(ready.items()):
         for found, asked in itertools.zip_longest(message.plans, ready[0].plans):
             if found != asked:

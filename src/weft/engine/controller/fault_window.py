@@ -1,4 +1,4 @@
-"""Limits how often ranks may fail: some faults pass when ranks are restarted, others come back each time."""
+"""Limit of failures of ranks: a restart cures some faults, while others come back each time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable
 from weft.engine.config.config import EngineError
 
 MAX_BACKOFF_S = 60.0
-"""The longest wait before ranks are started anew."""
+"""Maximum wait before a restart of ranks."""
 
 
 class FaultWindow:
-    """Counts failures.
+    """Counter of failures.
 
     Args:
-        max_failures: allowed within window_s seconds.
-        clock: seconds, rising.
-        backoff_s: the wait after the second failure without a step in between; each further one doubles it.
+        max_failures: failures allowed within window_s seconds.
+        clock: returns rising seconds.
+        backoff_s: wait after the second failure without a step in between; each further failure doubles it.
     """
 
     def __init__(
@@ -28,16 +28,16 @@ class FaultWindow:
         self._in_a_row = 0
         self._failures: deque[tuple[float, str]] = deque()
         self.total = 0
-        """Failures so far, whenever they were."""
+        """Failures so far, also outside the window."""
 
     def worked(self) -> None:
-        """Notes that a step has succeeded: the next failure is a new one."""
+        """Note that a step has succeeded, so the next failure is a new one."""
         self._in_a_row = 0
 
     def add(self, cause: str) -> float:
-        """Notes a failure. Returns the seconds to wait before ranks are restarted: 0 after the first one.
+        """Note a failure. Returns the seconds to wait before ranks are restarted: 0 after the first failure.
 
-        Raises EngineError, with every failure of the window, where it is one too many.
+        Raises EngineError, with every failure of the window, if the limit is exceeded.
         """
         now = self._clock()
         self.total += 1
@@ -60,5 +60,5 @@ class FaultWindow:
 
 
 def one_line(error: Exception) -> str:
-    """What the engine says of an error."""
+    """Return an error in one line."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The controller's end of ranks on several hosts: those of its own are processes here, agents have the others."""
+"""The controller's end of ranks on several hosts: processes on this host, and agents on other hosts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from weft.planner.cost import GPU_COSTS
 
 log = logging.getLogger(__name__)
 MARGIN_S = 1.0
-"""Seconds by which a busy machine may notice a host's silence late."""
+"""Seconds by which a busy machine may be late to notice a host's silence."""
 
 
 class HostsExecutor(ProcessExecutor):
-    """Ranks of several hosts. A step is one message to each host, and its agent hands it to its ranks."""
+    """Ranks of several hosts. A step is one message per host, forwarded by its agent to its ranks."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
         self._local = RankProcesses([rank for rank in range(self.mesh.world) if self.mesh.host_of(rank) == 0])
-        self._asked = config  # as it was given, before anything was found for what it leaves open
+        self._asked = config  # the given configuration, before defaults are resolved
         self._agents: Agents | None = None
         self._received: deque[bytes] = deque()
 
@@ -59,7 +59,7 @@ class HostsExecutor(ProcessExecutor):
         self._starts += 1
         config, table = replace(self.config, interface=self._interface), _table(self.config)
         if table is None and config.cost == "auto":
-            # No host may take a table of its own.
+            # Fix the table: hosts must not choose tables of their own.
             config = replace(config, cost=GPU_COSTS if on_gpus(config) else "cpu")
         self._agents.start(digests.plain(config), table, self._starts)
         self._local.launch(config, self._starts)
@@ -96,7 +96,7 @@ class HostsExecutor(ProcessExecutor):
         return decode_from_rank(self._received.popleft()) if self._received else None
 
     def _drain(self) -> None:
-        """Takes in what agents have sent."""
+        """Handle all pending messages of agents."""
         assert self._agents is not None
         while self._agents.socket.poll(0):
             if (encoded := self._agents.receive()) is not None:
@@ -104,12 +104,12 @@ class HostsExecutor(ProcessExecutor):
 
     def _dead(self, *, killed: bool = False) -> str | None:
         assert self._agents is not None
-        self._drain()  # a controller that was busy is not to take that for silence
+        self._drain()  # a busy controller must not mistake unread messages for silence
         return self._local.ended(killed=killed) or self._agents.gone(killed=killed)
 
     def _cause(self, first: Failure) -> Exception:
-        # Ranks hear at once that a connection is gone, and the agents' silence says later that it was a host. What such
-        # a host sent before is read first: it counts as heard when it is read.
+        # Ranks notice a lost connection at once; only the agent's silence shows later that its host is lost. Read that
+        # host's earlier messages first: they count as heard when they are read.
         self._drain()
         deadline = time.monotonic() + SILENT_S + MARGIN_S
         while first.lost_peer and not self._dead(killed=True) and time.monotonic() < deadline:
@@ -134,6 +134,6 @@ class HostsExecutor(ProcessExecutor):
 
 
 def _table(config: EngineConfig) -> str | None:
-    """The text of the cost table by which the ranks plan; None where it is one that every host has by its name."""
+    """Return the text of the ranks' cost table; None for a preset, which every host has."""
     path = table_file(config)
     return None if path is None or cost_model(config).name != str(path) else path.read_text()

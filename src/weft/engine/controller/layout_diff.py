@@ -1,12 +1,12 @@
-"""Find where two runs of a model part: at which read of the residual stream, by how much, and after which exchange.
+"""Comparison of two runs of a model: the first read of the residual stream that differs, and the exchange before it.
 
-A run steps through whole prompts, then token by token, without CUDA graphs, and samples greedily. All runs go on with
-the tokens of the first one, so that each step has the same input in all of them. Recorded are the normalised rows of
-each read, and the logits of all rows as a last read: every copy of a row that a rank holds, with a number that no
-layout changes.
+A run steps through whole prompts, then token by token, without CUDA graphs, and samples greedily. All runs continue
+with the first run's tokens, so that each step has the same input in every run. A run records the normalised rows of
+each read, and the logits of all rows as the last read: every rank's copy of a row, with a number independent of the
+layout.
 
-Runs that sum in another order are never equal bit by bit. Compared is the norm of a row's difference relative to the
-norm of the row, with `TOLERANCES`.
+Runs with different orders of sums are never equal bit by bit. So the norm of a row's difference, relative to the norm
+of the row, is compared with `TOLERANCES`.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from weft.tune.ranks import run_ranks
 LOGITS = "logits"
 """Site of the last read of a step."""
 NUMBERS = 1 << 32
-"""The number of a row is its prompt times this, plus its position."""
+"""Factor of row numbers: a row's number is its prompt's index times this, plus its position."""
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.25}
-"""Relative difference up to which rows count as equal, by the least exact dtype of the two runs.
+"""Maximum relative difference of equal rows, by the least exact dtype of the two runs.
 
-A sum in another order moves a row by a few roundings: 2⁻²⁴ each in float32, 2⁻⁹ in bfloat16, 2⁻⁴ in FP8. They add up
+Another order of a sum changes a row by a few roundings: 2⁻²⁴ each in float32, 2⁻⁹ in bfloat16, 2⁻⁴ in FP8. They add up
 like the square root of their number over the layers: to 10⁻⁶, 0.02 and 0.1 in small models. A sum over a wrong group
-moves rows by 0.1 to 1. A wrong base of a softmax merge moves them by 10⁻³ to 10⁻¹, which only float32 shows.
+changes rows by 0.1 to 1. A wrong base of a softmax merge changes them by 10⁻³ to 10⁻¹, visible in float32 only.
 """
 TokenLists = Sequence[Sequence[int]]
 """Tokens of each prompt, or of each output."""
 Say = Callable[[str, float], None]
-"""Progress: what is being done, and the fraction of it that is done."""
+"""Callback of progress: the current activity, and its fraction done."""
 Report = Callable[[Any], None]
 
 
 class RowCopies(NamedTuple):
-    """Rows as ranks hold them. ranks, numbers: int64 `[n]`. values: float32 `[n, width]`."""
+    """Copies of rows on ranks. ranks, numbers: int64 `[n]`. values: float32 `[n, width]`."""
 
     ranks: np.ndarray
     numbers: np.ndarray
@@ -69,8 +69,8 @@ class RecordedRun:
     """The reads of a run.
 
     Attributes:
-        steps: for each step the rows of each site, from each rank.
-        exchanges: for each step the exchanges of its plan between each site and the one before it.
+        steps: rows of each site from each rank, per step.
+        exchanges: the plan's exchanges between each site and the previous one, per step.
     """
 
     def __init__(self, steps: int):
@@ -78,29 +78,29 @@ class RecordedRun:
         self.exchanges: list[dict[str, list[str]]] = [{} for _ in range(steps)]
 
     def copies(self, step: int, site: str) -> RowCopies:
-        """All copies of the rows of a read, in the order of ranks."""
+        """Return all copies of the rows of a read, in the order of ranks."""
         pieces = sorted(self.steps[step][site], key=lambda piece: piece.ranks[:1].tolist())
         return RowCopies(*map(np.concatenate, zip(*pieces, strict=True)))
 
     def whole(self, step: int, site: str) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers, values) of the rows of a read, by number, each as the first rank has it."""
+        """Return (numbers, values) of the rows of a read, sorted by number, each from the first rank that has it."""
         copies = self.copies(step, site)
         numbers, at = np.unique(copies.numbers, return_index=True)
         return numbers, copies.values[at]
 
     def logits(self, prompts: TokenLists) -> list[list[np.ndarray]]:
-        """The logits `[vocabulary]` of each token of each output."""
+        """Return the logits `[vocabulary]` of each token of each output."""
         found = [dict(zip(*self.whole(step, LOGITS), strict=True)) for step in range(len(self.steps))]
         ends = [p * NUMBERS + len(prompt) - 1 for p, prompt in enumerate(prompts)]
         return [[rows[end + step] for step, rows in enumerate(found)] for end in ends]
 
     def outputs(self, prompts: TokenLists) -> list[list[int]]:
-        """The greedy tokens of each output."""
+        """Return the greedy tokens of each output."""
         return [[int(row.argmax()) for row in rows] for rows in self.logits(prompts)]
 
 
 def tolerance_of(*configs: EngineConfig) -> float:
-    """The tolerance for runs of these configurations."""
+    """Return the tolerance for runs of these configurations."""
     dtypes = {str(dtype_of(config)).removeprefix("torch.") for config in configs}
     for config in configs:
         products = config.float8 == "on" or (config.float8 == "auto" and on_gpus(config))
@@ -110,17 +110,17 @@ def tolerance_of(*configs: EngineConfig) -> float:
 
 
 def compare(first: RecordedRun, other: RecordedRun, prompts: TokenLists, tolerance: float) -> dict[str, Any]:
-    """Compare all copies of all rows of `other` with the first run's, at the sites that both have.
+    """Compare all copies of all rows of `other` with the first run's, at their common sites.
 
-    Returns values for JSON; None stands for a difference that is not a number:
-        reads: step (0: of the prompts), site and the largest relative difference of a row, of each read.
-        largest: of these differences.
-        departure: the first read with a difference above the tolerance, or None. Its step and site; `before`, the site
-            before it, which is equal; the `exchanges` between the two, of other's plan, or of the first one's if it has
+    Returns values for JSON, with None for NaN differences:
+        reads: step (0: the prompts), site and largest relative difference of a row, of each read.
+        largest: maximum of these differences.
+        departure: the first read with a difference above the tolerance, or None: step and site; `before`, the previous
+            site, which is equal; the `exchanges` between the two, of other's plan, or of the first run's if other has
             none; prompt, position and rank of the row that differs most; its relative and max_abs difference; `rows`,
-            how many copies of rows differ, and how many there are; `largest_before`, of the reads before.
-        partings: for each prompt with another greedy output, the number of the first other token, both tokens, and how
-            far their logits are apart in the first run.
+            the number of copies that differ, and of all copies; `largest_before`, the maximum of the reads before.
+        partings: for each prompt with another greedy output, the index of the first different token, both tokens, and
+            the difference of their logits in the first run.
     """
     reads: list[dict[str, Any]] = []
     departure, before, largest = None, "", 0.0
@@ -165,12 +165,12 @@ def _finite(value: float) -> float | None:
 
 
 def record(config: EngineConfig, prompts: TokenLists, steps: int, given: TokenLists | None, say: Say) -> RecordedRun:
-    """Run a configuration: threads on the reference transport where its executor is thread, else a process a rank.
+    """Run a configuration: as threads on the reference transport if its executor is thread, else a process per rank.
 
     Args:
-        prompts: tokens of each; DP groups get them in turn.
+        prompts: tokens of each prompt; DP groups get prompts in turn.
         steps: tokens to generate.
-        given: outputs that the steps go on with; None: its own greedy tokens.
+        given: outputs to feed to the steps; None: the run's own greedy tokens.
 
     Raises CommError, LayoutError, ModelError in one line.
     """
@@ -199,13 +199,13 @@ def record(config: EngineConfig, prompts: TokenLists, steps: int, given: TokenLi
 def record_transformers(
     config: EngineConfig, prompts: TokenLists, given: TokenLists, sites: Sequence[str]
 ) -> RecordedRun:
-    """Run the same tokens through transformers' model, with hooks on the modules that have the names of sites.
+    """Run the same tokens through transformers' model, with hooks on the modules with the names of sites.
 
     Args:
-        given: outputs of the first run; so many steps are recorded as one has tokens.
-        sites: of the first run.
+        given: outputs of the first run; their length is the number of steps.
+        sites: sites of the first run.
 
-    Raises ModelError where transformers cannot load or run the model.
+    Raises ModelError if transformers cannot load or run the model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -231,30 +231,30 @@ def record_transformers(
 
 
 def _prepared(config: EngineConfig, prompts: TokenLists, steps: int) -> EngineConfig:
-    """The configuration with defaults chosen and checked, and a cache for these prompts. Raises LayoutError."""
+    """Return the configuration with checked defaults, and a cache for these prompts. Raises LayoutError."""
     if config.mesh.world == 1 and not on_gpus(config):  # nothing is exchanged
         config = replace(config, executor="thread")
     sequences = -(-len(prompts) // config.attn_dp)
     pages = sequences * _pages(config, prompts, steps)
     config = replace(config, kv_tokens=pages * config.page_size, max_running=sequences, cuda_graphs=False)
-    # Caches of windows have pages for whole sequences only where a step may have as many rows.
+    # Caches of windows hold whole sequences only if a step may have that number of rows.
     config = replace(config, max_batch_tokens=pages * config.interleave.span, prefix_cache=True)
     config = resolve_defaults(config)
     return check_plans(config, read_model(config))
 
 
 def _pages(config: EngineConfig, prompts: TokenLists, steps: int) -> int:
-    """Pages of a sequence, enough for each."""
+    """Return the pages of the longest sequence."""
     return -(-(max(map(len, prompts)) + steps) // config.interleave.span)
 
 
 def _span(prompt: Sequence[int], step: int) -> tuple[int, int]:
-    """[begin, end) of the positions of a sequence that run in a step."""
+    """Return [begin, end) of the positions of a sequence in a step."""
     return (len(prompt) + step - 1, len(prompt) + step) if step else (0, len(prompt))
 
 
 def _exchanges(plan: Plan) -> dict[str, list[str]]:
-    """The exchanges of a plan between each site and the one before it."""
+    """Return the exchanges of a plan between each site and the previous one."""
     found, after = dict[str, list[str]](), list[str]()
     for read in plan.reads:
         found[read.read.site] = after + [str(op) for step in read.steps for op in step.steps() if op.kinds]
@@ -263,7 +263,7 @@ def _exchanges(plan: Plan) -> dict[str, list[str]]:
 
 
 def _run_threads(config: EngineConfig, report: Report, *work: Any) -> None:
-    """Run all ranks as threads on the reference transport. Raises the first error that is no echo of another's."""
+    """Run all ranks as threads on the reference transport. Raises the first error not caused by another rank's."""
     world, errors = ReferenceWorld(config.mesh.world, timeout_s=config.step_timeout_s), list[BaseException]()
 
     def main(transport: ReferenceTransport) -> None:
@@ -312,7 +312,7 @@ def _run(
         counts, seqs, tokens = tuple(map(len, numbers)), list[SeqRows](), list[int]()
         for i, p in enumerate(mine):
             begin, end = spans[p]
-            states = [2 * i + step % 2 if step else -1, 2 * i + (step + 1) % 2]  # it moves from one slot to the other
+            states = [2 * i + step % 2 if step else -1, 2 * i + (step + 1) % 2]  # alternate between two slots
             table = range(i * pages, i * pages + -(-end // size))
             tables = [states if rule.state else table for rule in runner.rules]
             seqs.append(SeqRows(end - begin, begin, tables, end - begin))
@@ -331,7 +331,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _StepRecord:
-    """What a rank records of a step. numbers: of the rows of all DP groups, int64 `[rows]`."""
+    """Recorder of a step on a rank. numbers: int64 `[rows]`, of the rows of all DP groups."""
 
     mesh: Mesh
     rank: int
@@ -340,14 +340,14 @@ class _StepRecord:
     found: dict[str, RowCopies]
 
     def note(self, site: str, hidden: Hidden) -> None:
-        """Record a read, also where its rows travelled in FP8."""
+        """Record a read, dequantising rows sent in FP8."""
         wire, value = hidden.placement.wire, hidden.value
         if wire is not None:
             value = dequantise(hidden.in_format(wire.format))
         self.add(site, value, hidden.placement.rows)
 
     def add(self, site: str, value: Tensor, rows: Rows) -> None:
-        """Record rows `[n, width]`, which the rank holds by a placement."""
+        """Record rows `[n, width]` of this rank."""
         held, kind = [(self.rank, rows)], self.mesh.rows(rows)
         if kind not in NAMED_ROWS:
             held = [(peer, Rows.OWN) for peer in self.mesh.peers(kind.over, self.rank)]
@@ -357,6 +357,6 @@ class _StepRecord:
 
 
 def _array(value: Tensor) -> np.ndarray:
-    """A copy in float32: a transport may use the memory of the tensor again."""
+    """Return a copy in float32, since a transport may reuse the tensor's memory."""
     array: np.ndarray = value.to("cpu", torch.float32, copy=True).numpy()
     return array

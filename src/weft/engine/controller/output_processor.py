@@ -1,4 +1,4 @@
-"""The outputs of running requests: gives them the tokens of each step, and calls their callbacks."""
+"""Distribution of each step's tokens to the outputs of running requests, and calls of their callbacks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from weft.engine.scheduler.scheduler import Scheduled
 
 
 class OutputProcessor:
-    """The outputs of all requests between `begin` and their end; used on the engine's thread.
+    """Outputs of all requests between `begin` and their end; used on the engine's thread.
 
-    The counts are totals so far, as in `weft.engine.output.results.EngineStats`; any thread may read them.
+    Counts are totals so far, as in `weft.engine.output.results.EngineStats`; any thread may read them.
 
     Args:
-        requests: notes every request that ends.
+        requests: counts the end of every request.
     """
 
     def __init__(self, requests: RequestQueue):
         self._requests = requests
         self._open: dict[int, RequestOutput] = {}
-        self._deadlines: list[tuple[float, int]] = []  # a heap; entries of requests that have ended stay until due
+        self._deadlines: list[tuple[float, int]] = []  # heap; entries of ended requests stay until due
         self._to_notify: deque[RequestOutput] = deque()
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.timeouts = 0
         self.queue_seconds = 0.0
@@ -40,15 +40,15 @@ class OutputProcessor:
         return iter(self._open.values())
 
     def begin(self, output: RequestOutput) -> None:
-        """Adds a request that has a place in a scheduler."""
+        """Add a request that was added to a scheduler."""
         self._open[(sequence := output.sequence).request] = output
         self.prompt_tokens += sequence.prompt_tokens
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))
 
     def take(self, scheduled: Scheduled, result: Result) -> None:
-        """Takes a step's tokens and prompt logprobs. `notify` calls the callbacks, those of first tokens first: what is
-        made of hundreds of other tokens before them would delay them by milliseconds.
+        """Process a step's tokens and prompt logprobs. `notify` then calls the callbacks, first tokens first: the work
+        on hundreds of other tokens would delay them by milliseconds.
         """
         for sequence, scored in scheduled.scored(result):
             self._open[sequence.request].score(scored)
@@ -64,25 +64,25 @@ class OutputProcessor:
                     first.append(output)
                 else:
                     self._to_notify.append(output)
-                if output.end is not None:  # tokens behind the last are dropped
+                if output.end is not None:  # drop tokens after the end
                     self._forget(output)
                     break
         self._to_notify.extendleft(reversed(first))
         self.generated_tokens += generated
 
     def notify(self) -> None:
-        """Calls the callbacks for the tokens of the last step, mostly while the ranks run the next one."""
+        """Call the callbacks for the tokens of the last step, mostly while the ranks run the next one."""
         while self._to_notify:
             if (output := self._to_notify.popleft()).notify():
                 self._end_seen(output)
 
     def cancel(self, request: int) -> None:
-        """Ends a request, also one that has not begun. Does nothing where it has ended already."""
+        """End a request, even one that has not begun, unless it has ended already."""
         if (output := self._requests.withdraw(request) or self._open.get(request)) is not None:
             self.end(output, "abort")
 
     def end_overdue(self) -> None:
-        """Ends the requests after their deadline."""
+        """End all requests past their deadline."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             due = self._open.get(heapq.heappop(self._deadlines)[1])
             if due is not None:
@@ -90,13 +90,13 @@ class OutputProcessor:
                 self.end(due, "timeout", "the request did not end before its deadline")
 
     def end_all(self, reason: FinishReason, error: str) -> None:
-        """Ends every request. Schedulers are left as they are: the engine may end in any state."""
+        """End every request without a change of the schedulers, since the engine may end in any state."""
         for output in list(self):
             output.scheduler = None
             self.end(output, reason, error)
 
     def end(self, output: RequestOutput, reason: FinishReason, error: str | None = None) -> None:
-        """Ends a request early, also one that has not begun."""
+        """End a request early, even one that has not begun."""
         self.notify()
         self._forget(output)
         output.cut(reason, error)
@@ -109,7 +109,7 @@ class OutputProcessor:
             output.scheduler.finish(output.sequence)
 
     def _end_seen(self, output: RequestOutput) -> None:
-        """The callback of its last increment was called."""
+        """Note that the callback of the last increment was called."""
         self._requests.ended()
-        if output.sequence.request in self._open:  # it failed while steps under way sample for it
+        if output.sequence.request in self._open:  # it failed while steps in flight sample for it
             self._requests.put(partial(self.cancel, output.sequence.request))

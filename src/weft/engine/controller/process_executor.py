@@ -1,4 +1,4 @@
-"""The controller's end of ranks that are processes of this machine."""
+"""The controller's end of ranks that are processes on this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.processes.rank_processes import POLL_S, RankProcesses
 
 
 class ProcessExecutor(Executor):
-    """One process a rank, all on this machine."""
+    """Ranks as processes on this machine."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -23,12 +23,12 @@ class ProcessExecutor(Executor):
 
     @property
     def processes(self) -> list[RankProcess]:
-        """The ranks' processes on this machine."""
+        """Processes of the ranks on this machine."""
         return self._local.processes
 
     @property
     def directory(self) -> Path:
-        """The private folder of the ranks' files, once `prepare` has run."""
+        """Private folder of the ranks' files, once `prepare` has run."""
         return self._local.directory
 
     def prepare(self) -> None:

@@ -1,7 +1,7 @@
-"""Profiles a window of steps on every rank: the CPU time that they take, and with torch's profiler all that they run.
+"""Profiles of a window of steps on every rank: CPU time, or a full trace by torch's profiler.
 
 Ranks begin a window at the same step, and end it by themselves (`weft.engine.worker.rank_profiler`). CPU time is
-counted in windows without the profiler: its own time would be counted, too.
+measured without the profiler, since its own time would count too.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from weft.engine.messages.rank_messages import Profiled, StartProfile, StopProfi
 from weft.planner.spec import Mesh
 
 SKIPPED = 2
-"""Steps at the beginning of a traced window that are not counted: ranks leave the start of their profilers at different
-times."""
+"""Steps at the beginning of a traced window that are not counted: the profilers of ranks start at different times."""
 MIN_STEPS = 2
-"""Minimum steps of a window: a step lasts from its beginning to that of the next."""
+"""Minimum steps of a window: a step lasts until the next one begins."""
 RECORDING = "recording.json"
-"""File with everything of a recording but the traces, which are a file each."""
+"""File with a recording except its traces, which have a file each."""
 POLL_S = 0.005
-"""How often the number of steps is read; reading it delays the engine's thread a little."""
+"""Interval of reading the number of steps; reading it delays the engine's thread a little."""
 
 
 class NotWatched(EngineError):
-    """The engine works, but a window of steps could not be profiled."""
+    """Error of a window of steps that could not be profiled, on a working engine."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ class WatchedSteps:
     """A profiled window.
 
     Attributes:
-        steps: that every rank ran.
+        steps: number of steps on every rank.
         seconds: from the start of the first step to the end of the last, on rank 0.
         controller_cpu_s: CPU time of the engine's thread.
-        rank_cpu_s: of each rank's thread that runs steps.
-        process_cpu_s: of all threads of each rank's process.
-        ranks: what each rank says of it, in order.
+        rank_cpu_s: CPU time of each rank's thread that runs steps.
+        process_cpu_s: CPU time of all threads of each rank's process.
+        ranks: profile of each rank, in order.
     """
 
     steps: int
@@ -60,10 +59,10 @@ class WatchedSteps:
 
 
 def watch(engine: Engine, steps: int, *, traced: bool = False) -> WatchedSteps:
-    """Profiles the next steps of an engine; running requests must fill them. The caller's thread waits.
+    """Profile the next steps of an engine, filled by running requests. The caller's thread waits.
 
-    traced: with a trace of each rank by torch's profiler; without, only CPU time is counted. Raises NotWatched where
-    too few steps follow, and EngineError.
+    traced: record a trace of each rank by torch's profiler, instead of only CPU time. Raises NotWatched if too few
+    steps follow, and EngineError.
     """
     if engine.config.executor == "thread":
         raise NotWatched("ranks that are threads have no CPU times of their own; profile them as processes")
@@ -102,7 +101,7 @@ class Recording:
 
     Attributes:
         mesh: the engine's layout.
-        window: without the profiler, for the time of a step and the CPU time that it takes.
+        window: the window without the profiler, for the time and the CPU time of a step.
         traced: each rank's profile of the second window, in rank order, with its trace.
     """
 
@@ -112,7 +111,7 @@ class Recording:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Time of a step without the profiler and the CPU time that it takes, in µs, for JSON."""
+        """Return time and CPU time of a step without the profiler, in µs, for JSON."""
         window, us = self.window, 1e6 / self.window.steps
         cpu = {
             "controller": us * window.controller_cpu_s,
@@ -132,7 +131,7 @@ class Recording:
 
     @classmethod
     def read(cls, folder: Path) -> Recording:
-        """Read what `write` wrote. Raises OSError, and ValueError where a file is no such recording."""
+        """Read a recording written by `write`. Raises OSError, and ValueError for another file."""
         bare = msgspec.json.decode((folder / RECORDING).read_bytes(), type=cls)
         traces = ((folder / trace_file(rank.rank)).read_bytes() for rank in bare.traced)
         pairs = zip(bare.traced, traces, strict=True)
@@ -140,21 +139,21 @@ class Recording:
 
 
 def trace_file(rank: int) -> str:
-    """Name of a rank's trace in the folder of a recording."""
+    """Return the name of a rank's trace in the folder of a recording."""
     return f"rank{rank}.json.gz"
 
 
 def record(engine: Engine, steps: int) -> Recording:
     """Watch the next steps of an engine that runs requests: once for CPU time, and once with the profiler.
 
-    steps: MIN_STEPS or more. Raises NotWatched where the requests end before the steps are over, and EngineError.
+    steps: MIN_STEPS or more. Raises NotWatched if the requests end before the steps are over, and EngineError.
     """
     window = watch(engine, steps)
     return Recording(engine.config.mesh, window, watch(engine, steps + SKIPPED, traced=True).ranks)
 
 
 def merge_traces(traces: Sequence[dict[str, Any]], shifts_us: Sequence[float], out: Path) -> None:
-    """One Chrome trace, gzipped, of every rank's: a rank is a process. shifts_us: what to add to each rank's clock."""
+    """Merge the ranks' traces into one gzipped Chrome trace, a process per rank. shifts_us: added to ranks' clocks."""
     starts = [trace["baseTimeNanoseconds"] / 1e3 for trace in traces]
     events: list[dict[str, Any]] = []
     for rank, (trace, shift) in enumerate(zip(traces, shifts_us, strict=True)):
@@ -165,7 +164,7 @@ def merge_traces(traces: Sequence[dict[str, Any]], shifts_us: Sequence[float], o
             moved = event | {"pid": rank}
             if "ts" in event:
                 moved["ts"] = event["ts"] + starts[rank] - min(starts) + shift
-            if "id" in event:  # of arrows from a launch to its kernel
+            if "id" in event:  # ids of arrows from a launch to its kernel
                 moved["id"] = f"{rank}.{event['id']}"
             events.append(moved)
     with gzip.open(out, "wt", compresslevel=3) as file:

@@ -1,4 +1,4 @@
-"""How ranks are started and stopped: as processes, or as threads of this one."""
+"""Start and stop of ranks: as processes, or as threads of this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.planner.spec import LayoutError
 
 
 class ThreadExecutor(Executor):
-    """Ranks as threads of this process on the reference transport: for tests and for looking closely."""
+    """Ranks as threads of this process on the reference transport, for tests and debugging."""
 
     _world: ReferenceWorld | None = None
 
@@ -28,7 +28,7 @@ class ThreadExecutor(Executor):
         self._world = world = ReferenceWorld(self.mesh.world, timeout_s=self.config.step_timeout_s)
         self._inbox: queue.Queue[FromRank] = queue.Queue()
         self._outboxes: list[queue.Queue[ToRank]] = [queue.Queue() for _ in range(self.mesh.world)]
-        # Each has its own queues and world: one of an earlier start that is late must not be heard in this one.
+        # Each start has its own queues and world, so that late threads of an earlier start are not heard.
         self._threads = [
             threading.Thread(
                 target=self._rank_main, args=(world, t, outbox.get, self._inbox.put), name=f"rank-{t.rank}", daemon=True
@@ -70,7 +70,7 @@ class ThreadExecutor(Executor):
             return None
 
     def _dead(self, *, killed: bool = False) -> str | None:
-        return None  # a thread that fails says so itself
+        return None  # a failing thread reports itself
 
     def _stop_ranks(self, grace_s: float) -> None:
         if self._world is None:
@@ -86,7 +86,7 @@ class ThreadExecutor(Executor):
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """The executor that the configuration names."""
+    """Return the executor named by the configuration."""
     if config.executor == "thread":
         return ThreadExecutor(config)
     return ProcessExecutor(config) if config.master_addr is None else HostsExecutor(config)

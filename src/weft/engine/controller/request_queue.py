@@ -1,5 +1,4 @@
-"""Requests and commands that other threads hand to the engine's. Requests are limited in number; commands come
-first."""
+"""Queue of requests and commands to the engine's thread. Requests are limited in number; commands come first."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from weft.engine.output.request_output import RequestOutput
 T = TypeVar("T")
 Command = Callable[[], None]
 RATE_OVER = 64
-"""Number of last ends from which the wait of a refused request is estimated."""
+"""Number of latest ends of requests, for the estimate of a refused request's wait."""
 MAX_RETRY_S = 60.0
 
 
 class RequestQueue:
-    """Thread-safe. max_requests: requests that may be here, waiting or running; more are refused."""
+    """Thread-safe queue. max_requests: limit of waiting and running requests; further ones are refused."""
 
     def __init__(self, max_requests: int):
         self._max_requests = max_requests
@@ -32,10 +31,10 @@ class RequestQueue:
         self._closed: str | None = None
         self._open = True
         self.here = self.refused = 0
-        """here: requests taken in and not ended; refused: requests refused so far because too many were here."""
+        """here: accepted requests that have not ended; refused: requests refused so far because of the limit."""
 
     def put(self, command: Command) -> bool:
-        """Hands over a command, which will run; False where the queue is closed."""
+        """Hand over a command, which will run. Returns False if the queue is closed."""
         with self._changed:
             if self._open:
                 self._commands.append(command)
@@ -43,7 +42,7 @@ class RequestQueue:
             return self._open
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Hands over a question and waits for its result or error. Raises EngineError where the queue is closed."""
+        """Hand over a question and wait for its result or error. Raises EngineError if the queue is closed."""
         reply: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -60,7 +59,7 @@ class RequestQueue:
         return cast(T, value)
 
     def add(self, newcomers: Sequence[RequestOutput]) -> None:
-        """Hands over requests, all or none. Raises QueueFull, and EngineError where new requests are refused."""
+        """Hand over requests, all or none. Raises QueueFull, and EngineError if new requests are refused."""
         with self._changed:
             if self._closed is not None:
                 raise EngineError(self._closed)
@@ -73,42 +72,42 @@ class RequestQueue:
             self._changed.notify()
 
     def withdraw(self, request: int) -> RequestOutput | None:
-        """Removes a request that `newcomers` has not returned yet; None where there is none."""
+        """Remove and return a request that `newcomers` has not returned yet; None if there is none."""
         with self._changed:
             return self._newcomers.pop(request, None)
 
     def ended(self) -> None:
-        """Notes the end of a request."""
+        """Note the end of a request."""
         with self._changed:
             self.here -= 1
             self._ends.append(time.monotonic())
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits for a command or a newcomer; False where none came."""
+        """Wait for a command or a newcomer. Returns False after timeout_s."""
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._commands or self._newcomers), timeout_s)
 
     def pause(self, seconds: float, take_in: Callable[[], None]) -> None:
-        """Waits so long, and takes in what comes meanwhile, and at least once a second."""
+        """Wait, and call `take_in` for each arrival and at least once a second."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.wait(min(left, 1.0))
             take_in()
 
     def wait_for_capacity(self, timeout_s: float) -> bool:
-        """Waits until another request would be accepted; False where that takes longer."""
+        """Wait until another request would be accepted. Returns False after timeout_s."""
         with self._changed:
             return self._changed.wait_for(lambda: self.here < self._max_requests, timeout_s)
 
     def wait_until_empty(self, timeout_s: float) -> bool:
-        """Waits until no request is here; False where some still are."""
+        """Wait until no request is here. Returns False after timeout_s."""
         with self._changed:
             return self._changed.wait_for(lambda: self.here == 0, timeout_s)
 
     def commands(self) -> list[Command]:
-        """All commands that are here, taken out."""
-        if not self._commands:  # nearly always, and a look takes no lock
+        """Remove and return all commands."""
+        if not self._commands:  # the usual case, without a lock
             return []
         with self._changed:
             commands = list(self._commands)
@@ -116,25 +115,25 @@ class RequestQueue:
             return commands
 
     def newcomers(self, max_requests: int) -> list[RequestOutput]:
-        """Up to so many requests, taken out, first come first."""
+        """Remove and return up to `max_requests` requests, oldest first."""
         if not self._newcomers:
             return []
         with self._changed:
             return [self._newcomers.popitem(last=False)[1] for _ in range(min(max_requests, len(self._newcomers)))]
 
     def refuse(self, why: str) -> None:
-        """Refuses new requests from now on, with this line; commands are still taken. The first line stays."""
+        """Refuse new requests from now on, with this line, or the line of an earlier call; still accept commands."""
         with self._changed:
             self._closed = self._closed or why
 
     def close(self) -> bool:
-        """Closes the queue, provided that nothing is left in it; False where something is."""
+        """Close the queue if it is empty. Returns False if it is not."""
         with self._changed:
             self._open = bool(self._commands or self._newcomers)
             return not self._open
 
     def _retry_after_s(self, over: int) -> float:
-        """Seconds until `over` more requests end, at the rate of the last ones."""
+        """Return the seconds until `over` more requests end, at the rate of the latest ends."""
         if len(self._ends) < 2:
             return 1.0
         each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

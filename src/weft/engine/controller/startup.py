@@ -1,4 +1,4 @@
-"""Checks before any rank is started: a model, a layout or a cost table that could never serve."""
+"""Checks of the model, the layout and the cost table before any rank is started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.planner.spec import LayoutError, PlacementError
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
-    """The model's config.json, read. Raises ModelError, also where its weights are not there."""
+    """Read the model's config.json. Raises ModelError, also if weights are missing."""
     model = config.read_model()
     if config.load_format != "dummy":
         weight_files(config.model)
@@ -40,7 +40,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer, with a chat template that can be read, if it has one. Raises ModelError."""
+    """Load the tokenizer, and check its chat template, if it has one. Raises ModelError."""
     tokenizer = read_tokenizer(config.tokenizer)
     if config.chat_template is not None:
         try:
@@ -54,13 +54,13 @@ def load_tokenizer(config: EngineConfig) -> Any:
         except jinja2.TemplateSyntaxError as error:
             where = f"{config.chat_template or config.tokenizer}, line {error.lineno}"
             raise ModelError(f"the chat template of {where}, cannot be read: {first_line(error)}") from error
-        except Exception:  # a template may refuse this message, and take others
+        except Exception:  # a template may reject this message, and accept others
             return tokenizer
     return tokenizer
 
 
 def context_tokens(config: EngineConfig, model: ModelConfig) -> int:
-    """Limit of tokens of a prompt and its completion together. Raises ModelError for more than the model has."""
+    """Return the maximum tokens of a prompt and its completion. Raises ModelError for more than the model supports."""
     if config.max_model_len is not None and config.max_model_len > model.max_position:
         raise ModelError(
             f"max_model_len={config.max_model_len} is beyond the model's {model.max_position} positions; ask for fewer"
@@ -69,14 +69,14 @@ def context_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def check_packages(config: EngineConfig) -> None:
-    """Raises LayoutError where the ranks would lack a package."""
+    """Raise LayoutError if the ranks would lack a package."""
     if on_gpus(config) and find_spec("triton") is None:
-        raise LayoutError("ranks on GPUs take Triton, which is not installed: pip install 'weft[gpu]', or --device cpu")
+        raise LayoutError("ranks on GPUs require Triton, which is missing: pip install 'weft[gpu]', or --device cpu")
 
 
 def resolve_defaults(config: EngineConfig) -> EngineConfig:
-    """The configuration with values for what `auto` leaves open: the attention backend, FP8 products, whether the
-    vocabulary is split; and on GPUs sequences and rows of a step.
+    """Return the configuration with values for `auto`: the attention backend, FP8 matmuls, the split of the vocabulary,
+    and on GPUs the sequences and rows of a step.
 
     Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
     """
@@ -92,32 +92,30 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def _split_pays(config: EngineConfig) -> bool:
-    """Whether decode steps of one sequence are predicted to be quicker, and those of many."""
+    """Tell whether a split vocabulary is predicted to be quicker for decode steps of one and of many sequences."""
     model, rows = read_model(config), [1, config.batch_sequences]
     steps = split_steps(model, config.mesh, dtype_of(config), _offers(config), rows)
     return bool(steps) and all(step.saved_us > 0 for step in steps)
 
 
 def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    """Builds the model without weights and plans every step that may come. Returns the configuration to start ranks
-    with: experts may dispatch only where some step takes less time by it.
+    """Build the model without weights and plan every possible step. Returns the configuration for the ranks: experts
+    may dispatch only if that is quicker for some step.
 
-    Raises ModelError for sizes that no model can have, LayoutError where the model does not divide over the layout,
-    or the cost table lacks an edge that is needed.
+    Raises ModelError for impossible sizes, LayoutError if the model does not divide over the layout, or if the cost
+    table lacks a required edge.
     """
     check_packages(config)
     counting = [option for option, entry in transports(config.plugins).items() if entry.takes_live_sizes]
     if config.moe_exchange == "dispatch" and on_gpus(config) and config.mesh.hosts > 1:
-        raise LayoutError("experts by dispatch on GPUs are of one host: leave --moe-exchange out")
+        raise LayoutError("--moe-exchange dispatch on GPUs supports one host only: drop the option")
     if config.moe_exchange == "dispatch" and on_gpus(config) and config.transport not in counting:
         raise LayoutError(
-            "experts by dispatch on GPUs count rows on the device: "
-            f"add --transport {' or '.join(counting)}, or leave it out"
+            "--moe-exchange dispatch on GPUs counts rows on the device: "
+            f"add --transport {' or '.join(counting)}, or drop the option"
         )
     if config.moe_exchange == "dispatch" and config.plan == "naive":
-        raise LayoutError(
-            "the naive plan is one of all-reduces, by which experts gather: leave experts or plan as it is"
-        )
+        raise LayoutError("the naive plan uses all-reduces, by which experts gather: drop --moe-exchange or --plan")
     mesh, offers = config.mesh, _offers(config)
     recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
     try:
@@ -139,20 +137,20 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
 
 
 def check_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Raises LayoutError where the attention backend lacks what the model's caches or the options need. What only a GPU
-    can say is checked on the ranks.
+    """Raise LayoutError if the attention backend does not support the model's caches or the options. Ranks check
+    properties of their GPUs later.
     """
     attention_backend(config, lambda: declared_caches(config, model))
 
 
 def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:
-    """The caches of rank 0's layers, each once, from the model's shape."""
+    """Return the distinct caches of rank 0's layers, from the model's shape."""
     shape = build_model(model, config.mesh, 0, dtype_of(config), torch.device("cpu"), shape_only=True)
     return list(dict.fromkeys(cached_layers(shape).values()))
 
 
 def float8_products(config: EngineConfig, model: ModelConfig) -> str:
-    """One line: what ranks compute in FP8, as config.json has it; empty where they compute nothing so."""
+    """Return one line about the ranks' matmuls in FP8, as config.json specifies them; empty if there are none."""
     if not model.float8 or model.storage.float8_block is None:
         return ""
     cpu = torch.device("cpu")
@@ -160,6 +158,6 @@ def float8_products(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _offers(config: EngineConfig) -> list[Offer]:
-    """Offers of the ranks' transports, for tensors of any size."""
+    """Return offers of the ranks' transports, for tensors of any size."""
     mesh, table = config.mesh, cost_model(config)
     return [offer_of(entry, mesh, table.of(entry.name, mesh.world)) for entry in enabled_transports(config)]

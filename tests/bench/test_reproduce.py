@@ -259,6 +259,6 @@ def test_all_of_them(tmp_path: Path) -> None:
 def test_too_few_gpus_are_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     code, _, error = weft_here("reproduce", "mixed")
-    assert code == 2 and error == "weft: mixed takes 4 GPUs or more, and CUDA sees 1 here; --small runs on CPUs\n"
+    assert code == 2 and error == "weft: mixed requires 4 GPUs or more, but CUDA sees 1 here; --small runs on CPUs\n"
     monkeypatch.setitem(cmd_reproduce.SEEDS, "mixed", replace(SEEDS["mixed"], min_ranks=9))
     assert weft_here("reproduce", "all", "--rounds", "0")[2] == "weft: rounds is 0; it must be 1 or more\n"

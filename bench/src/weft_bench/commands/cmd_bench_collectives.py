@@ -30,22 +30,22 @@ from weft_bench.harness import results_file
 
 OURS = ("shm", "peer")
 Measurement = tuple[str, int | None, Iterator[Any]]
-"""What is done, how many cases that are (None: it is no measurement), and the Timing of each."""
+"""Name of a piece of work, its number of cases (None: no measurement), and the Timing of each."""
 LABEL = 13
-"""Width of the column that says which case a row is."""
+"""Width of the column with a row's case."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Time every edge of Weft's own transport beside others, in one run: shm on CPUs, peer on GPUs.
+    """Time every edge of Weft's own transport next to others, in one run: shm on CPUs, peer on GPUs.
 
-    CPU figures are the median over calls, the whole call from Python, of the slowest rank; inputs are rewritten before
-    each call. `shm` takes an input that lies anywhere, `zero copy` one in the shared arena, as in the engine. `floor`
-    is what reading, adding and writing the same bytes takes with no protocol. GPU figures are the median over replays
-    of a CUDA graph of 20 calls. Compare ratios: hosts are noisy.
+    CPU figures are the slowest rank's median over whole calls from Python; inputs are rewritten before each call. `shm`
+    reads an input anywhere in memory, `zero copy` one in the shared arena, as in the engine. `floor` is the time to
+    read, add and write the same bytes without a protocol. GPU figures are the median over replays of a CUDA graph of 20
+    calls. Compare ratios: hosts are noisy.
 
-    With --nnodes, started on each host with its --node-rank and the same --ranks, it times what plans over hosts
-    exchange, shm inside a host and gloo across, beside flat collectives of gloo, and beside what the cost model says.
+    With --nnodes, started on each host with its --node-rank and the same --ranks, it times the exchanges of plans over
+    hosts, with shm inside a host and gloo across, next to flat collectives of gloo and the cost model's predictions.
 
     Examples:
       weft bench collectives                                        everything on CPUs: some minutes
@@ -56,32 +56,32 @@ class Command:
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the ranks are: processes on this machine's cores, or one on each of its GPUs."""
+    """Device of the ranks: processes on this machine's cores, or one on each of its GPUs."""
     ranks: tuple[int, ...] = ()
-    """Numbers of ranks; left out, 2 and 4, or all GPUs. With four or more, the mixed edges are measured too. With
-    --nnodes: one number, of ranks on each host; left out, 2."""
+    """Numbers of ranks; omitted: 2 and 4, or all GPUs. With four or more, the mixed edges are measured too. With
+    --nnodes: one number, of ranks on each host; omitted: 2."""
     sizes: tuple[str, ...] = ("1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M")
     """Bytes of the exchange, on CPUs."""
     hidden: tuple[int, ...] = (4096, 7168)
     """Elements of a row, on GPUs."""
     rows: tuple[int, ...] = (1, 4, 16, 64, 256, 1024)
-    """Rows that a rank puts in (gathers, all_reduce) or gets (scatters), on GPUs."""
+    """Rows that a rank contributes (gathers, all_reduce) or gets (scatters), on GPUs."""
     dtypes: tuple[Literal["bf16", "fp32"], ...] = ()
-    """Left out, both on CPUs, bf16 on GPUs."""
+    """Data types; omitted: both on CPUs, bf16 on GPUs."""
     edges: tuple[str, ...] = ()
-    """Which exchanges; left out, all."""
+    """Exchanges to time; omitted: all."""
     baselines: tuple[Literal["gloo", "deepspeed", "nccl", "window", "symm", "flashinfer"], ...] = ()
-    """What to compare with. On CPUs gloo and deepspeed (to install: docs/design/shared-memory.md); on GPUs NCCL,
-    NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels (TensorRT-LLM's and vLLM's), which
-    must be installed. Left out, all but deepspeed, and FlashInfer's where they are installed."""
+    """Implementations to compare with. On CPUs gloo and deepspeed, to be installed (docs/design/shared-memory.md); on
+    GPUs NCCL, NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels (TensorRT-LLM's and
+    vLLM's), which must be installed. Omitted: all but deepspeed, and FlashInfer's if they are installed."""
     json: Path | None = None
-    """Write the figures, and what they were measured on, to this file."""
+    """Write the figures, and a description of the hardware and software, to this file."""
     cost: str = "auto"
-    """With --nnodes: the cost model that plans and predicts, as the engine's --cost."""
+    """Cost model that plans and predicts, with --nnodes; as the engine's --cost."""
     cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
-        """Prints a table; writes JSON where asked. Raises UserError, EngineError."""
+        """Print a table; write JSON if requested. Raises UserError, EngineError."""
         if self.json is not None:
             check_writable(self.json, "--json")
         try:
@@ -112,7 +112,7 @@ class Command:
 
         if self.device == "cuda" or self.baselines or len(self.ranks) > 1:
             raise UserError(
-                "--nnodes times ranks on CPUs, as many on each host: one number with --ranks, no --baselines"
+                "--nnodes times ranks on CPUs, the same number on each host: one number with --ranks, no --baselines"
             )
         exchanges = self._edges(over.EXCHANGES)
         cases = [(exchange, parse_size(size)) for exchange in exchanges for size in self.sizes]
@@ -190,14 +190,14 @@ class Command:
 
 
 def heading(timing: Any) -> str:
-    """What the rows below it have in common: ranks, exchange, implementations."""
+    """Return the heading of rows with the same ranks, exchange and implementations."""
     names = "".join(f"{_short(name):>{_width(name)}}" for name in timing.us)
     ranks = str(timing.case).partition("  ")[0]
     return f"\n{timing.case.edge}, {ranks}: µs a call, and how many times the best of ours\n{'':{LABEL}}{names}"
 
 
 def line(timing: Any) -> str:
-    """One row of the table: the case, and µs of each implementation."""
+    """Return one row of the table: the case, and µs of each implementation."""
     best = min(us for name, us in timing.us.items() if name.startswith(OURS))
     label = str(timing.case).partition(timing.case.edge)[2].strip()
     cells = ""
@@ -216,7 +216,7 @@ def _width(name: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """`64K` → 65536. Raises UserError."""
+    """Parse a size: `64K` → 65536. Raises UserError."""
     number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in cpu.UNITS else (text, "")
     if not number.isdigit() or not (size := int(number) * cpu.UNITS.get(unit, 1)) or size % 16:
         raise UserError(f"size {text!r} is not a number of bytes such as 1K, 64K or 4M, in multiples of 16")

@@ -21,11 +21,11 @@ from weft_bench.harness import Timing, results_file
 
 @dataclass(frozen=True)
 class Command:
-    """Time the merge of attention over the shards of a dcp group, one layer's: each algorithm on each transport.
+    """Time the merge of one layer's attention over the shards of a dcp group: each algorithm on each transport.
 
     fused is one call of Weft's own transport; a2a one all_to_all of outputs with their log-sum-exps, and a combine;
-    ag_rs a gather of the log-sum-exps, a scaling, and a reduce-scatter. reduce_scatterv beside them is a bare sum of as
-    many bytes. CPU figures are of calls from Python, GPU figures of calls in a CUDA graph; the slowest rank's median.
+    ag_rs a gather of the log-sum-exps, a scaling, and a reduce-scatter. For comparison, reduce_scatterv is a bare sum
+    of equal size. Figures are the slowest rank's median: calls from Python on CPUs, calls in a CUDA graph on GPUs.
 
     Examples:
       weft bench dcp                                        shm and gloo on two ranks
@@ -34,20 +34,20 @@ class Command:
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the ranks are: processes on this machine's cores, or one on each of its GPUs."""
+    """Device of the ranks: processes on this machine's cores, or one on each of its GPUs."""
     ranks: tuple[int, ...] = ()
-    """Sizes of a dcp group; left out, 2, or all GPUs."""
+    """Sizes of a dcp group; omitted: 2, or all GPUs."""
     shapes: tuple[MergeShape, ...] = ()
-    """Heads of the group and elements of a head: 128 × 512, 128 × 128 and 64 × 128; left out, all."""
+    """Heads of the group and elements of a head: 128 × 512, 128 × 128 and 64 × 128; omitted: all."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Tokens of a step."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: fp32 on CPUs, bf16 on GPUs."""
     json: Path | None = None
-    """Write the figures, and what they were measured on, to this file."""
+    """Write the figures, and a description of the hardware and software, to this file."""
 
     def run(self) -> int:
-        """Prints a table; writes JSON where asked. Raises UserError."""
+        """Print a table; write JSON if requested. Raises UserError."""
         if self.json is not None:
             check_writable(self.json, "--json")
         on_gpus, have = self.device == "cuda", torch.cuda.device_count()
@@ -77,7 +77,7 @@ class Command:
 
 
 def lines(timing: Timing, before: Timing | None) -> list[str]:
-    """A row of the table, with what stands over it where it differs from the row before."""
+    """Return a row of the table, after headings that differ from the previous row's."""
     case, found = timing.case, []
     if before is None or (before.case.ranks, before.case.shape) != (case.ranks, case.shape):
         heads, dim = SHAPES[case.shape]

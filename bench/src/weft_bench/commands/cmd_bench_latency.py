@@ -28,8 +28,8 @@ TOKENS = ("first", "next")
 class Command:
     """Time the first and the next tokens of one request, transport by transport, in interleaved rounds.
 
-    Without --model: a mixture of experts of 280 M parameters with random weights, of DeepSeek-V2-Lite's depth and
-    routing at a quarter of its width.
+    Without --model: a mixture-of-experts model of 280 M parameters with random weights, with DeepSeek-V2-Lite's depth
+    and routing at a quarter of its width.
 
     Examples:
       weft bench latency                                    tensor parallel over 2 ranks, 1024 tokens in, 8 out
@@ -41,22 +41,22 @@ class Command:
     """A Hugging Face model directory, a model's name on the hub, or a GGUF file."""
     revision: Revision = None
     tp: int = 2
-    """Ranks: tensor parallel attention and experts; of all hosts together."""
+    """Ranks of all hosts together, with tensor parallel attention and experts."""
     input: int = 1024
     """Tokens of the prompt."""
     output: int = 8
     """Tokens of the output."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     rounds: int = 7
-    """Rounds that count; one more goes before them."""
+    """Measured rounds, after one warm-up round."""
     transports: tuple[Literal["gloo", "shm"], ...] = ("gloo", "shm")
-    """The first is what the others are compared with. With --nnodes: gloo alone, then shm inside hosts, gloo across."""
+    """Transports; others are compared with the first. With --nnodes: gloo alone, then shm inside hosts, gloo across."""
     json: Path | None = None
-    """Write the figures, and what they were measured on, to this file."""
+    """Write the figures, and a description of the hardware and software, to this file."""
     cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
-        """Prints medians and ratios. Raises UserError, LayoutError."""
+        """Print medians and ratios. Raises UserError, LayoutError."""
         if self.input < 1 or self.output < 2 or self.rounds < 1:
             raise UserError("--input and --rounds must be 1 or more, --output 2 or more")
         if not self.transports:
@@ -113,7 +113,7 @@ class Command:
 
 
 def summary(found: list[Latency], transports: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Medians of each transport, and what it saves: the median over rounds of 1 - its time / the first transport's."""
+    """Return medians per transport, and savings: the median over rounds of 1 - its time / the first transport's."""
     by = {name: [x for x in found if x.transport == name] for name in transports}
     base = by[transports[0]]
 

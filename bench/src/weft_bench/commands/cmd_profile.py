@@ -19,17 +19,17 @@ MAX_KERNELS = 12
 
 @dataclass(frozen=True)
 class Command:
-    """Watch decode steps on every rank, and say what they are made of.
+    """Profile decode steps on every rank.
 
-    Starts the engine, lets it complete prompts of random tokens, and watches steps in which all sequences decode: first
-    for the CPU time that controller and ranks take, then with torch's profiler. Prints tables of collectives, with the
-    waiting for the slowest rank apart, of what else runs, and of idle time, and writes to --output: profile.json,
-    profile.png, and trace.json.gz, one Chrome trace of all ranks (https://ui.perfetto.dev shows it).
+    Starts the engine, lets it complete prompts of random tokens, and watches steps with all sequences decoding: first
+    for the CPU time of controller and ranks, then with torch's profiler. Prints tables of collectives, with separate
+    waiting for the slowest rank, of other work, and of idle time, and writes to --output: profile.json, profile.png,
+    and trace.json.gz, one Chrome trace of all ranks (https://ui.perfetto.dev shows it).
 
     Examples:
       weft profile --attn-dp 2 --batch 4 --context 64
       weft profile --preset qwen3-30b-a3b --load-format dummy --attn-tp 2 --ep 2 --moe-tp 1 --device cuda --batch 16
-      weft profile --read traces      what POST /weft/profile of a server with --profile-dir traces wrote
+      weft profile --read traces      files of POST /weft/profile of a server with --profile-dir traces
 
     With --nnodes, start the same command on every host; node 0 prints and writes for the ranks of all.
     """
@@ -37,18 +37,18 @@ class Command:
     model: ModelDir = None
     engine: EngineArguments = field(default_factory=EngineArguments)
     batch: int = 16
-    """Sequences, over all DP groups."""
+    """Number of sequences over all DP groups."""
     context: int = 512
     """Tokens of each prompt."""
     steps: int = 20
-    """How many to watch."""
+    """Number of steps to watch."""
     read: Path | None = None
-    """Print what a server recorded in this folder, instead of starting an engine."""
+    """Print a server's recording in this folder, instead of starting an engine."""
     output: Path = Path("profile")
     """Folder for the files."""
 
     def run(self) -> int:
-        """Prints tables. Raises UserError, LayoutError, ModelError, EngineError."""
+        """Print tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.config.device import dtype_of, kv_dtype_of
         from weft.engine.controller.profiling import MIN_STEPS
         from weft_bench.breakdown import SPARE_TOKENS, output_length, run
@@ -134,18 +134,18 @@ class Command:
 
 
 def _rate(size: int, us: float) -> str:
-    """Bytes that a decode step has to read, and what that makes a second."""
+    """Format the bytes that a decode step has to read, and the rate."""
     return f"weights and cached tokens: {size / 1e9:,.2f} GB a rank, {size / us / 1e3:,.1f} GB/s"
 
 
 def _threads(cpu_us: dict[str, float]) -> str:
-    """Those that take CPU time, the most first."""
+    """List threads by CPU time, the largest first."""
     taken = sorted(cpu_us.items(), key=lambda thread: -thread[1])
     return ", ".join(f"{name} {us:,.0f}" for name, us in taken if us >= 1)
 
 
 def tables(report: dict[str, Any]) -> str:
-    """For reading, in 80 columns: all of a step, in the mean over steps and ranks."""
+    """Format the parts of a step in 80 columns: means over steps and ranks."""
     cpu, step = report["cpu_us_a_step"], report["step_us"]
     ranks = ", ".join(f"{us:,.0f}" for us in cpu["rank"])
     lines = [
@@ -182,7 +182,7 @@ def _share(row: dict[str, Any]) -> str:
 
 
 def _narrow(rows: list[tuple[str, ...]]) -> list[str]:
-    """Names stand on lines of their own, over their figures."""
+    """Put names on lines of their own, above their figures."""
     figures = columns([("  " if len(row) > 1 and not row[0] else row[0], *row[1:]) for row in rows if len(row) > 1])
     lines, at = [], iter(figures)
     for row in rows:

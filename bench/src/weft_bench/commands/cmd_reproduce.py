@@ -25,33 +25,33 @@ Name = Literal["reduce-scatterv", "mixed", "deferred", "cpu-shm", "dcp", "all"]
 
 @dataclass(frozen=True)
 class Command:
-    """Run what the pull requests measured that Weft grew from, as near as this host allows.
+    """Reproduce the measurements of Weft's original pull requests, as closely as this host allows.
 
-    Prints for each what differs from the original, a table (the pull request's figures, what is compared with, Weft's,
-    and how many times better that is), and one line of JSON. Every variant is a fresh engine; rounds alternate.
+    Prints for each the differences from the original, a table (the pull request's figures, the baseline, Weft's
+    figures, and their ratio), and one line of JSON. Every variant is a fresh engine; rounds alternate.
 
     Examples:
       weft reproduce cpu-shm --small             two CPU ranks, within a minute
       weft reproduce all --small --json all.json
-      weft reproduce reduce-scatterv             on all GPUs of this host, made-up weights, as many layers as fit
+      weft reproduce reduce-scatterv             on all GPUs of this host, made-up weights, all layers that fit
       weft reproduce dcp --variants fa3+triton: --num-layers 6
     """
 
     seed: Annotated[Name, tyro.conf.Positional]
-    """Which pull request, or all."""
+    """Name of a pull request, or all."""
     small: bool = False
-    """On CPU ranks, with small models and loads; without it on all GPUs of this host."""
+    """Run on CPU ranks, with small models and loads; without it on all GPUs of this host."""
     rounds: int | None = None
-    """How often each variant is measured; figures are medians. Left out, 2, with --small 1."""
+    """Measurements of each variant; figures are medians. Omitted: 2, with --small 1."""
     num_layers: int | None = None
-    """Layers of the model; left out, as many as fit a GPU."""
+    """Layers of the model; omitted: all that fit a GPU."""
     variants: tuple[str, ...] = ()
-    """Only variants with one of these texts in their names, such as fa3; left out, all."""
+    """Only variants with one of these texts in their names, such as fa3; omitted: all."""
     json: Path | None = None
-    """Write the lines of JSON to this file, too, after each variant what is measured so far."""
+    """Write the lines of JSON to this file too, updated after each variant."""
 
     def run(self) -> int:
-        """Prints tables; exit code 1 where a variant failed. Raises UserError, LayoutError."""
+        """Print tables; return exit code 1 if a variant failed. Raises UserError, LayoutError."""
         rounds = self.rounds if self.rounds is not None else 1 if self.small else 2
         if rounds < 1:
             raise UserError(f"rounds is {rounds}; it must be 1 or more")
@@ -68,7 +68,7 @@ class Command:
         for name, setup in setups.items():
             seed, on_gpus = SEEDS[name], not self.small and name != "cpu-shm"
             for measured in self._measure(name, setup, rounds, "cuda" if on_gpus else "cpu"):
-                fit = ", as many as fit" if self.num_layers is None else ""
+                fit = ", all that fit" if self.num_layers is None else ""
                 differs = [*setup.differs, *([] if measured.layers is None else [f"{measured.layers} layers{fit}"])]
                 found = json.dumps(line(name, seed, setup, differs, measured, rounds))
                 if self.json is not None:
@@ -84,11 +84,11 @@ class Command:
             return
         if gpus < seed.min_ranks:
             raise UserError(
-                f"{name} takes {seed.min_ranks} GPUs or more, and CUDA sees {gpus} here; --small runs on CPUs"
+                f"{name} requires {seed.min_ranks} GPUs or more, but CUDA sees {gpus} here; --small runs on CPUs"
             )
 
     def _setup(self, seed: Seed, gpus: int) -> Setup:
-        """Raises UserError."""
+        """Return the setup with the requested variants. Raises UserError."""
         setup = seed.small if self.small else seed.large(gpus)
         if not self.variants:
             return setup
@@ -105,7 +105,7 @@ class Command:
 
 
 def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Measured) -> str:
-    """The table of a seed."""
+    """Format the table of a seed."""
     lines = [f"{name}: {seed.title} ({seed.source})", f"  it measured: {seed.original}"]
     lines += [f"  here: {each}" for each in differs]
     lines += [f"  failed: {variant}: {why}" for variant, why in measured.failed.items()]
@@ -120,17 +120,17 @@ def text(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Meas
 
 
 def cell(figure: float | None) -> str:
-    """A figure that may not have been measured."""
+    """Format a figure, or note that it was not measured."""
     return "not measured" if figure is None else f"{figure:,.2f}"
 
 
 def quote(metric: Metric, before: float, after: float) -> str:
-    """A pull request's figures."""
+    """Format a pull request's figures."""
     return f"{before:,g} → {after:,g} ({cell(better(metric, before, after))})"
 
 
 def line(name: str, seed: Seed, setup: Setup, differs: list[str], measured: Measured, rounds: int) -> dict[str, Any]:
-    """The same for a program, with all figures of all variants."""
+    """Return the JSON values of a seed, with all figures of all variants."""
     return {
         "what": "weft reproduce",
         "seed": name,

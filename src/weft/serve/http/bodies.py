@@ -1,4 +1,4 @@
-"""Bodies of requests, read so that no other request has to wait: neither for their JSON nor for what is made of it."""
+"""Request bodies: parse and handle them without blocking other requests."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from weft.serve.http.errors import ApiError, field_errors
 
 T = TypeVar("T")
 QUICK = 2**16
-"""Bytes of a body that is read on the event loop, which takes a millisecond at most, or four where all of it is short
-messages. A thread takes longer to hear of it, and many of them keep each other and the engine's thread waiting."""
+"""Maximum bytes of a body that the event loop parses, in at most a millisecond, or four if it is all short messages.
+Waking a thread would take longer, and many threads delay each other and the engine's thread."""
 SMALL = 4096
-"""Bytes of a body of which texts are made into tokens there, too."""
+"""Maximum bytes of a body to tokenise on the event loop."""
 SLOW_AT_ONCE = LARGE_AT_ONCE = 2
-"""Bodies that ask for what takes long, and bodies of more than `QUICK` bytes: more threads of Python take no less time,
-and leave less of the interpreter's lock to the event loop and the engine."""
+"""Maximum threads for slow bodies, and for bodies above `QUICK` bytes: more threads are not faster, and leave less of
+the interpreter's lock to the event loop and the engine."""
 MAX_VALUES = 2**20
-"""Values in a body: the parser lets no other thread run until it has read them all."""
+"""Maximum values in a body: the parser holds the interpreter's lock until it has read them all."""
 MAX_CONTAINERS = 2**17
-"""Lists and objects among them, and members of objects: each takes ten times as long as a number."""
+"""Maximum lists, objects and members of objects in a body: each takes ten times as long to parse as a number."""
 EXPLAINED = 2**16
-"""Bytes of a body that Python's parser may read too: it is slower, and lets no other thread run either."""
+"""Maximum bytes of a body that Python's parser reads too: it is slower, and also holds the interpreter's lock."""
 IS_JSON = re.compile(r"application/([\w.-]+\+)?json\s*(;|$)", re.IGNORECASE)
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
 
 class Body(BaseModel):
-    """A JSON object in which null counts as left out, and only known fields may stand, however deep."""
+    """JSON object that treats null as omitted, and accepts only known fields at any depth."""
 
     model_config = ConfigDict(extra="allow")
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """Fields that are not served, with the values that ask for nothing."""
+    """Unsupported fields, with their values that have no effect."""
     harmless: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are accepted and change no output."""
+    """Accepted fields that change no output."""
     open: ClassVar[bool] = False
-    """Whether any further field is served."""
+    """True if unknown fields are accepted."""
 
     @property
     def slow(self) -> bool:
-        """Whether much work comes before the first token, though the body may be short."""
+        """True if a request needs much work before its first token, even with a short body."""
         return False
 
     @property
     def tokenised(self) -> bool:
-        """Whether its prompts are token ids, of which nothing else has to be made."""
+        """True if all prompts are token ids."""
         return False
 
     @property
     def heavy(self) -> bool:
-        """Whether it is more work than its length says."""
+        """True if a body is more work than its length implies."""
         return False
 
     @model_validator(mode="before")
@@ -68,10 +68,7 @@ class Body(BaseModel):
         return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
 
     def refuse_unsupported(self, place: str = "") -> None:
-        """ApiError 400 for a field that asks for something Weft cannot do, here or in an object inside.
-
-        place: of this object in the request, with a dot at its end.
-        """
+        """Raise ApiError 400 for an unsupported field, here or in members. place: path of the object with a dot."""
         further = self.model_extra or {}
         for name, value in further.items():
             if not self.open and name not in self.harmless and value not in self.neutral.get(name, ()):
@@ -89,9 +86,9 @@ B = TypeVar("B", bound=Body)
 
 
 async def work_on(request: Request, function: Callable[[B], T], body: B) -> T:
-    """What the function makes of a body; on a thread where that may take long, so that streams go on meanwhile.
+    """Return `function(body)`, computed on a thread if it may take long, so that streams continue.
 
-    Bodies that are slow wait for each other, and so do large ones, not on threads that others need.
+    Slow bodies wait for each other, as do large ones, without holding threads that other requests need.
     """
     try:
         if request.state.small and not body.slow:
@@ -102,17 +99,16 @@ async def work_on(request: Request, function: Callable[[B], T], body: B) -> T:
 
 
 def _limiter(request: Request, body: Body) -> anyio.CapacityLimiter | None:
-    """What a body waits for; None: anyio's own threads."""
+    """Return the limiter of a body's threads; None for anyio's own."""
     state = request.app.state
     limiter: anyio.CapacityLimiter | None = state.slow if body.slow else state.large if request.state.large else None
     return limiter
 
 
 class JsonRoute(APIRoute):
-    """A route to an endpoint that takes `body`, of any type that pydantic checks, and the request.
+    """Route to an endpoint with the arguments `body`, of any type that pydantic checks, and `request`.
 
-    FastAPI knows it for the schema alone: what it does for each request to find an endpoint's arguments takes longer
-    than all that is needed here.
+    FastAPI uses it only for the schema: its search for an endpoint's arguments costs more than this whole route.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -128,7 +124,7 @@ class JsonRoute(APIRoute):
                 raise field_errors(error.errors(include_url=False), value) from error
 
         async def read(request: Request) -> Any:
-            if not IS_JSON.match(request.headers.get("content-type", "")):  # browsers ask before they send it elsewhere
+            if not IS_JSON.match(request.headers.get("content-type", "")):  # browsers need CORS to send JSON elsewhere
                 raise ApiError(400, NO_OBJECT)
             data = b"".join([piece async for piece in request.stream()])
             large = request.state.large = len(data) > QUICK
@@ -148,7 +144,7 @@ class JsonRoute(APIRoute):
 
 
 def decode(data: bytes) -> dict[str, Any]:
-    """A JSON object. ApiError 400 for anything else, and for more values than may be."""
+    """Return the JSON object of a body. ApiError 400 for anything else, and above the maximum of values."""
     if has_more_values(data, MAX_VALUES, MAX_CONTAINERS):
         limits = f"{MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects, or {MAX_CONTAINERS} members of objects"
         raise ApiError(400, f"the body holds more than {limits}; send several requests")
@@ -156,7 +152,7 @@ def decode(data: bytes) -> dict[str, Any]:
         value = _parsed(data)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error.msg} at character {error.pos}") from error
-    except (msgspec.ValidationError, ValueError, RecursionError) as error:  # numbers beyond what is read, among others
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:  # includes numbers that are too large
         raise ApiError(400, f"the body is not JSON that can be read: {error}") from error
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
@@ -173,7 +169,7 @@ def _parsed(data: bytes) -> Any:
     except msgspec.DecodeError:
         if len(data) > EXPLAINED:
             raise
-    value = json.loads(data, parse_constant=_no_number)  # it says where it is wrong, or takes what is: UTF-16
+    value = json.loads(data, parse_constant=_no_number)  # it names the place of an error, and accepts UTF-16
     if (place := _half_character(value)) is not None:
         raise ApiError(400, f"{place or 'the body'}: half of a surrogate pair is no text", param=place or None)
     return value
@@ -184,7 +180,7 @@ def _no_number(name: str) -> None:
 
 
 def _half_character(value: Any) -> str | None:
-    """The place of half of a surrogate pair, or of the object that has it in a key: no such text can be encoded."""
+    """Return the place of a lone surrogate, or of the object with one in a key: such text cannot be encoded."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         place, value = waiting.pop()
@@ -199,8 +195,8 @@ def _half_character(value: Any) -> str | None:
 
 
 def has_more_values(data: bytes, max_values: int, max_containers: int) -> bool:
-    """Whether JSON holds more commas outside of strings than `max_values`, or more lists and objects, or more members
-    of objects, than `max_containers`."""
+    """Return whether JSON has more than `max_values` commas outside strings, or more than `max_containers` lists and
+    objects, or members of objects."""
 
     def exceeds(text: bytes) -> bool:
         containers = text.count(b"[") + text.count(b"{")
@@ -208,5 +204,5 @@ def has_more_values(data: bytes, max_values: int, max_containers: int) -> bool:
 
     if not exceeds(data):
         return False
-    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")  # the quotes that are left begin and end strings
+    unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")  # the remaining quotes begin and end strings
     return exceeds(b"".join(unescaped.split(b'"')[::2]))

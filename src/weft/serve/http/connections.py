@@ -1,4 +1,4 @@
-"""Connections that cannot hold the server up: each must send its request, and read its response, in time."""
+"""Connections with time-outs: each must send its request and read its response in time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from weft.serve.http.options import Options
 
 log = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 16
-"""Connections that asyncio accepts before any other code runs."""
+"""Maximum connections that asyncio accepts before other code runs."""
 SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
-"""Left free: asyncio takes four iterations from accepting a connection to closing the one that it replaces."""
+"""File descriptors kept free: asyncio needs four iterations to close a connection that a new one replaces."""
 MAX_HEADERS = 2**16
-"""Bytes of a request's headers."""
+"""Maximum bytes of a request's headers."""
 FULL = ApiError(503, "every connection to this server is in use; try again", headers={"Retry-After": "1"})
 NO_HTTP = ApiError(400, "this is no HTTP/1.1 request that can be read")
 TOO_LONG = ApiError(431, f"the headers of a request are larger than {MAX_HEADERS} bytes, the limit here")
 
 
 class TooLong(Exception):
-    """Raised in a callback of the parser, which stops there."""
+    """Error raised in a parser callback to stop the parser at headers that are too long."""
 
 
 class CloseDelimited(RequestResponseCycle):
-    """A response to HTTP/1.0, which knows no chunks: one without a length ends where the connection does."""
+    """Response to HTTP/1.0, which has no chunks: closing the connection ends a response without a length."""
 
     async def send(self, message: ASGISendEvent) -> None:
         if message["type"] == "http.response.start":
@@ -44,8 +44,9 @@ class CloseDelimited(RequestResponseCycle):
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 with time-outs, a limit of the headers, and a cap: a newcomer takes the place of the
-    connection that has been without a request for longest, and is refused with 503 only where every connection has one.
+    """uvicorn's HTTP/1.1 connection with time-outs, a limit of the headers, and a maximum number of connections.
+
+    A new connection above it replaces the longest idle one, and is refused with 503 if every connection has a request.
     """
 
     options: ClassVar[Options]
@@ -61,7 +62,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def has_request(self) -> bool:
-        """Whether a request's headers are here, and its response is not yet complete."""
+        """True from the complete headers of a request to the end of its response."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -72,7 +73,7 @@ class Connection(HttpToolsProtocol):
             if not others:
                 self._refuse(FULL)
             leaver = min(others, key=lambda c: c._since, default=self)
-            leaver.connections.discard(leaver)  # it does not count any more, though it is closed a moment later
+            leaver.connections.discard(leaver)  # not counted any more, though it is closed a moment later
             leaver.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -84,7 +85,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch_request()
-        # The parser reports a header once it is complete.
+        # The parser reports only complete headers.
         self._unfinished = self._unfinished + len(data) if self._awaited == "headers" else 0
         if self._unfinished > MAX_HEADERS:
             self._refuse(TOO_LONG)
@@ -104,7 +105,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
-            self.cycle.__class__ = CloseDelimited  # uvicorn makes it, and has begun no response by now
+            self.cycle.__class__ = CloseDelimited  # uvicorn has just made the cycle and begun no response
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(TOO_LONG if self._headers > MAX_HEADERS else NO_HTTP)
@@ -128,7 +129,7 @@ class Connection(HttpToolsProtocol):
             raise TooLong
 
     def _refuse(self, error: ApiError) -> None:
-        """Responds to what never reaches the application, and closes. Amid another response it only closes."""
+        """Respond to a request that never reaches the application, and close; amid another response, only close."""
         if self.transport.is_closing():
             return
         fields = {"outcome": "refused", "status": error.status, "reason": error.message}
@@ -136,12 +137,12 @@ class Connection(HttpToolsProtocol):
         if not (self.has_request and self.cycle.response_started):
             response = error.response()
             lines = [b"%b: %b" % header for header in (*response.raw_headers, (b"connection", b"close"))]
-            status = STATUS_LINE[error.status]  # with its end of line
+            status = STATUS_LINE[error.status]  # includes the end of the line
             self.transport.write(status + b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.transport.close()
 
     def _watch_request(self) -> None:
-        """One timer for the headers, then one for the body; none while a whole request is here."""
+        """Start a timer for the headers, then one for the body; stop it once the request is complete."""
         awaited: Literal["headers", "body"] | None = None
         if not self.has_request:
             awaited = "headers"
@@ -159,7 +160,7 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_class(options: Options) -> type[Connection]:
-    """A `Connection` with these options. Raises the process's own limit of open files as far as it may."""
+    """Return a `Connection` class with these options, and raise the process's limit of open files if possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""From an HTTP request to the engine and back: choices, increments, a client that goes away, a server that leaves."""
+"""Client of the engine: submits requests, yields increments, and handles disconnects and the server's shutdown."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from weft.serve.http.metrics import Metrics
 from weft.serve.http.record import Record
 
 RETRY_S = 5
-"""When to try again what a server that leaves refuses: by then another may have its place."""
+"""Seconds after which to retry a request that a stopping server refuses: a new server may run by then."""
 
 QUICK_TOKENS = 16_384
-"""Of prompts that are handed to the engine on the event loop, which takes a millisecond at most."""
+"""Maximum prompt tokens that the event loop submits to the engine itself, in at most a millisecond."""
 MAX_UNREAD = 1024
-"""Increments of each choice that may wait for a client that reads slowly, beside what the sockets hold: of logprobs,
-each takes kilobytes."""
+"""Maximum unread increments of each choice of a slow client, in addition to socket buffers: one with logprobs has
+kilobytes."""
 MIN_UNREAD = 8 * MAX_UNREAD
-"""The same of a request that has few choices."""
+"""Lower bound of the maximum unread increments of a request."""
 OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout"}
 Job = tuple[Sequence[int], SamplingParams, OutputCallback]
 
 
 class Increments(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
-    """Of one request: (choice, of which an increment has come), or why it ends; None where its client is gone.
+    """Queue of one request's (choice, output), or the error that ends it; None once its client is gone.
 
-    running: the engine's number of each choice that has not ended.
+    running: choice → the engine's number of each unfinished choice.
     """
 
     def __init__(self, choices: int):
@@ -47,18 +47,18 @@ class Increments(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
 
     @property
     def overrun(self) -> bool:
-        """Whether the client has left too many unread."""
+        """True if too many increments are unread."""
         return self.qsize() >= self._limit
 
     def give_up(self) -> None:
-        """Drops what is unread, and ends with that as the reason."""
+        """Drop the unread increments, and end the request with an error about them."""
         while not self.empty():
             self.get_nowait()
         self.put_nowait(ApiError(408, f"{self._limit} increments were not read in time; read them as they come"))
 
 
 class EngineClient:
-    """Submits requests to the engine and tracks those that run, on the event loop. timeout_s: for each request."""
+    """Client that submits requests to the engine and tracks running ones, on the event loop. timeout_s: per request."""
 
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
@@ -69,15 +69,15 @@ class EngineClient:
 
     @property
     def live(self) -> int:
-        """Requests that run."""
+        """Number of running requests."""
         return len(self._live)
 
     def close(self) -> None:
-        """Refuses newcomers from now on."""
+        """Refuse new requests from now on."""
         self.closed = True
 
     def end_all(self) -> None:
-        """Ends what runs: each gets the error of a server that leaves."""
+        """End all running requests with the error of a stopping server."""
         for increments in self._live:
             increments.put_nowait(self._leaving())
 
@@ -92,11 +92,11 @@ class EngineClient:
         params: Sequence[SamplingParams],
         sharing: Sharing = EQUALS,
     ) -> AsyncGenerator[tuple[int, Output], None]:
-        """(choice, increment) as they come, until every choice has ended; one choice for each prompt and params.
+        """Yield (choice, output increment) until every choice has ended; each pair of prompt and params is a choice.
 
-        Cancels what still runs when the client is gone or the caller stops. ApiError: 400 for what the engine refuses,
-        at once or later, 429 where too many wait, 500 where the output cannot be made, 503 where the engine fails or
-        the server leaves, 504 where the request's time is over.
+        Cancels running choices once the client is gone or the caller stops. ApiError: 400 if the engine refuses the
+        request, at once or later; 429 if too many wait; 500 if the output cannot be made; 503 if the engine fails or
+        the server stops; 504 after the request's time-out.
         """
         if self.closed:
             raise self._leaving()
@@ -117,14 +117,14 @@ class EngineClient:
         running = increments.running
 
         def submit() -> None:
-            running.update(enumerate(self._submit(jobs, sharing, record.id)))  # here: nobody may wait for it any more
+            running.update(enumerate(self._submit(jobs, sharing, record.id)))  # here: the caller may be cancelled
 
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
         try:
             if sum(map(len, prompts)) + sum(each.named for each in params) <= QUICK_TOKENS:
                 submit()
-            else:  # the engine checks each token of each prompt, and those that parameters name
+            else:  # on a thread: the engine checks each token of prompts and parameters
                 await run_in_threadpool(submit)
             while running and (increment := await increments.get()):
                 if isinstance(increment, ApiError):
@@ -132,7 +132,7 @@ class EngineClient:
                 choice, output = increment[0], increment[1].take()
                 record.increment(choice, output)
                 if output.finish_reason in ("error", "timeout"):
-                    ended = 503 if self.engine.state == "failed" else 500  # by a fault of this request alone
+                    ended = 503 if self.engine.state == "failed" else 500  # 500: only this request has failed
                     status = 504 if output.finish_reason == "timeout" else 400 if output.refused else ended
                     raise ApiError(status, output.error or "the engine failed")
                 if output.finish_reason:
@@ -150,15 +150,15 @@ class EngineClient:
     def _arrive(
         self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, completion: RequestOutput
     ) -> None:
-        """On the engine's thread. What comes of a step wakes the loop once, not once for each stream."""
+        """Queue an output, on the engine's thread: a step wakes the event loop once, not once per stream."""
         self._arrived.append((increments, choice, completion))
         if not self._woken:
             self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and all who waited
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # first: what arrives from now on wakes the loop anew
+        self._woken = False  # first: later arrivals wake the loop again
         while self._arrived:
             increments, choice, completion = self._arrived.popleft()
             if increments.overrun:

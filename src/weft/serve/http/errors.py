@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`; of /v1/messages in Anthropic's."""
+"""Errors in OpenAI's shape, `{"error": {"message", "type", "param", "code"}}`, or Anthropic's for /v1/messages."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from weft.engine.config.config import EngineError
 from weft.engine.messages.request import ContextExceeded
 
 MAX_MESSAGE = 2000
-"""Characters of an error's text."""
+"""Maximum characters of an error's text."""
 
 
 class ErrorDetail(BaseModel):
-    """param: the parameter at fault."""
+    """Members of an error. param: the parameter at fault."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -31,7 +31,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every error response."""
+    """Body of every error response except for /v1/messages."""
 
     error: ErrorDetail
 
@@ -42,19 +42,19 @@ class AnthropicDetail(BaseModel):
 
 
 class AnthropicBody(BaseModel):
-    """The body of error responses of /v1/messages."""
+    """Body of error responses of /v1/messages."""
 
     type: Literal["error"]
     error: AnthropicDetail
 
 
 def route_path(scope: Scope) -> str:
-    """Return the path of a request without the server's root_path, as routes have it."""
+    """Return the path of a request without the server's root_path."""
     return str(scope["path"]).removeprefix(scope.get("root_path", ""))
 
 
 def described(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """What a path's errors look like, for the schema."""
+    """Return the schema of a path's errors."""
     return {
         "4XX": {"description": "What the client can put right", "model": body},
         "5XX": {"description": "What it cannot", "model": body},
@@ -62,11 +62,11 @@ def described(body: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 Names = Mapping[str, str]
-"""The client's name of a field, by the name under which it is checked; what is inside of the field keeps its name."""
+"""Checked name of a field → the client's name; members of the field keep their names."""
 
 
 class ApiError(Exception):
-    """A request that is refused: an HTTP status and one line; param: the parameter at fault."""
+    """Refusal of a request: an HTTP status and one line. param: the parameter at fault."""
 
     def __init__(
         self,
@@ -77,19 +77,19 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ):
-        if len(message) > MAX_MESSAGE:  # it may repeat what the client sent
+        if len(message) > MAX_MESSAGE:  # it may repeat the client's text
             message = f"{message[:MAX_MESSAGE]}…"
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """The error as clients read it."""
+        """Return the error in OpenAI's shape."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Names) -> ApiError:
-        """Return the same error, which blames the client's field."""
+        """Return the error with the client's names of fields."""
         if self.param is None:
             return self
         parts = self.param.split(".")
@@ -97,21 +97,21 @@ class ApiError(Exception):
         if not known:
             return self
         param = ".".join([names[".".join(parts[: known[-1]])], *parts[known[-1] :]])
-        # Further fields that the line names; a name without _ may be a word of it.
+        # The line may name further fields, but a name without _ may be an ordinary word.
         said = {name: other for name, other in names.items() if "_" in name} | {self.param: param}
         pattern = "|".join(map(re.escape, sorted(said, key=len, reverse=True)))
         message = re.sub(rf"(?<![\w.])({pattern})(?!\w)", lambda found: said[found[0]], self.message)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
     def response(self, path: str = "") -> JSONResponse:
-        """The error as a response. path: of the request; its clients know one shape."""
+        """Return the error as a response. path: of the request, which decides the shape."""
         body = anthropic_body(self) if path.startswith("/v1/messages") else self.body()
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
 @contextmanager
 def client_names(names: Names) -> Iterator[None]:
-    """Raises ApiErrors of what is inside under the client's names of fields."""
+    """Rename the fields of ApiErrors raised in this context to the client's names."""
     try:
         yield
     except ApiError as error:
@@ -119,7 +119,7 @@ def client_names(names: Names) -> Iterator[None]:
 
 
 def of_value(error: ValueError) -> ApiError:
-    """Return the refusal of a value; its line begins with the field's name, where a field is at fault."""
+    """Return the ApiError of a bad value; its line begins with the name of the field at fault, if any."""
     if isinstance(error, ContextExceeded):
         return ApiError(400, str(error), param=error.field, code="context_length_exceeded")
     name = re.match(r"(\w+)(?=: | is |=)", str(error))
@@ -134,26 +134,26 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Of errors with these statuses."""
+"""Anthropic's error types by HTTP status."""
 
 
 def anthropic_body(error: ApiError) -> dict[str, Any]:
-    """The error as Anthropic's clients read it."""
+    """Return the error in Anthropic's shape."""
     kind = ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def unknown_model(asked: str, served: str) -> ApiError:
-    """A model that is not the one here."""
+    """Return the error for a model that this server does not have."""
     message = f"the model {asked!r} is not served here; this is {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def install(app: FastAPI) -> None:
-    """Gives each expected error of the application that shape; see `weft.serve.http.record.as_api_error` for others."""
+    """Give each expected error the client's shape; see `weft.serve.http.record.as_api_error` for unexpected ones."""
 
     def refuse(request: Request, error: ApiError) -> JSONResponse:
-        request.state.refusal = error  # for the line in the log
+        request.state.refusal = error  # for the log
         return error.response(route_path(request.scope))
 
     @app.exception_handler(ApiError)
@@ -177,9 +177,9 @@ def install(app: FastAPI) -> None:
 
 
 def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:
-    """What is wrong with the first field that is wrong, of pydantic's problems with a body, or with the object at this
-    place of it, which ends in a dot."""
-    # A field of several types has a problem for each type, named at the end of its place; the client's field is before.
+    """Return the error of the first wrong field of pydantic's problems. place: path of the checked object in the body,
+    with a dot at its end."""
+    # A field of several types has a problem per type, named at the end of its place, after the client's field.
     field = _field(problems[0], body)
     messages = [p["msg"] for p in problems if _field(p, body) == field]
     field = place + field
@@ -187,7 +187,7 @@ def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiErro
 
 
 def _field(problem: dict[str, Any], value: Any) -> str:
-    """The place of a problem, as far as it is one in the body."""
+    """Return the place of a problem, up to the last part that exists in the body."""
     place = problem["loc"]
     if place[:1] in (("query",), ("path",)):
         return ".".join(map(str, place[1:]))
@@ -198,6 +198,6 @@ def _field(problem: dict[str, Any], value: Any) -> str:
             parts.append(str(part))
         elif problem["type"] == "missing" and at == len(place) - 1:
             parts.append(str(part))
-        elif parts:  # but before the field may stand the name of one of several bodies
+        elif parts:  # the name of one of several bodies may precede the field
             break
     return ".".join(parts)

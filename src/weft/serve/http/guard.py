@@ -1,4 +1,4 @@
-"""What every request passes: its id, its key and the size of its body before it is read; and where its end is noted."""
+"""Middleware for every request: request id, API key, maximum size of the body, and the record of its end."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from weft.serve.http.options import Options
 from weft.serve.http.record import as_api_error, refused
 
 OPEN_PATHS = ("/health", "/metrics")
-"""Paths that need no API key and no allowed host: probes and scrapers have none."""
+"""Paths that require no API key and no allowed host, for probes and scrapers."""
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-"""What is taken as a client's own request id, and so may stand in a log."""
+"""Accepted form of a client's request id, which is safe in a log."""
 
 
 def trim_memory() -> None:
-    """Gives freed memory back to the system, where the C library can."""
+    """Return freed memory to the system, if the C library can."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 class Guard:
-    """An ASGI middleware around the whole application. The client's X-Request-Id, or a new one, comes back to it.
+    """ASGI middleware around the whole application, which returns the client's X-Request-Id or a new one.
 
-    When the response has gone out, it ends the request's `Record`; an error response without one is logged and
-    counted. An unexpected exception gives 500.
+    It ends the request's `Record` after the response, and logs and counts an error response without a record. An
+    unexpected exception gives 500.
     """
 
     def __init__(self, app: ASGIApp, options: Options, metrics: Metrics):
@@ -59,8 +59,8 @@ class Guard:
                 response_headers = MutableHeaders(scope=message)
                 response_headers["X-Request-Id"] = request_id
                 if path.startswith("/v1/messages"):
-                    response_headers["request-id"] = request_id  # Anthropic's clients show this one
-                if unread:  # what still comes of the request would be taken for the next one, or have to be waited for
+                    response_headers["request-id"] = request_id  # Anthropic's clients show this header
+                if unread:  # the rest of this body would be parsed as the next request, or have to be read first
                     response_headers["Connection"] = "close"
                 if message["status"] >= 400 and "record" not in state and path not in OPEN_PATHS:
                     refused(self._metrics, scope, message["status"])
@@ -89,11 +89,11 @@ class Guard:
         finally:
             if (record := state.get("record")) is not None:
                 record.end()
-            if state.get("large"):  # glibc keeps what its threads have freed of a large body
+            if state.get("large"):  # glibc keeps the memory of a large body that threads have freed
                 asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
     def _refusal(self, path: str, version: str, headers: Headers) -> ApiError | None:
-        """Why a request is not even read."""
+        """Return the error of a request that is refused before its body is read; None if it is accepted."""
         host, key = headers.get("host"), self._options.api_key
         if host is None and version == "1.1":
             return ApiError(400, "a request of HTTP/1.1 has a Host header; add it")

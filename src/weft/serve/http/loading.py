@@ -1,4 +1,4 @@
-"""The port while the model loads: it is taken at once, and every request gets 503 until the server has its place."""
+"""Placeholder server while the model loads: the port is bound at once, and every request gets 503."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, cast
 
 log = logging.getLogger(__name__)
 MAX_UNREAD, MAX_CLIENTS = 2**20, 64
-"""Bytes of a refused body that are read, so that its client reads the refusal; connections that are served at once."""
+"""Maximum bytes to read of a refused body, so that its client reads the refusal; maximum connections at once."""
 RETRY_S = 5
-"""When clients should try again."""
+"""Seconds after which clients should retry."""
 SHUTDOWN_POLL_S = 0.05
 
 
 class Refusal(BaseHTTPRequestHandler):
-    """The response to every request: 503, in the shape of the server's errors, `/health` in that of its states.
+    """Response to every request: 503 in the shape of the server's errors, or of its states for `/health`.
 
-    It needs the standard library alone: what the server is made of takes seconds to import.
+    It uses only the standard library, as the server's packages take seconds to import.
     """
 
     protocol_version = "HTTP/1.1"
@@ -61,19 +61,19 @@ class Refusal(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Responds to what cannot be read as a request."""
+        """Respond to a malformed request."""
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        self.close_connection, self.request_version = True, self.protocol_version  # the version may be what is wrong
+        self.close_connection, self.request_version = True, self.protocol_version  # the version may be the fault
         self._respond(code, {"error": error})
 
     def log_message(self, format: str, *args: object) -> None:
-        """Writes nothing: `_refuse` has written what matters."""
+        """Do nothing: `_refuse` has written the log."""
 
 
 class Loading(ThreadingHTTPServer):
-    """Refuses what is asked on a listening socket, on threads, until the context ends; the socket stays open.
+    """Server that refuses requests on a listening socket, on threads, until the context ends; the socket stays open.
 
-    tls: what the server will encrypt connections with. root_path: as `Options.root_path`.
+    tls: context of encrypted connections. root_path: see `Options.root_path`.
     """
 
     daemon_threads, block_on_close = True, False
@@ -88,7 +88,7 @@ class Loading(ThreadingHTTPServer):
     def process_request(self, request: object, client_address: object) -> None:
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)  # type: ignore[arg-type]
-        else:  # clients that send nothing must not fill the process with threads
+        else:  # idle clients must not fill the process with threads
             self.shutdown_request(request)  # type: ignore[arg-type]
 
     def process_request_thread(self, request: object, client_address: object) -> None:
@@ -105,10 +105,10 @@ class Loading(ThreadingHTTPServer):
             super().finish_request(encrypted, client_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Does nothing: a client that has gone is no fault of the server."""
+        """Do nothing: a disconnected client is no fault of the server."""
 
     def __enter__(self) -> Loading:
-        self.socket.setblocking(False)  # a client that has left again must not hold up the end
+        self.socket.setblocking(False)  # a client that has disconnected must not block the end
         threading.Thread(target=self.serve_forever, args=(SHUTDOWN_POLL_S,), name="weft-loading", daemon=True).start()
         return self
 

@@ -1,4 +1,4 @@
-"""The server's log, on stderr: a line an event, as text or JSON, never a flood of the same, and never waited for."""
+"""Log of the server on stderr: one line per event, as text or JSON, limited per kind and never blocking."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from weft.serve.http.options import LogLevel
 
 LogFormat = Literal["text", "json"]
 BURST, WINDOW_S = 5, 10.0
-"""Number of warnings of one kind that are written in a window of time."""
+"""Maximum warnings of one kind per window, and its seconds."""
 MAX_UNWRITTEN = 10_000
-"""Lines that may wait for whoever reads stderr; further ones are dropped and counted."""
+"""Maximum lines that wait for the reader of stderr; further lines are dropped and counted."""
 FLUSH_S = 1.0
-"""Time for the last lines at the end, if stderr is not read."""
+"""Maximum seconds to wait for the last lines to be read."""
 
 
 class Sparse(logging.Filter):
-    """Leaves out warnings and errors of one kind that come too often, and says with the next how many they were."""
+    """Filter that drops too frequent warnings and errors of one kind, and adds their number to the next one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         super().__init__()
@@ -44,14 +44,14 @@ class Sparse(logging.Filter):
             if count > BURST:
                 record.msg = f"{record.msg} ({count - BURST} more like this were left out)"
             began, count = now, 0
-        if len(self._seen) > 1000:  # kinds are few; what is made of clients' input must not fill the memory
+        if len(self._seen) > 1000:  # kinds are few, but kinds made of clients' input must not fill the memory
             self._seen.clear()
         self._seen[kind] = began, count + 1
         return count < BURST
 
 
 class Formatter(logging.Formatter):
-    """`fields` of a record are written as key=value, or as members of the JSON object."""
+    """Formatter that writes the `fields` of a record as key=value, or as members of a JSON object."""
 
     def __init__(self, log_format: LogFormat = "text"):
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -60,7 +60,7 @@ class Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = getattr(record, "fields", {})
         if not self._json:
-            # json.dumps quotes what has spaces or line breaks, so that a client's text stays on its line.
+            # json.dumps escapes line breaks, so that a client's text stays on its line.
             pairs = [f"{k}={v if isinstance(v, int | float) else json.dumps(v)}" for k, v in fields.items()]
             return " ".join([super().format(record), *pairs])
         head = {"time": self.formatTime(record), "level": record.levelname, "event": record.getMessage()}
@@ -69,11 +69,11 @@ class Formatter(logging.Formatter):
 
 
 class LogStream(io.TextIOBase):
-    """A stderr that nobody waits for: a thread writes its lines, and lines that find too many before them are dropped.
+    """Non-blocking stderr: a thread writes its lines, and drops lines once too many wait.
 
     Args:
-        under: the stderr that is written to; None drops everything.
-        log_format: `json` makes an object of each line that is printed.
+        under: stderr to write to; None drops everything.
+        log_format: `json` makes each printed line an object.
     """
 
     def __init__(self, under: TextIO | None, log_format: LogFormat = "text"):
@@ -94,7 +94,7 @@ class LogStream(io.TextIOBase):
         return len(text)
 
     def put(self, line: str) -> None:
-        """Writes a line as it is."""
+        """Queue a formatted line."""
         try:
             self._lines.put_nowait(line)
         except queue.Full:
@@ -102,11 +102,11 @@ class LogStream(io.TextIOBase):
                 self._lost += 1
 
     def fail(self, line: str) -> None:
-        """Writes a line that says why the process ends."""
+        """Queue a line about the error that ends the process."""
         self.put(self._in_format(line, logging.ERROR))
 
     def drain(self) -> None:
-        """Waits until all is written, for `FLUSH_S` at most."""
+        """Wait until all lines are written, for at most `FLUSH_S` seconds."""
         if self._begun:
             self.write("\n")
         end = time.monotonic() + FLUSH_S
@@ -127,7 +127,7 @@ class LogStream(io.TextIOBase):
                 if lost:
                     self._write(self._in_format(f"{lost} lines of this log were lost: they were not read in time"))
                 self._write(line)
-            except (OSError, ValueError):  # a full disk, or nobody is there: serving goes on
+            except (OSError, ValueError):  # a full disk or a closed pipe: keep serving
                 with self._lock:
                     self._lost += lost + 1
             self._lines.task_done()
@@ -137,16 +137,16 @@ class LogStream(io.TextIOBase):
             return
         try:
             descriptor = self._under.fileno()
-        except io.UnsupportedOperation:  # a stderr in memory
+        except io.UnsupportedOperation:  # stderr is in memory
             self._under.write(line + "\n")
             return
         data = (line + "\n").encode(errors="replace")
-        while data:  # not through the stderr's buffer, which would fail again at exit
+        while data:  # not through stderr's buffer, which would fail again at exit
             data = data[os.write(descriptor, data) :]
 
 
 class Handler(logging.Handler):
-    """Writes records to a `LogStream`."""
+    """Handler that writes records to a `LogStream`."""
 
     def __init__(self, stream: LogStream):
         super().__init__()
@@ -160,7 +160,7 @@ class Handler(logging.Handler):
 
 
 def print_error(error: object) -> None:
-    """Prints the one line of what ends a command."""
+    """Print the error that ends a command as one line."""
     line = f"weft: {error}"
     if isinstance(sys.stderr, LogStream):
         sys.stderr.fail(line)
@@ -169,7 +169,7 @@ def print_error(error: object) -> None:
 
 
 def asked_format(arguments: Sequence[str]) -> LogFormat:
-    """The format that a command line asks for, before it is parsed: errors in it have that format too."""
+    """Return the log format of a command line before it is parsed, so that its errors have this format too."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--log-format", "--log_format", default="text")
     with contextlib.suppress(argparse.ArgumentError):
@@ -179,8 +179,7 @@ def asked_format(arguments: Sequence[str]) -> LogFormat:
 
 @contextlib.contextmanager
 def stderr_as_log(log_format: LogFormat) -> Iterator[None]:
-    """Sends all that Python writes to stderr through a `LogStream`. A terminal that reads text keeps its stderr, for
-    progress bars."""
+    """Redirect Python's stderr to a `LogStream`, except text on a terminal, which has progress bars."""
     under, stream = sys.stderr, configure(log_format)
     if log_format == "json" or under is None or not under.isatty():
         sys.stderr = stream
@@ -192,8 +191,7 @@ def stderr_as_log(log_format: LogFormat) -> Iterator[None]:
 
 
 def configure(log_format: LogFormat, level: LogLevel = "info") -> LogStream:
-    """Sets up the loggers of this process, and returns what they write to: stderr, or a new stream to it. level: the
-    least of the server's own lines."""
+    """Set up the loggers of this process and return their stream to stderr. level: lowest level of Weft's lines."""
     stream = sys.stderr if isinstance(sys.stderr, LogStream) else LogStream(sys.stderr)
     stream.log_format = log_format
     config = {

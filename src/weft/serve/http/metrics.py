@@ -1,4 +1,4 @@
-"""Prometheus metrics: what the engine knows, read when asked, and latencies, observed as tokens come."""
+"""Prometheus metrics: the engine's values, read on each scrape, and latencies, observed per token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 
 class Metrics(Collector):
-    """A registry of its own, so that several servers can live in one process."""
+    """Collector with its own registry, so that several servers can run in one process."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -52,22 +52,22 @@ class Metrics(Collector):
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
     def token(self, begun: bool, seconds: float) -> None:
-        """A token has come, so long after the one before it, or after the request where it is the first."""
+        """Observe a token. begun: not the choice's first; seconds: since the previous token, or since the request."""
         (self._between if begun else self._first).observe(seconds)
 
     def request(self, outcome: str, seconds: float, queued: float) -> None:
-        """A request has ended."""
+        """Count the end of a request. seconds: in all; queued: before its first step."""
         self._requests.labels(outcome).inc()
         self._whole.observe(seconds)
         self._queue.observe(queued)
 
     def tokens(self, prompt: int, cached: int, generated: Sequence[int], prefill: float, decode: float) -> None:
-        """A request has ended.
+        """Observe the tokens and times of a finished request.
 
         Args:
-            prompt, cached: tokens of its prompts, and those of them that were found in the cache.
+            prompt, cached: tokens of its prompts, and how many of these tokens the cache had.
             generated: tokens of each choice.
-            prefill, decode: seconds to the first token, and from there to the last.
+            prefill, decode: seconds to the first token, and from the first to the last.
         """
         self._prompts.observe(prompt)
         self._computed.observe(prompt - cached)
@@ -80,21 +80,21 @@ class Metrics(Collector):
             self._per_token.observe(decode / (max(generated) - 1))
 
     def asked(self, choices: int, max_tokens: int | None) -> None:
-        """A request asks for so many choices, each of at most max_tokens; None: as many as fit."""
+        """Observe the parameters of a request. max_tokens: None if omitted."""
         self._choices.observe(choices)
         if max_tokens is not None:
             self._limit.observe(max_tokens)
 
     def refused(self, outcome: str) -> None:
-        """A request has ended before it reached the engine: its times mean nothing."""
+        """Count a request that never reached the engine, without times."""
         self._requests.labels(outcome).inc()
 
     def text(self, model_name: str) -> bytes:
-        """The exposition format. model_name: as clients know it."""
+        """Return all metrics in Prometheus' text format. model_name: the clients' name."""
         return generate_latest(WithVllmNames(self.registry, self._engine, model_name))
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine knows now. It waits for nothing: a step may hang."""
+        """Yield the engine's current values without waiting, as a step may hang."""
         s, config = self._engine.stats(), self._engine.config
         for name, text, value in (
             ("weft_requests_running", "Requests in a batch", s.running),

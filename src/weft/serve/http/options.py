@@ -1,4 +1,4 @@
-"""What the one who starts the server decides: each field is an option of `weft serve`, with its docstring as help."""
+"""Options of the HTTP server: each field is an option of `weft serve`, with its docstring as help text."""
 
 from __future__ import annotations
 
@@ -11,70 +11,68 @@ from typing import Literal
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 ReasoningParser = Literal["auto", "think", "off"]
-"""Thoughts between <think> tags are split off where the chat template or the tokenizer knows them, always, or never."""
+"""Split off thoughts between <think> tags if the chat template or the tokenizer has the tags, always, or never."""
 
 HEADER_TEXT = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
-"""What every client can send as part of a header, and every server gets as it was sent."""
+"""Text that every client can send in a header unchanged."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-"""Names that clients on this host have for it."""
+"""Names of this host for its own clients."""
 
 MAY_BE_ZERO = ("drain_s", "max_stored_mb")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of the HTTP side. Times are in seconds."""
+    """HTTP server and its API. Times are in seconds."""
 
     api_key: str | None = None
-    """Clients must send it as a Bearer token; left out, what WEFT_API_KEY holds, as others can read command lines."""
+    """Key that clients must send as a Bearer token; omitted: WEFT_API_KEY, as others can read command lines."""
     served_model_name: tuple[str, ...] = ()
-    """The model's names for clients; responses have the first; omitted: its name on the hub, or its directory's or
-    file's name."""
+    """Names of the model for clients; responses have the first; omitted: the name on the hub, or the file's name."""
     ssl_keyfile: Path | None = None
-    """The private key of ssl_certfile, in PEM; left out, it is in that file too."""
+    """PEM file with the private key of ssl_certfile; omitted: ssl_certfile has the key too."""
     ssl_certfile: Path | None = None
-    """A certificate and its chain, in PEM: serve HTTPS only. They are read once, at the start."""
+    """PEM file with a certificate and its chain, to serve HTTPS only; it is read once, at the start."""
     root_path: str = ""
-    """Path prefix under which a proxy shows this server, such as /llm; requests may come with it or without."""
+    """Path prefix at which a proxy shows this server, such as /llm; requests may have it or not."""
     cors_origins: tuple[str, ...] = ()
-    """Web pages that may call the server from a browser, such as https://app.example; * for all."""
+    """Origins of web pages that may call the server from a browser, such as https://app.example; *: all."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in the Host header by which clients may call the server, such as api.example or *.example; names of the
-    loopback interface always may, and so may probes of /health and /metrics. Left out, all."""
+    """Accepted names in the Host header, such as api.example or *.example; loopback names, /health and /metrics are
+    always accepted; omitted: all names."""
     max_body_mb: int = 8
-    """Largest request, in MiB; streams pause while it is parsed."""
+    """Maximum size of a request in MiB; streams pause while it is parsed."""
     max_connections: int = 4096
-    """Connections at once; those without a request give way to newcomers. Fewer where the process may not open so many
-    files."""
+    """Maximum connections at once; new ones replace idle ones. The process's limit of open files may lower it."""
     header_timeout_s: float = 10.0
-    """For the headers of a request to arrive."""
+    """Maximum seconds to receive the headers of a request."""
     body_timeout_s: float = 120.0
-    """For the body of a request to arrive."""
+    """Maximum seconds to receive the body of a request."""
     idle_timeout_s: float = 60.0
-    """After which a connection without a request is closed."""
+    """Seconds after which an idle connection is closed."""
     stall_timeout_s: float = 120.0
-    """After which a client that reads nothing of its response is cut off."""
+    """Seconds after which a client that does not read its response is disconnected."""
     request_timeout_s: float | None = None
-    """For a request, its wait included; left out, it may take any time."""
+    """Maximum seconds of a request, including its wait; omitted: unlimited."""
     drain_s: float = 30.0
-    """After SIGTERM or Ctrl-C: how long requests that run may go on."""
+    """Maximum seconds that running requests may continue after SIGTERM or Ctrl-C."""
     max_stored_mb: int = 64
-    """Memory for responses of /v1/responses, to fetch or go on from by their ids, in MiB; the longest unused are
-    forgotten; 0 stores none."""
+    """Memory in MiB for stored responses of /v1/responses, which clients fetch or continue by id; the least recently
+    used are dropped; 0: none is stored."""
     trust_request_chat_template: bool = False
-    """Chats may bring their own chat_template, which is rendered in a sandbox with bounded time and memory."""
+    """Let requests have their own chat_template, which is rendered in a sandbox with limited time and memory."""
     reasoning_parser: ReasoningParser = "auto"
-    """Gives what a model writes between <think> and </think> as reasoning_content: auto, where its chat template or
-    tokenizer knows these; think, for any model; off, for none: it stays in the text."""
+    """Return text between <think> and </think> as reasoning_content; auto: if the chat template or tokenizer has these
+    tags; think: for every model; off: keep it in the text."""
     otlp_traces_endpoint: str | None = None
-    """Sends an OpenTelemetry span of each request to this URL, such as http://127.0.0.1:4318/v1/traces (extra otel)."""
+    """URL that gets an OpenTelemetry span of each request, such as http://127.0.0.1:4318/v1/traces (extra otel)."""
     any_whitespace: bool = False
-    """JSON of structured outputs and tools may hold whitespace wherever JSON allows it; some models then write blanks
-    until max_tokens. Left out, one space may follow a comma or a colon."""
+    """Allow whitespace anywhere in JSON of structured outputs and tools, although some models then write blanks until
+    max_tokens; omitted: at most one space after a comma or a colon."""
     profile_dir: Path | None = None
-    """Let POST /weft/profile?steps=20 watch steps of the ranks, and write their traces to this folder, which
-    weft profile --read prints."""
+    """Folder for traces of ranks' steps, which POST /weft/profile?steps=20 records and weft profile --read prints;
+    omitted: that endpoint is off."""
 
     @property
     def max_body_bytes(self) -> int:
@@ -86,7 +84,7 @@ class Options:
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """What connections are encrypted with; None: nothing. Raises OSError, ValueError."""
+        """TLS context of connections; None without a certificate. Raises OSError, ValueError."""
         if self.ssl_certfile is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -94,7 +92,7 @@ class Options:
         return context
 
     def allows_host(self, header: str) -> bool:
-        """Whether a Host header names a host that may be called."""
+        """Return whether a Host header has an accepted name."""
         name = re.sub(r":\d+$", "", header).lower().rstrip(".")
         allowed = (*LOOPBACK, *map(str.lower, self.allowed_hosts))
         return not self.allowed_hosts or any(
@@ -102,7 +100,7 @@ class Options:
         )
 
     def check(self) -> None:
-        """ValueError in one line for a value out of range."""
+        """Raise ValueError in one line for a value out of range."""
         for name, value in vars(self).items():
             if type(value) in (int, float) and (value < 0 or (value == 0 and name not in MAY_BE_ZERO)):
                 rule = "0 or more" if name in MAY_BE_ZERO else "above 0"
@@ -129,7 +127,7 @@ class Options:
             if self.ssl_keyfile is not None:
                 raise ValueError("ssl_keyfile needs ssl_certfile, the certificate of this key")
             return
-        try:  # an encrypted key is refused: nobody is there to be asked for its password
+        try:  # an encrypted key is refused, as nobody can type its password
             _ = self.tls
         except OSError as error:
             files = " and ".join(str(file) for file in (self.ssl_certfile, self.ssl_keyfile) if file is not None)

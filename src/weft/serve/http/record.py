@@ -1,4 +1,4 @@
-"""What is remembered of one request: a line in the log when it ends, and its marks in the metrics."""
+"""Record of one request: a log line at its end, and its values in the metrics."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger(__name__)
 
 
 MAX_REASON = 300
-"""Characters of an error in the log."""
+"""Maximum characters of an error in the log."""
 
 
 def refused(metrics: Metrics, scope: Scope, status: int) -> None:
-    """A request got an error response before it had a Record."""
+    """Log and count an error response to a request without a Record."""
     outcome = "error" if status == 500 else "refused"
     metrics.refused(outcome)
     state = scope["state"]
@@ -31,7 +31,7 @@ def refused(metrics: Metrics, scope: Scope, status: int) -> None:
 
 
 def _why(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Members of a line that say why a request got an error."""
+    """Return the members of a log line that explain an error."""
     error: ApiError | None = state.get("refusal")
     return {"reason": error.message[:MAX_REASON], "param": error.param} if error else {}
 
@@ -41,9 +41,9 @@ def _client(scope: Scope) -> str | None:
 
 
 def as_api_error(error: Exception, state: MutableMapping[str, Any]) -> ApiError:
-    """The error that a client gets. An unexpected one is logged and becomes the outcome of the request.
+    """Return the client's error of an exception; an unexpected one is logged and becomes the request's outcome.
 
-    state: the request's, with `request_id`, and `record` where there is one.
+    state: of the request, with `request_id` and perhaps `record`.
     """
     if isinstance(error, ApiError):
         state["refusal"] = error
@@ -55,9 +55,9 @@ def as_api_error(error: Exception, state: MutableMapping[str, Any]) -> ApiError:
 
 
 class Record:
-    """Of one request with so many choices, from now; the request's state holds it. outcome: how it ended, in a word.
+    """Record of one request, from its construction; the request's state has it. outcome: the end in one word.
 
-    The times are those of the event loop, so what clients wait for it is in them.
+    Times are measured on the event loop, so they include clients' waits for the loop.
     """
 
     def __init__(self, metrics: Metrics, request: Request, prompts: Sequence[Sequence[int]]):
@@ -71,7 +71,7 @@ class Record:
         self.outcome = "client_left"
 
     def increment(self, choice: int, output: Output) -> None:
-        """An increment has come."""
+        """Observe an increment of a choice."""
         now = time.perf_counter()
         for _ in output.token_ids:
             begun = self._outputs[choice] is not None
@@ -81,7 +81,7 @@ class Record:
         self._last[choice], self._outputs[choice] = now, output
 
     def end(self) -> None:
-        """The response has ended: once, whatever came of it."""
+        """Log and count the end of the response; called once."""
         seconds = time.perf_counter() - self._began
         outputs = [o for o in self._outputs if o is not None]
         queued = max((o.queue_s for o in outputs), default=0.0)

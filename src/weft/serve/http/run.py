@@ -1,4 +1,4 @@
-"""Listening, serving, and shutting down: requests may go on for a while, then each gets an error that says so."""
+"""Server process: listen, serve, and shut down in order: running requests continue for `drain_s`, then get an error."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from weft.serve.http.options import Options
 from weft.serve.http.sockets import QUEUED_BY_KERNEL
 
 FAREWELL_S = 2.0
-"""For clients to take their last bytes."""
+"""Seconds for clients to read their last bytes."""
 SWITCH_INTERVAL_S = 1e-4
-"""How long a thread that waits for Python's lock waits before it asks for it (Python's own value is 5 ms)."""
+"""Seconds until a waiting thread requests the interpreter's lock (Python's default: 5 ms)."""
 
 
 class Running(Protocol):
-    """What the server waits for before it leaves; see `weft.serve.http.engine_client.EngineClient`."""
+    """Requests that the server waits for at shutdown; see `weft.serve.http.engine_client.EngineClient`."""
 
     @property
     def live(self) -> int: ...
@@ -33,19 +33,19 @@ class Running(Protocol):
 
 
 def prepare_interpreter() -> None:
-    """Sets up this process's garbage collector and threads for serving; call it once everything is loaded.
+    """Set up this process's garbage collector and threads for serving, once everything is loaded.
 
-    A thread starts to wait anew whenever the lock is released. The event loop releases it for each system call, and
-    has it again before another core has woken up. So with Python's own interval, which is longer than the time
-    between two calls, the engine's thread did not run while a burst of requests was read: 150 ms on 16 cores.
+    A thread's wait restarts whenever the interpreter's lock is released. The event loop releases it at each system
+    call, and takes it back before another core has woken up. With Python's interval, longer than the time between two
+    calls, the engine's thread did not run while a burst of requests was read: 150 ms on 16 cores.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
-    gc.freeze()  # a collection that looked through all that is here would stop every stream for 0.3 s
+    gc.freeze()  # a collection over all loaded objects would stop every stream for 0.3 s
 
 
 class Server(uvicorn.Server):
-    """Serves until SIGINT or SIGTERM, or until `stop`. A second signal ends the requests that still run at once."""
+    """Server that runs until SIGINT, SIGTERM or `stop`. A second signal ends running requests at once."""
 
     def __init__(self, app: ASGIApp, engine_client: Running, options: Options):
         config = uvicorn.Config(
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None
 
     def stop(self) -> None:
-        """As SIGTERM does; on any thread."""
+        """Stop the server like SIGTERM, from any thread."""
         self._stops += 1
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or []:
-            listener.listen(QUEUED_BY_KERNEL)  # asyncio has set it to the number that it accepts at once
+            listener.listen(QUEUED_BY_KERNEL)  # asyncio has set it to its own smaller number
 
     async def on_tick(self, counter: int) -> bool:
         if self._stops:
@@ -90,7 +90,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        def abort() -> None:  # who does not read its last bytes
+        def abort() -> None:  # disconnect clients that do not read their last bytes
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
 

@@ -1,4 +1,4 @@
-"""Sockets that the server listens on: a port, or a file."""
+"""Listening sockets of the server: a port or a file."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from contextlib import suppress
 from pathlib import Path
 
 QUEUED_BY_KERNEL = 2048
-"""Connections that may wait to be accepted."""
+"""Maximum connections that wait to be accepted."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket; clients wait until it is served. Raises OSError where the port is taken; port 0 takes a free
-    one."""
+    """Return a listening socket; clients wait until it is served. port: 0 for a free one. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only on connections with a socket that says that it is TCP.
+    # Name the protocol: asyncio sets TCP_NODELAY only on sockets with TCP as their protocol.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(QUEUED_BY_KERNEL)  # from now on the port is taken, though it may be long until requests are
+        listener.listen(QUEUED_BY_KERNEL)  # reserves the port, though requests may not be served for long
     except (OSError, OverflowError) as error:
         listener.close()
         why = error.strerror if isinstance(error, OSError) else "no such port"
@@ -28,7 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class UnixListener(socket.socket):
-    """A listening Unix domain socket. Its file is removed when it is closed."""
+    """Listening Unix domain socket, which removes its file when it is closed."""
 
     def __init__(self, path: Path):
         super().__init__(socket.AF_UNIX)
@@ -43,7 +42,7 @@ class UnixListener(socket.socket):
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """A listening Unix domain socket; the file of a server that is gone is replaced. Raises OSError in one line."""
+    """Return a listening Unix domain socket; replaces the file of a dead server. Raises OSError in one line."""
     with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))

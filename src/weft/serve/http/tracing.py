@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 
 def trace(app: FastAPI, endpoint: str) -> None:
-    """Send a span of each request, but for probes and scrapes, to a collector. It continues the client's traceparent.
+    """Send a span of each request, except probes and scrapes, to a collector; it continues the client's traceparent.
 
-    endpoint: its URL for traces, such as http://127.0.0.1:4318/v1/traces.
+    endpoint: the collector's URL for traces, such as http://127.0.0.1:4318/v1/traces.
     """
     named = Resource({SERVICE_NAME: "weft"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=named)

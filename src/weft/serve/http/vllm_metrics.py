@@ -1,4 +1,4 @@
-"""Our metrics once more under the names that vLLM has for them, for dashboards and routers that were made for it."""
+"""Weft's metrics under vLLM's names, for dashboards and routers made for vLLM."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ NAMES = {
     "vllm:request_params_max_tokens": "weft_request_max_tokens",
     "vllm:iteration_tokens_total": "weft_step_rows",
 }
-"""vLLM's name of a family: ours. All have the label `model_name`."""
+"""vLLM's name → Weft's name of a metric. All have the label `model_name`."""
 REASONS = {"stop": "stop", "length": "length", "error": "error"}
 REASONS |= {"abort": "abort", "timeout": "abort", "client_left": "abort"}
-"""Our outcome of a request: vLLM's `finished_reason`. What was refused has none."""
+"""Weft's outcome of a request → vLLM's `finished_reason`. Refused requests have none."""
 
 
 class WithVllmNames(Collector):
-    """Everything of a registry, and then what vLLM has a name for. vLLM's values of a server are of all DP groups."""
+    """Collector of a registry's metrics, followed by vLLM's names. vLLM's values of a server cover all DP groups."""
 
     def __init__(self, ours: Collector, engine: Engine, model_name: str):
         self._ours, self._engine, self._labels = ours, engine, {"model_name": model_name}
 
     def collect(self) -> Iterator[Metric]:
-        """Each number is read once, so both names have the same."""
+        """Yield all metrics; each value is read once, so that both names agree."""
         families = {family.name: family for family in self._ours.collect()}
         yield from families.values()
         for name, own in NAMES.items():

@@ -1,4 +1,4 @@
-"""JSON and streams of events as they go out."""
+"""JSON responses and streams of events."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ encode = msgspec.json.Encoder().encode
 
 
 def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
-    """Status 200, and this body."""
+    """Return a response with status 200 and this body."""
     return Response(encode(body), media_type="application/json")
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: %b\n\n" % encode(data)
 
 
 def typed_event(kind: str, **fields: Any) -> bytes:
-    """A server-sent event with a name, which its data has as `type`."""
+    """Return a server-sent event with a name, which is also the `type` of its data."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind} | fields, ensure_ascii=False)}\n\n".encode()
 
 
 class EventStream(Response):
-    """A response of events as they come. That the client leaves is for whoever makes them to see."""
+    """Response that streams events. The generator of the events must notice that the client has disconnected."""
 
     media_type = "text/event-stream"
 

@@ -104,7 +104,7 @@ def test_hosts_that_measure_something_else_are_named(monkeypatch: pytest.MonkeyP
 def test_what_is_not_measured_over_hosts_is_refused() -> None:
     two = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--cluster-key", "k")
     for given, text in (
-        (("tune", "--nnodes", "2"), "weft: --nnodes 2 takes --node-rank"),
+        (("tune", "--nnodes", "2"), "weft: --nnodes 2 requires --node-rank"),
         (("tune", *two, "--ranks", "2", "4"), "weft: --nnodes measures ranks on CPUs, and takes one number"),
         (("tune", *two, "--device", "cuda"), "weft: --nnodes measures ranks on CPUs, and takes one number"),
         (("bench", "collectives", *two, "--baselines", "gloo"), "weft: --nnodes times ranks on CPUs"),

@@ -121,8 +121,8 @@ def test_what_is_named_is_taken(ray: StandIn, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_in_one_line(ray: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, problem in (
         (("--attn-tp", "4", "--nnodes", "4"), "--nnodes 4: the Ray cluster has 3 host(s)"),
-        (("--nnodes", "1"), "--ray starts the agents of other hosts: add --nnodes 2, or as many as there are"),
-        (("--node-rank", "1"), "--ray starts the other hosts from this one, which is node 0: leave --node-rank out"),
+        (("--nnodes", "1"), "--ray starts the agents of other hosts: add --nnodes, the number of hosts, 2 or more"),
+        (("--node-rank", "1"), "--ray starts the other hosts from this one, which is node 0: omit --node-rank"),
     ):
         code, _, err = weft_here(*PROMPT, *TWO, *arguments)
         assert (code, err) == (2, f"weft: {problem}\n")
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused_in_one_line(ray: StandIn, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "ray", None)
     for command in (PROMPT, ("serve",), ("eval",)):
         code, _, err = weft_here(*command, *TWO)
-        assert (code, err) == (2, "weft: --ray takes the package ray on every host: pip install 'weft[ray]'\n")
+        assert (code, err) == (2, "weft: --ray requires the package ray on every host: pip install 'weft[ray]'\n")
 
 
 def test_an_agent_that_is_killed_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

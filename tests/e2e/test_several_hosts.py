@@ -65,17 +65,25 @@ def test_the_first_of_slurms_hosts() -> None:
 @pytest.mark.parametrize(
     "options, environ, text",
     [
-        (dict(nnodes=2), {}, "--nnodes 2 takes --node-rank: 0 where --master-addr is, then 1 and so on"),
-        (dict(nnodes=2, node_rank=0), {}, "--nnodes 2 takes --master-addr, the address of node 0$"),
-        (dict(nnodes=2, node_rank=0, master_addr="a"), {}, "--nnodes 2 takes --cluster-key FILE, .*head -c 32"),
-        (dict(), TORCHRUN, "--cluster-key FILE, .* or --nnodes 1 for one host without the others that torchrun has"),
-        (dict(master_addr="a"), {}, "--master-addr is of several hosts: add --nnodes"),
+        (dict(nnodes=2), {}, "--nnodes 2 requires --node-rank: 0 on the host of --master-addr, then 1 and so on"),
+        (dict(nnodes=2, node_rank=0), {}, "--nnodes 2 requires --master-addr, the address of node 0$"),
+        (dict(nnodes=2, node_rank=0, master_addr="a"), {}, "--nnodes 2 requires --cluster-key FILE, .*head -c 32"),
+        (
+            dict(),
+            TORCHRUN,
+            "--cluster-key FILE, .* or --nnodes 1 to serve on this host alone, without the others of torchrun",
+        ),
+        (dict(master_addr="a"), {}, "--master-addr is for several hosts: add --nnodes"),
         (dict(), TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, "torchrun started 4 processes .* --nproc-per-node 1"),
-        (dict(cluster_key=KEY), {k: v for k, v in LWS.items() if "INDEX" not in k}, "--nnodes 2 takes --node-rank: 0 "),
+        (
+            dict(cluster_key=KEY),
+            {k: v for k, v in LWS.items() if "INDEX" not in k},
+            "--nnodes 2 requires --node-rank: 0 ",
+        ),
         (
             dict(cluster_key=KEY),
             {k: v for k, v in SRUN.items() if "NODEID" not in k},
-            "--nnodes 2 takes --node-rank: 0 ",
+            "--nnodes 2 requires --node-rank: 0 ",
         ),
         (dict(), SRUN | {"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 tasks on 2 hosts; .* --ntasks-per-node 1"),
     ],
@@ -112,4 +120,4 @@ def test_commands_refuse_it_in_one_line(tmp_path: Path) -> None:
     code, _, err = weft_here(*two, "--hosts", "3", command=chaos)
     assert (code, err) == (2, "weft: hosts=3 does not divide the 2 ranks; nearest that do: 2\n")
     code, _, err = weft_here("doctor", "--nnodes", "2", "--node-rank", "0")
-    assert code == 2 and err.startswith("weft: --nnodes 2 takes --master-addr"), err
+    assert code == 2 and err.startswith("weft: --nnodes 2 requires --master-addr"), err

@@ -10,9 +10,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run() -> int:
-    """`weft`; one line where the packages of the commands are not installed. Gives the exit code."""
+    """Run `weft` and return the exit code; a missing package of the commands becomes one line."""
     serves = sys.argv[1:2] == ["serve"]
-    if serves:  # its own handlers come with its imports; until then nothing has to be ended
+    if serves:  # its own handlers are set after its imports; until then nothing has to be stopped
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: os._exit(0))
     try:
@@ -23,7 +23,7 @@ def run() -> int:
         print(f"weft: commands need the package {error.name}; pip install 'weft[engine]'", file=sys.stderr)
         return 2
     code = main()
-    if serves:  # the interpreter takes a while to end, and would be killed by one of them
+    if serves:  # the interpreter's exit takes a while, and a second signal would kill it
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     return code

@@ -17,12 +17,12 @@ from weft.serve.cli.progress import progress_bar, start_said
 
 @dataclass(frozen=True)
 class Command:
-    """Find where two layouts part: run both, and compare all rows of each read of the residual stream.
+    """Find where two layouts differ: run both, and compare all rows of each read of the residual stream.
 
-    The first layout chooses tokens greedily, and the others get the same tokens. Printed are the first read at which
-    a layout differs from the first one by more than the tolerance, its row that differs most, the exchanges before it,
-    and the output token at which greedy outputs part. The exit code is 0 where every row is equal within the
-    tolerance, else 1. All rows of all reads are held in memory, so use short prompts.
+    The first layout chooses tokens greedily, and the other layouts get the same tokens. The command prints the first
+    read that differs from the first layout by more than the tolerance, the row that differs most, the exchanges before
+    the read, and the first output token that differs. The exit code is 0 if every row is equal within the tolerance,
+    else 1. All rows of all reads are held in memory, so use short prompts.
 
     Examples:
       weft diff                                                     the embedded model on 1x1 and 2x2
@@ -37,25 +37,25 @@ class Command:
     model: ModelDir = None
     engine: EngineArguments = field(default_factory=EngineArguments)
     layouts: tuple[str, ...] = ("1x1", "2x2")
-    """ATTN_DPxATTN_TP,EPxMOE_TP each, as weft plan has them. One in quotes may add engine options of its own, such as
-    "1x4 --dcp 2". The first one is what the others are compared with."""
+    """Layouts to compare with the first one, each ATTN_DPxATTN_TP or ATTN_DPxATTN_TP,EPxMOE_TP. A layout in quotes may
+    add engine options, such as "1x4 --dcp 2"."""
     against: Literal["transformers"] | None = None
-    """Compare with the model of transformers, too, at the norms that have the same names, and the logits."""
+    """Compare also with the model of transformers, at the norms of the same names and at the logits."""
     prompt: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT...")] = (
         "Tom has 3 apples and buys 4 more. How many apples does Tom have?",
         "Once upon a time",
     )
-    """One or more prompts; DP groups get them in turn."""
+    """One or more prompts, assigned to the DP groups in turn."""
     max_tokens: int = 8
-    """Tokens of each output. The first comes from the step of the prompts."""
+    """Tokens of each output. The prefill step gives the first one."""
     tolerance: float | None = None
-    """Relative difference up to which rows are equal. Omitted: 1e-4, with bfloat16 0.1, with FP8 0.25. There a router
-    may choose other experts in a few rows: --dtype float32 tells a fault from rounding."""
+    """Largest relative difference of equal rows; omitted: 1e-4 for float32, 0.1 for bfloat16, 0.25 for FP8. In bfloat16
+    and FP8 a router may choose other experts for a few rows: --dtype float32 tells a fault from rounding."""
     json: bool = False
-    """Print one JSON object instead, with the largest difference of each read."""
+    """Print one JSON object with the largest difference of each read instead of text."""
 
     def run(self) -> int:
-        """Prints what differs. Raises UserError, LayoutError, ModelError, CommError."""
+        """Print the differences and return the exit code. Raises UserError, LayoutError, ModelError, CommError."""
         from transformers.utils import logging as transformers_logging
 
         from weft.engine.controller.startup import load_tokenizer
@@ -91,7 +91,7 @@ class Command:
             raise UserError("transformers reads whole checkpoints: drop --load-format dummy and --num-layers")
 
     def _config(self, text: str) -> Any:
-        """The EngineConfig of a layout and the options that it adds. Raises UserError, LayoutError."""
+        """Return the EngineConfig of a layout with its options. Raises UserError, LayoutError."""
         try:
             layout, *options = shlex.split(text) or [""]
         except ValueError as error:
@@ -102,7 +102,7 @@ class Command:
         return engine_config(self.model, engine)
 
     def _compare(self, configs: list[Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[dict[str, Any]]]:
-        """Return the first layout's outputs, and a report for each other run; for its own ranks too, if it has any."""
+        """Return the first layout's outputs and a report per other run, plus one on its own ranks if it has several."""
         from weft.engine.controller.layout_diff import compare, record, record_transformers, tolerance_of
 
         with start_said() as start, progress_bar() as bar:
@@ -130,7 +130,7 @@ class Command:
 
 
 def _text(first: str, report: dict[str, Any], texts: list[list[str]], decode: Any) -> str:
-    """A report as lines. texts: of the tokens of each prompt and its output."""
+    """Return the lines of a report. texts: the text of each token, per prompt with its output."""
     name, departure = report["layout"], report["departure"]
     other = "its other ranks" if name == first else first
     if departure is None:

@@ -22,7 +22,7 @@ from weft.serve.cli.findings import Finding
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 
 SHARED_MEMORY = 2**30
-"""Bytes of /dev/shm that are enough for the ranks of a host; containers often get 64 MiB."""
+"""Sufficient bytes of /dev/shm for the ranks of a host; containers often get 64 MiB."""
 DESCRIPTORS = 4096
 OLD_TABLE_DAYS = 30
 PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "apache-tvm-ffi", "uvicorn", "fastapi")
@@ -30,10 +30,10 @@ PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "apache-tvm-ffi
 
 @dataclass(frozen=True)
 class Command:
-    """Look at this host: what Weft finds, what will be slow, and why. Exit code 1 where something will not work.
+    """Check this host: print what Weft finds, what will be slow, and why. Exit code 1 if something will not work.
 
-    With --nnodes, started on each host with its --node-rank, it also looks at what is between the hosts, and ends when
-    all have come: the interface, the ports, the versions, the model's files, the clocks.
+    With --nnodes, started on each host with its --node-rank, it also checks the hosts' interfaces, ports, versions,
+    model files and clocks, and ends once all hosts have joined.
 
     Examples:
       weft doctor
@@ -41,12 +41,12 @@ class Command:
     """
 
     model: ModelDir = None
-    """With --nnodes: the model that must be the same on each host."""
+    """Model to compare between the hosts of --nnodes; omitted: the embedded model."""
     revision: Revision = None
     cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
-        """Prints the findings, each as it is found. Raises UserError, ModelError."""
+        """Print each finding at once and return the exit code. Raises UserError, ModelError."""
         bad, hosts = False, self._between_hosts()
         for finding in itertools.chain(examine(), hosts):
             print(f"{finding.level:5}{finding.what}", flush=True)
@@ -69,7 +69,7 @@ class Command:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything that is looked at."""
+    """Yield all findings about this host."""
     yield Finding("ok", f"weft {__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield from packages()
     yield from processor(Path("/proc/cpuinfo").read_text(), len(os.sched_getaffinity(0)), os.getloadavg()[0])
@@ -85,7 +85,7 @@ def examine() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Versions of what Weft stands on."""
+    """Yield the versions of the packages that Weft depends on."""
     found, missing = [], []
     for name in PACKAGES:
         try:
@@ -98,7 +98,7 @@ def packages() -> Iterator[Finding]:
 
 
 def processor(cpuinfo: str, cores: int, load: float) -> Iterator[Finding]:
-    """cpuinfo: the text of /proc/cpuinfo. load: processes that want to run."""
+    """Yield findings about cores and load. cpuinfo: text of /proc/cpuinfo; load: mean number of runnable processes."""
     lines = (line.split(":", 1)[1] for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
     flags = set(next(lines, "").split())
     best = next((name for name in ("avx512f", "avx2", "asimd") if name in flags), None)
@@ -110,7 +110,7 @@ def processor(cpuinfo: str, cores: int, load: float) -> Iterator[Finding]:
 
 
 def memory(shared: Path) -> Finding:
-    """The file system of shared memory."""
+    """Return the finding about the file system of shared memory."""
     if not shared.is_dir():
         return Finding("bad", f"no {shared}", "transport shm has no memory to share; use --transport gloo")
     free = shutil.disk_usage(shared).free
@@ -120,7 +120,7 @@ def memory(shared: Path) -> Finding:
 
 
 def descriptors(hard: int) -> Finding:
-    """hard: how many files the process may open."""
+    """Return the finding about open files. hard: the process's hard limit."""
     enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS
     what = f"{'any number of' if hard == resource.RLIM_INFINITY else hard} open files"
     return Finding(
@@ -129,7 +129,7 @@ def descriptors(hard: int) -> Finding:
 
 
 def compiler(*names: str) -> Finding:
-    """What native kernels are compiled with when first used."""
+    """Return the finding about the compiler of native kernels. names: programs to look for."""
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found:
         return Finding("ok", f"compiler {found}")
@@ -137,7 +137,7 @@ def compiler(*names: str) -> Finding:
 
 
 def gpus() -> Iterator[Finding]:
-    """GPUs, whether each reaches the others' memory, and what compiles for them."""
+    """Yield findings about GPUs, peer access between them, and nvcc."""
     import torch
 
     if not torch.cuda.is_available():
@@ -164,7 +164,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def links(matrix: str) -> Iterator[Finding]:
-    """What joins the GPUs. matrix: what `nvidia-smi topo -m` prints."""
+    """Yield the kinds of links between GPUs. matrix: output of `nvidia-smi topo -m`."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split("\t") for line in matrix.splitlines()]
     rows = [[cell.strip() for cell in line] for line in lines if re.fullmatch(r"GPU\d+", line[0].strip())]
     joined: dict[str, list[str]] = {}
@@ -179,7 +179,7 @@ def links(matrix: str) -> Iterator[Finding]:
 
 
 def table(gpus: bool = False) -> Finding:
-    """What `weft tune` measured here, of ranks on CPUs or GPUs."""
+    """Return the finding about this host's cost table of `weft tune`, for CPUs or GPUs."""
     from weft.planner.cost import host_table, read_table
     from weft.planner.spec import LayoutError
 

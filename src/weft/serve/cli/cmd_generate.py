@@ -18,7 +18,7 @@ from weft.serve.cli.start import start_engine
 
 @dataclass(frozen=True)
 class Command:
-    """Complete prompts on the terminal, as the tokens come.
+    """Complete prompts on the terminal, and print tokens as they are sampled.
 
     Examples:
       weft generate --chat --prompt "Tom has 3 apples and buys 4 more. How many apples does Tom have?"
@@ -32,22 +32,22 @@ class Command:
     engine: EngineArguments = field(default_factory=EngineArguments)
     ray: WithRay = False
     chat: bool = False
-    """Put each prompt into the model's chat template, as a user's message."""
+    """Render each prompt with the model's chat template, as a user message."""
     max_tokens: int = 128
-    """Tokens of an output, at most."""
+    """Maximum tokens of an output."""
     temperature: float = 0.0
-    """0 takes the most probable token each time."""
+    """Sampling temperature; 0: greedy."""
     top_p: float = 1.0
-    """Sample from the fewest most probable tokens that reach this probability."""
+    """Sample from the smallest set of most probable tokens with at least this total probability."""
     top_k: int = 0
-    """Sample from this many most probable tokens; 0: from all."""
+    """Number of most probable tokens to sample from; 0: all."""
     seed: int | None = None
-    """The same seed samples the same tokens."""
+    """Random seed: equal seeds sample equal tokens; omitted: a different seed each time."""
     json: bool = False
-    """Print one JSON object a prompt instead, when all are done."""
+    """Print one JSON object per prompt once all are done, instead of text."""
 
     def run(self) -> int:
-        """Generates. Raises UserError, LayoutError, ModelError, EngineError."""
+        """Generate the outputs and return the exit code. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.messages.request import SamplingParams
 
         config = engine_config(self.model, self.engine, ray=self.ray)

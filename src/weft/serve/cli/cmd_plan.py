@@ -1,4 +1,4 @@
-"""`weft plan`: the exchanges of a layout and their costs, without weights or ranks."""
+"""`weft plan`: print the exchanges of a layout and their costs, without weights or ranks."""
 
 from __future__ import annotations
 
@@ -46,48 +46,48 @@ AUTOMATIC = " and ".join(
 
 @dataclass(frozen=True)
 class Command:
-    """Print the collectives that a layout needs, their bytes and predicted times, next to those of the naive plan.
+    """Print a layout's collectives with their bytes and predicted times, compared with the naive plan.
 
-    The naive plan is the default of other engines: all-reduce every partial sum, add, norm, gather. Both plans are
-    priced alike. Needs only config.json, also of a model on the hub: no weights are read and no ranks are started.
+    The naive plan is the default of other engines: all-reduce every partial sum, add, norm, gather. The same cost table
+    prices both plans. Only config.json is read, also for a model on the hub, and no rank is started.
 
     Examples:
-      weft plan                                         the embedded model, four ranks, by times of four H200s
+      weft plan                                         the embedded model on four ranks, priced for four H200s
       weft plan --preset qwen3-30b-a3b --attn-dp 4
       weft plan DIR --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1 --tokens 1,64,4096
       weft plan DIR --attn-tp 2 --transport shm gloo
       weft plan DIR --attn-dp 4 --attn-tp 4 --transport nccl --cost h100-nvlink
-      weft plan --preset deepseek-v2-lite --attn-tp 4 --ep 4 --dcp 4     from which context length that pays
-      weft plan --preset deepseek-v3 --attn-dp 16 --nnodes 2   inside a host by peer, across hosts by nccl
-      weft plan --attn-dp 4 --transport shm --tokens 1,256     experts by gather or by dispatch, whichever costs less
-      weft plan --preset qwen3-235b-a22b --attn-tp 4 --ep 4 --split-vocabulary on    what decode steps save by it
+      weft plan --preset deepseek-v2-lite --attn-tp 4 --ep 4 --dcp 4     the context length from which dcp pays
+      weft plan --preset deepseek-v3 --attn-dp 16 --nnodes 2   peer inside a host, nccl across hosts
+      weft plan --attn-dp 4 --transport shm --tokens 1,256     the cheaper of gather and dispatch for experts
+      weft plan --preset qwen3-235b-a22b --attn-tp 4 --ep 4 --split-vocabulary on    the time saved per decode step
       weft plan DIR --attn-dp 2 --attn-tp 4 --ep 8 --transport reference --json
-      weft plan DIR --attn-tp 4 --cost TABLE.json       a table of weft tune, or of weft tune --device cuda
+      weft plan DIR --attn-tp 4 --cost TABLE.json       a cost table written by weft tune
     """
 
     model: ModelDir = None
     source: SourceOptions = field(default_factory=SourceOptions)
     layout: LayoutOptions = field(default_factory=LayoutOptions)
-    """Split of the model over the ranks, as for weft serve; omitted: --attn-dp 2 --attn-tp 2."""
+    """Split of the model over the ranks, with the options of weft serve; omitted: --attn-dp 2 --attn-tp 2."""
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
     tokens: str = "1,64,4096"
-    """Tokens in each DP group, one plan for each number."""
+    """Comma-separated numbers of tokens per DP group; each number gets a plan."""
     transport: Annotated[
         tuple[TransportName, ...],
         tyro.conf.arg(help=f"Transports to plan with, one or more; omitted: {AUTOMATIC}."),
     ] = ()
     cost: str = "auto"
-    """h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink, h200-nvlink, gb200-nvl72, pcie-gen5, or a
-    table FILE.json of weft tune. auto: cpu for shm and gloo, h200x4 for peer and nccl to 8 ranks, else h200-nvlink."""
+    """Cost table: FILE.json of weft tune, h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink,
+    h200-nvlink, gb200-nvl72 or pcie-gen5; auto: cpu for shm and gloo, h200x4 up to 8 GPUs, else h200-nvlink."""
     max_bytes: int | None = None
-    """Bytes of the largest input or result of a call of peer; omitted: any, as the engine builds peer for its largest
-    step."""
+    """Maximum bytes of an input or output of a peer collective; omitted: unlimited, as the engine allocates buffers for
+    its largest step."""
     json: bool = False
-    """Print one JSON list instead: a plan for each number of tokens, with every layer."""
+    """Print one JSON list with a plan per number of tokens and every layer, instead of text."""
 
     def run(self) -> int:
-        """Print the plans. Raises LayoutError, ModelError, PlacementError with one line."""
+        """Print the plans and return the exit code. Raises LayoutError, ModelError, PlacementError."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         layout, tokens = self.layout, parse_tokens(self.tokens)
         if (layout.attn_dp, layout.attn_tp, layout.ep, layout.moe_tp) == (1, 1, None, None):
@@ -145,7 +145,7 @@ class Command:
 
 
 def parse_tokens(text: str) -> list[int]:
-    """`1,64` → [1, 64]. Raises LayoutError."""
+    """Return the numbers of a list such as `1,64`. Raises LayoutError."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:

@@ -22,16 +22,16 @@ from weft.serve.http.sockets import bind, bind_unix
 
 @dataclass(frozen=True)
 class Command:
-    """Serve a model over HTTP, OpenAI-compatible, until Ctrl-C.
+    """Serve a model over HTTP with OpenAI's API, until Ctrl-C.
 
     Examples:
       weft serve                                           the embedded model on one rank
-      weft serve Qwen/Qwen3-0.6B                           a model of the hub, downloaded once
-      weft serve FILE.gguf --attn-tp 2                     a model in one file, as llama.cpp's
-      weft serve DIR --attn-dp 2 --attn-tp 2               four ranks; experts laid out alike
+      weft serve Qwen/Qwen3-0.6B                           a model from the hub, downloaded once
+      weft serve FILE.gguf --attn-tp 2                     a GGUF file of llama.cpp on two ranks
+      weft serve DIR --attn-dp 2 --attn-tp 2               four ranks, with --ep 2 --moe-tp 2
       weft serve DIR --attn-dp 4 --ep 4 --api-key SECRET   data-parallel attention, expert parallelism
       weft serve DIR --attn-dp 2 --attn-tp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
-                                                           two hosts; on the other one with --node-rank 1
+                                                           two hosts; start the other with --node-rank 1
 
     Then: curl http://127.0.0.1:8000/v1/models, or any OpenAI client with base_url http://127.0.0.1:8000/v1.
     """
@@ -40,25 +40,25 @@ class Command:
     engine: EngineArguments = field(default_factory=EngineArguments)
     ray: WithRay = False
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all."""
+    """Address to listen on; 0.0.0.0: all addresses of the host."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0: any free port."""
     uds: Path | None = None
-    """A Unix domain socket to listen on, in place of host and port."""
+    """Path of a Unix domain socket to listen on instead of host and port."""
     config: Path | None = None
-    """A YAML file of options by their names, such as `attn-tp: 2`, and `model` for MODEL_DIR; the command line wins."""
+    """YAML file of options by name, such as `attn-tp: 2`, with `model` for MODEL_DIR; the command line overrides it."""
     http: Options = field(default_factory=Options)
     log_format: Literal["text", "json"] = "text"
-    """Of the log on stderr."""
+    """Format of the log on stderr."""
     log_level: LogLevel = "info"
-    """Least level of the log's lines; each request is a line of level info."""
+    """Lowest level of log lines; each request is a line of level info."""
     kv_events_config: str | None = None
-    """Publishes what the prefix caches store and remove, for routers; JSON as vLLM takes it, such as
-    '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'. Whoever
-    reaches these ports reads all prompts."""
+    """Publish blocks that the prefix caches store and remove, for routers, with vLLM's JSON, such as
+    '{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657", "topic": "kv"}'. Anyone who
+    reaches these ports can read all prompts; omitted: nothing is published."""
 
     def run(self) -> int:
-        """Serves. Raises UserError, LayoutError, ModelError, EngineError."""
+        """Serve until a signal and return the exit code. Raises UserError, LayoutError, ModelError, EngineError."""
         log.configure(self.log_format, self.log_level)
         with StopSignals() as signals:
             try:
@@ -91,7 +91,7 @@ class Command:
     def _serve_engine(
         self, engine: Any, listener: socket.socket, loading: Loading, options: Options, signals: StopSignals
     ) -> int:
-        # What these import, and torch with it, takes seconds: options are checked before, and the port is taken.
+        # These import torch, which takes seconds: options are checked and the port is bound before.
         from weft.engine.config.config import EngineError
         from weft.engine.controller.startup import float8_products
         from weft.serve import app
@@ -150,7 +150,7 @@ class Command:
         return KvEventsConfig.parse(self.kv_events_config)
 
     def _key(self) -> str | None:
-        """What clients must send. A secret that is mounted as a file often ends in a newline, which none can send."""
+        """Return the API key, stripped: a secret in a file often ends in a newline, which no client can send."""
         key = os.environ.get("WEFT_API_KEY") or None if self.http.api_key is None else self.http.api_key
         if key is not None and key != key.strip():
             print("the API key is taken without the spaces and newlines around it", file=sys.stderr)

@@ -29,18 +29,18 @@ from weft.tune.ranks import run_ranks
 
 SIZES = [1 << p for p in range(12, 25, 2)]
 GPU_SIZES = [1 << p for p in range(13, 27)]
-LEFT_OUT = ", or ".join(" and ".join(e.option for e in automatic(transports(), on, 2)) for on in ("cpu", "cuda"))
+OMITTED = ", or ".join(" and ".join(e.option for e in automatic(transports(), on, 2)) for on in ("cpu", "cuda"))
 
 
 @dataclass(frozen=True)
 class Command:
-    """Measure this host, and write the table by which the planner chooses transports and edges.
+    """Measure this host, and write the cost table by which the planner chooses transports and edges.
 
-    The engine reads the table from then on, unless --cost names another; `weft plan --cost TABLE.json` shows what it
-    makes of it. Run it while the machine is idle, with as many ranks as will be served with.
+    The engine then reads this table unless --cost names another; `weft plan --cost TABLE.json` shows the plans that it
+    gives. Run it while the machine is idle, with the number of ranks that will serve.
 
-    With --nnodes, started on each host with its --node-rank and the same --ranks, it measures inside hosts and across
-    them, by ranks on CPUs. Node 0 writes the table, and goes by it wherever it is node 0 of as many hosts.
+    With --nnodes, started on each host with its --node-rank and the same --ranks, it measures inside and across hosts,
+    with ranks on CPUs. Node 0 writes the table, which it then reads for this number of hosts.
 
     Examples:
       weft tune                        2 and 4 ranks on CPUs, all transports: about a minute
@@ -50,27 +50,27 @@ class Command:
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """What to measure: ranks on CPUs, or one on each GPU."""
+    """Device of the ranks to measure; cuda: one rank per GPU."""
     ranks: tuple[int, ...] = ()
-    """Numbers of ranks to measure; left out, 2 and 4, or all GPUs. With --nnodes: one number, of ranks on each host, 1
-    or more; left out, 2."""
+    """Numbers of ranks to measure; omitted: 2 and 4, or all GPUs. With --nnodes: one number, the ranks on each host;
+    omitted: 2."""
     transports: Annotated[
         tuple[TransportName, ...],
         tyro.conf.arg(
-            help=f"What to measure; left out, {LEFT_OUT}, and those of plugins: what --transport auto of the engine "
-            "chooses among."
+            help=f"Transports to measure; omitted: {OMITTED}, and plugins' transports, as in --transport auto of the "
+            "engine."
         ),
     ] = ()
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add transports; they run, so name only what you trust."""
     out: Path | None = None
-    """Where to write the table; left out, where the engine looks for it."""
+    """File to write; omitted: the file that the engine reads."""
     json: bool = False
-    """Print the table, too, in place of the line that says where it is."""
+    """Print the table as JSON instead of the line with its path."""
     cluster: SeveralHosts = field(default_factory=SeveralHosts)
 
     def run(self) -> int:
-        """Writes the table and says where. Raises UserError, EngineError."""
+        """Write the table, print its path, and return the exit code. Raises UserError, EngineError."""
         hosts = self._hosts()
         out = self.out or host_table(self.device == "cuda", 1 if hosts is None else hosts.mesh.hosts)
         try:
@@ -105,11 +105,11 @@ class Command:
         return 0
 
     def measure_gpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> dict[str, Any]:
-        """The table, of so many GPUs, transports and bytes."""
+        """Return the cost table of these numbers of ranks, transports and message sizes in bytes."""
         return self._collect(self._on_gpus(ranks, options, sizes))
 
     def _hosts(self) -> Any:
-        """The EngineConfig of the ranks over several hosts; None for one host. Raises UserError."""
+        """Return the EngineConfig of ranks on several hosts; None for one host. Raises UserError."""
         try:
             config = config_over_hosts(self.cluster, attn_tp=max(self.ranks or (2,)), plugins=self.plugins)
         except ValueError as error:
@@ -119,7 +119,7 @@ class Command:
         return config
 
     def _collect(self, found: Iterator[tuple[int, str, Any]], cases: int | None = None) -> dict[str, Any]:
-        """The table of what is found. cases: number of prices, where it is known."""
+        """Return the table of the measured prices. cases: number of prices, if known."""
         prices: dict[str, list[dict[str, Any]]] = {}
         table: dict[str, Any] = {"host": describe_host(), "transports": prices}
         with progress_bar() as bar:
@@ -148,7 +148,7 @@ class Command:
 
         world, on_host, local = config.mesh.world, config.ranks_of_host, list[tuple[int, str, Any]]()
 
-        def describe() -> dict[str, Any]:  # while the others wait
+        def describe() -> dict[str, Any]:  # while the other ranks wait
             tuning = asdict(ShmTuning()) if on_host == 1 else next(run_ranks(on_host, find_sizes, on_host))
             [points] = list(run_ranks(1, price_locals, SIZES))
             local.extend((world, what, value) for what, value in ({"shm_tuning": tuning} | points).items())
@@ -166,7 +166,7 @@ class Command:
 
 
 def tune_first(world: int) -> None:
-    """Measures so many GPUs for a start that finds no table of them, with few sizes: seconds. Says where it writes."""
+    """Measure `world` GPUs in seconds, with few sizes, if a start finds no table for them. Prints the table's path."""
     options = [entry.option for entry in automatic(transports(), "cuda", world)]
     table = Command(device="cuda").measure_gpus([world], options, GPU_SIZES[::3])
     path = host_table(gpus=True)

@@ -1,4 +1,4 @@
-"""Parts that commands share: the engine's options, and how a dataclass becomes a command."""
+"""Parts that commands share: the engine's options, and the parser that makes a command of a dataclass."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ T = TypeVar("T")
 WithRay = Annotated[
     bool,
     tyro.conf.arg(
-        help="With --nnodes 2 or more: starts the agents of the other hosts on this host's Ray cluster (extra ray). "
-        "Nothing is to be started there by hand."
+        help="Start the agents of the other hosts (--nnodes 2 or more) on this host's Ray cluster (extra ray), "
+        "instead of by hand."
     ),
 ]
 MODEL_HELP = (
-    "A Hugging Face model directory, a model's name on the hub (ORG/NAME), a GGUF file, or smollm2 (a package brings "
-    "it); omitted: the embedded model."
+    "A Hugging Face model directory, a model's name on the hub (ORG/NAME), a GGUF file, or smollm2 (from a package); "
+    "omitted: the embedded model."
 )
 ModelDir = Annotated[
     Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL_DIR]", help=MODEL_HELP, help_behavior_hint="")
@@ -68,16 +68,16 @@ class SourceOptions(OptionGroup):
     """Source of the model, other than MODEL_DIR."""
 
     preset: str | None = None
-    """A published config in place of MODEL_DIR, such as qwen3-30b-a3b; running it requires --load-format dummy."""
+    """Published config to use instead of MODEL_DIR, such as qwen3-30b-a3b; running it requires --load-format dummy."""
     revision: Revision = None
 
 
 @dataclass(frozen=True)
 class EngineArguments(EngineOptions, SourceOptions):
-    """The options of a command that runs a model, but for MODEL_DIR."""
+    """Options of a command that runs a model, except MODEL_DIR."""
 
     def check_with(self, model: Path | None) -> None:
-        """Check the options and the model directory, as far as it can be done without torch. Raises UserError."""
+        """Check the options and the model directory as far as possible without torch. Raises UserError."""
         if self.preset is not None and self.load_format != "dummy":
             add = "add --load-format dummy to make some up"
             raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
@@ -92,7 +92,7 @@ class EngineArguments(EngineOptions, SourceOptions):
         return {each.name: getattr(self, each.name) for each in dataclasses.fields(EngineOptions)}
 
     def arguments(self) -> list[str]:
-        """Return arguments by which a command gets these options, without those that have their default."""
+        """Return command-line arguments for the options that differ from their defaults."""
         found: list[str] = []
         for each in dataclasses.fields(self):
             value, name = getattr(self, each.name), each.name.replace("_", "-")
@@ -103,10 +103,9 @@ class EngineArguments(EngineOptions, SourceOptions):
 
 
 def parse(command: type[T], name: str, arguments: list[str], default: T | None = None) -> T:
-    """Return the command from its arguments; its docstring is the help. default: has the omitted options.
+    """Return the command from its arguments; its docstring is the help. default: values of omitted options.
 
-    Raises UserError for what can be checked before its `run` imports torch: options of other engines, and a model or a
-    layout that cannot be.
+    Raises UserError before `run` imports torch: for options of other engines, and for an impossible model or layout.
     """
     arguments, old_names = renamed(arguments, name)
     for line in old_names:
@@ -138,8 +137,9 @@ def parse(command: type[T], name: str, arguments: list[str], default: T | None =
 
 
 def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
-    """Return the rules by which tyro reads options: names of transports and attention backends, those of plugins in
-    the arguments too, and groups of options. Raises UserError.
+    """Return tyro's rules for names of transports and attention backends, also from --plugins, and for option groups.
+
+    Raises UserError.
     """
     plugins = _value_of("--plugins", arguments)
     try:
@@ -178,7 +178,7 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
 
     @found.struct_rule
     def with_paragraphs(asked: StructTypeInfo) -> StructConstructorSpec | None:
-        if asked.type in reading:  # by tyro's own rule, which keeps the line ends of a docstring
+        if asked.type in reading:  # use tyro's own rule, which keeps the line ends of a docstring
             return None
         reading.append(asked.type)
         spec = ConstructorRegistry.get_struct_spec(asked)
@@ -197,17 +197,17 @@ def _paragraph(text: str | Callable[[], str | None] | None) -> str | None:
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> list[str]:
-    """Return the values of one option, before all are parsed."""
+    """Return the values of one option before the others are parsed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(option, nargs="*", default=[], dest="values")
     return list(parser.parse_known_args(arguments)[0].values)
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Check that a file can be written, before anything is measured for it. Raises UserError; leaves no file behind."""
+    """Raise UserError unless a file can be written, before anything is measured for it. Leaves no file behind."""
     new = not path.exists()
     try:
-        path.open("a").close()  # a folder, a file or a system that is read-only: only trying shows it, for root too
+        path.open("a").close()  # only an attempt shows a read-only folder, file or file system, for root too
         if new:
             path.unlink()
     except OSError as error:
@@ -217,7 +217,7 @@ def check_writable(path: Path, option: str) -> None:
 def model_dir(
     model: Path | None, preset: str | None = None, revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """Return the directory or file that a command names, by path, name or preset; the embedded model's for neither.
+    """Return the directory or file of a model given by path, name or preset; of the embedded model if none is given.
 
     Args:
         revision: branch, tag or commit of a model on the hub, which is downloaded unless the cache has it.
@@ -238,7 +238,7 @@ def model_dir(
 
 
 def model_name(model: Path | None, found: Path) -> str:
-    """Return the name of a model for users: as they name it, unless that is a path. found: by `model_dir`."""
+    """Return the name of a model for users: `model` unless it is a path, else of `found`, the result of `model_dir`."""
     if model is not None and not model.exists():
         return str(model)
     return found.stem if is_gguf(found) else found.resolve().name
@@ -262,7 +262,7 @@ def _without_hub(model: Path | None, preset: str | None, revision: str | None) -
 
 
 def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
-    """Return the EngineConfig of the options of a command and its engine. Raises UserError, LayoutError."""
+    """Return the EngineConfig of a command's options. ray: start agents by Ray. Raises UserError, LayoutError."""
     from weft.engine.config.config import EngineConfig
 
     try:
@@ -276,7 +276,7 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
 
 
 def stop_on_sigterm() -> None:
-    """Let SIGTERM end the command as Ctrl-C does: all that it has started is stopped first."""
+    """Let SIGTERM end the command like Ctrl-C, so that everything it has started is stopped first."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -285,10 +285,10 @@ def stop_on_sigterm() -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT of a process that stops with exit code 0. A context manager, for the main thread.
+    """Context manager that handles SIGTERM and SIGINT of a process that stops with exit code 0, in the main thread.
 
-    The first one raises KeyboardInterrupt, so that what was started is stopped, and later ones do nothing. Once `stop`
-    is set, each calls that instead.
+    The first signal raises KeyboardInterrupt, so that everything that was started is stopped, and later signals do
+    nothing. Once `stop` is set, each signal calls `stop` instead.
 
     Attributes:
         stop: ends the serving process in order.

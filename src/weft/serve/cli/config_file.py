@@ -1,4 +1,4 @@
-"""`--config FILE`: a command's options in YAML, by the names that they have on the command line."""
+"""`--config FILE`: a command's options in YAML, with their names on the command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import yaml
 from weft.serve.cli.other_engines import ADVICE, RENAMED
 
 MODEL = "model"
-"""The key of the one argument that has no name on the command line."""
+"""Key of MODEL_DIR, which has no name on the command line."""
 
 
 def file_arguments(file: Path, command: type) -> tuple[list[str], str | None]:
-    """Return the options of a file as arguments of its command, and a line about the first fault in it, None for none.
+    """Return the options of a file as arguments of its command, and a line about its first fault, or None.
 
-    A list is several values, an object is JSON. Scalars are passed on as they are written, so that `off` stays a word
-    and each option reads its own type. What follows a fault is returned, too: it may say how errors are written.
+    A list is several values, an object is JSON. Scalars are passed on unparsed, so that `off` stays a word and each
+    option reads its own type. Options after a fault are returned too, as log-format may be one of them.
     """
     try:
         root = yaml.compose(file.read_text(), Loader=yaml.SafeLoader)
@@ -48,7 +48,7 @@ def file_arguments(file: Path, command: type) -> tuple[list[str], str | None]:
 
 
 def _arguments(name: str, kinds: Mapping[str, Any], node: yaml.Node) -> list[str]:
-    """One option as arguments. Raises ValueError."""
+    """Return the arguments of one option. Raises ValueError."""
     if name not in kinds or name == "config":
         advice = f"; in Weft it is {ADVICE[name]}" if name in ADVICE else "; see weft serve --help"
         raise ValueError(f"there is no option {name!r}{advice}")
@@ -72,7 +72,7 @@ def _arguments(name: str, kinds: Mapping[str, Any], node: yaml.Node) -> list[str
 
 
 def _options(command: type) -> Iterator[tuple[str, Any]]:
-    """Names of a command's options and their types, with those of groups."""
+    """Yield names and types of a command's options, including option groups."""
     hints = get_type_hints(command)
     for each in dataclasses.fields(command):
         if dataclasses.is_dataclass(hints[each.name]):
@@ -82,7 +82,7 @@ def _options(command: type) -> Iterator[tuple[str, Any]]:
 
 
 def _text(node: yaml.Node, name: str) -> str:
-    """A value as the command line takes it. Raises ValueError."""
+    """Return a value as an argument. Raises ValueError."""
     if isinstance(node, yaml.SequenceNode):
         raise ValueError(f"{name} holds a list in a list; give single values")
     if isinstance(node, yaml.ScalarNode):

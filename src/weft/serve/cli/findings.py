@@ -1,4 +1,4 @@
-"""What `weft doctor` finds."""
+"""Findings of `weft doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "slow", "bad"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about the host. why: what follows from it, and what to do, where it is not ok."""
+    """Result of one check of the host. why: consequence and remedy, unless the level is ok."""
 
     level: Level
     what: str

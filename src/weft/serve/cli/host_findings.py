@@ -1,4 +1,4 @@
-"""What `weft doctor --nnodes` finds between hosts: interfaces, ports, versions, files, clocks. No rank is started."""
+"""Checks of `weft doctor --nnodes` between hosts: interfaces, ports, versions, files, clocks. No rank is started."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def between_hosts(config: EngineConfig) -> Iterator[Finding]:
-    """Joins the other hosts as ranks' agents would, and leaves again."""
+    """Join the other hosts like the agents of ranks, yield the findings, and leave."""
     assert config.master_addr is not None
     try:
         address = addresses.resolve(config.master_addr, config.master_port)

@@ -10,7 +10,7 @@ from weft.planner.spec import LayoutError
 NAMES = {
     "--attn-tp": "tensor-parallel-size tp-size tp",
     "--attn-dp": "data-parallel-size dp-size dp enable-dp-attention",
-    "--ep, beside --moe-tp for the ranks that share each expert": "enable-expert-parallel expert-parallel-size ep-size",
+    "--ep, with --moe-tp for the ranks that share each expert": "enable-expert-parallel expert-parallel-size ep-size",
     "--dcp": "decode-context-parallel-size dcp-size",
     "--moe-exchange": "all2all-backend moe-a2a-backend",
     "--master-addr, with --master-port": "dist-init-addr data-parallel-address",
@@ -30,10 +30,10 @@ NAMES = {
     "a part of the model's directory; leave it out": "tokenizer tokenizer-path",
     "found by the model's chat template; leave it out": "tool-call-parser enable-auto-tool-choice",
     "always so; leave it out": "enable-prefix-caching enable-chunked-prefill async-scheduling",
-    "not needed, as no code of the model runs; --plugins adds model families": "trust-remote-code",
-    "not to be had: layers are split by --attn-tp and --ep": "pipeline-parallel-size pp-size",
+    "not needed, as no code of the model is run; --plugins adds model families": "trust-remote-code",
+    "not supported: layers are split by --attn-tp and --ep": "pipeline-parallel-size pp-size",
 }
-"""Name or remark of Weft: names in vLLM or SGLang, without the leading dashes."""
+"""Weft's name or remark → names in vLLM or SGLang, without the leading dashes."""
 RENAMED = {"experts": "moe-exchange"}
 """Renamed options of Weft: old → new, without the dashes."""
 RENAMED_IN_PLAN = {"hosts": "nnodes", "layout": "attn-dp"}
@@ -42,7 +42,7 @@ ADVICE = {name: advice for advice, names in NAMES.items() for name in names.spli
 
 
 def hint(arguments: Sequence[str]) -> str | None:
-    """Return a line for the first argument that is an option of vLLM or SGLang, not of Weft; None if there is none."""
+    """Return a line about the first argument that is an option of vLLM or SGLang, not of Weft; None if none is."""
     for argument in arguments:
         option = argument.partition("=")[0]
         if option.startswith("-") and (advice := ADVICE.get(option.lstrip("-").replace("_", "-"))):
@@ -51,7 +51,7 @@ def hint(arguments: Sequence[str]) -> str | None:
 
 
 def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], list[str]]:
-    """Return the arguments with today's names of options, and a line for each old name. Raises LayoutError."""
+    """Return the arguments with today's names of options, and a line per old name. Raises LayoutError."""
     names = RENAMED | (RENAMED_IN_PLAN if command == "plan" else {})
     found, lines, following = list[str](), list[str](), iter(arguments)
     for argument in following:
@@ -70,10 +70,7 @@ def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], lis
 
 
 def layout_arguments(text: str) -> list[str]:
-    """Return the options of a short layout: `2x2,4x1` is --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1.
-
-    Raises LayoutError.
-    """
+    """Return the options of a short layout: `2x2,4x1` is --attn-dp 2 --attn-tp 2 --ep 4 --moe-tp 1. LayoutError."""
     match = re.fullmatch(r"(\d+)x(\d+)(?:,(\d+)x(\d+))?", text.replace(" ", ""))
     if match is None:
         raise LayoutError(f"layout {text!r} is not ATTN_DPxATTN_TP,EPxMOE_TP, such as 2x2,4x1")

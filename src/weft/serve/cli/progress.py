@@ -1,4 +1,4 @@
-"""Progress on stderr while something takes long: a bar, or lines where stderr is no terminal."""
+"""Progress on stderr: a bar on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 SAY_S = 5.0
-"""Seconds between two lines that say how far the start is."""
+"""Seconds between two lines of progress."""
 
 
 class Start:
-    """Progress of a start. what: the step it is at; part: the fraction done, None where nothing is counted."""
+    """Progress of a start. what: the current step; part: the fraction done, None if unknown."""
 
     def __init__(self) -> None:
         self.what = "importing what the engine is made of"
@@ -28,7 +28,7 @@ class Start:
 
 @contextmanager
 def start_said(pause_s: float = SAY_S) -> Iterator[Start]:
-    """Says every few seconds how far a start is, unless stderr is a terminal."""
+    """Print the progress of a start every `pause_s` seconds, unless stderr is a terminal."""
     start, ended = Start(), threading.Event()
 
     def say() -> None:
@@ -44,7 +44,7 @@ def start_said(pause_s: float = SAY_S) -> Iterator[Start]:
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:
-    """A bar that vanishes when it is done; nothing where stderr is no terminal. columns: left out, rich's own."""
+    """Return a bar that vanishes once done, hidden unless stderr is a terminal. columns: rich's own if omitted."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,7 +1,6 @@
-"""An agent that Ray has started: `python -m weft.serve.cli.ray_agent`.
+"""Agent started by Ray: `python -m weft.serve.cli.ray_agent`.
 
-It reads its configuration, with the cluster's secret, from the first line of its standard input, and lives as long as
-that is open.
+The first line of its standard input has its configuration and the cluster's secret. It ends once that is closed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from weft.serve.cli.several_hosts import run_agent
 
 
 def main() -> int:
-    """Runs it; gives the exit code."""
+    """Run the agent and return the exit code."""
     values = json.loads(sys.stdin.readline())
     stop_on_sigterm()
     threading.Thread(target=_end_with_input, daemon=True).start()

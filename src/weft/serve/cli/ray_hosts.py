@@ -1,7 +1,7 @@
-"""`--ray`: the agents of all other hosts, started on the Ray cluster that this host belongs to.
+"""`--ray`: agents of all other hosts, started on the Ray cluster of this host.
 
-Ray starts one agent on each host and passes its output on; everything else is as where agents are started by hand. An
-agent lives as long as the actor that has started it, and the actor as long as this process.
+Ray starts one agent per host and forwards its output; agents otherwise run as if started by hand. An agent lives as
+long as the actor that has started it, and the actor as long as this process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from typing import Any
 
 from weft.engine.assets import embedded_model_dir
 
-MISSING = "--ray takes the package ray on every host: pip install 'weft[ray]'"
+MISSING = "--ray requires the package ray on every host: pip install 'weft[ray]'"
 LEAVE_S, FAILED_S = 10.0, 1.0
-"""For agents to end after node 0 has left, and where it has failed, perhaps before they were heard."""
+"""Seconds for agents to end after node 0 has left, and after it has failed, perhaps before they joined."""
 AGAIN_S = 1.0
 
 
 def node_0(options: dict[str, Any]) -> dict[str, Any]:
-    """The engine's options on this host, which is node 0 of a Ray cluster. Raises ValueError in one line."""
+    """Return the engine's options for this host as node 0 of its Ray cluster. Raises ValueError in one line."""
     if (options["nnodes"] or 1) < 2:
-        raise ValueError("--ray starts the agents of other hosts: add --nnodes 2, or as many as there are")
+        raise ValueError("--ray starts the agents of other hosts: add --nnodes, the number of hosts, 2 or more")
     if options["node_rank"]:
-        raise ValueError("--ray starts the other hosts from this one, which is node 0: leave --node-rank out")
+        raise ValueError("--ray starts the other hosts from this one, which is node 0: omit --node-rank")
     ray = connect()
     if (found := len(_others(ray)) + 1) < options["nnodes"]:
         raise ValueError(f"--nnodes {options['nnodes']}: the Ray cluster has {found} host(s)")
@@ -43,7 +43,7 @@ def node_0(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def connect() -> Any:
-    """The package, connected to the cluster of this host. Raises ValueError in one line."""
+    """Return the package ray, connected to this host's cluster. Raises ValueError in one line."""
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -57,14 +57,14 @@ def connect() -> Any:
 
 
 def _others(ray: Any) -> list[dict[str, Any]]:
-    """The hosts of the cluster that are alive, but for this one, as Ray describes them."""
+    """Return Ray's descriptions of the cluster's living hosts, except this one."""
     here = ray.get_runtime_context().get_node_id()
     others = [host for host in ray.nodes() if host["Alive"] and host["NodeID"] != here]
     return sorted(others, key=lambda host: (host["NodeManagerAddress"], host["NodeID"]))
 
 
 class RayHosts:
-    """The agents of a configuration with options by `node_0`, from entering to leaving."""
+    """Context manager that runs the agents of a configuration with the options of `node_0`."""
 
     def __init__(self, config: Any):
         self._config = config
@@ -95,7 +95,7 @@ class RayHosts:
         self._ray.shutdown()
 
     def _watch(self) -> None:
-        """Says which agents have ended before node 0."""
+        """Print the agents that end before node 0."""
         waiting = list(self._runs)
         with suppress(Exception):  # Ray is shut down
             while waiting:
@@ -110,12 +110,12 @@ class RayHosts:
 
 
 def agents(config: Any, ray: bool) -> AbstractContextManager[Any]:
-    """The agents of the other hosts, where Ray is to start them."""
+    """Return the context of the other hosts' agents, which is empty unless Ray starts them."""
     return RayHosts(config) if ray else nullcontext()
 
 
 def message(config: Any, node: int) -> str:
-    """What an agent reads first: its configuration and the cluster's secret, in a line."""
+    """Return the first line that an agent reads: its configuration and the cluster's secret."""
     embedded = config.model == embedded_model_dir()
     values = replace(config, model=config.model.resolve(), node_rank=node).to_dict()
     secret = config.cluster_key.read_text().strip()
@@ -123,10 +123,10 @@ def message(config: Any, node: int) -> str:
 
 
 class Agent:
-    """The actor of a host."""
+    """Ray actor of a host."""
 
     def run(self, first: str) -> int:
-        """Runs the agent until it ends by itself; gives its exit code. One that was killed is started again."""
+        """Run the agent until it exits and return its exit code; restart it if it was killed."""
         while True:
             command = [sys.executable, "-m", "weft.serve.cli.ray_agent"]
             with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
@@ -140,7 +140,7 @@ class Agent:
 
 
 def _new_key() -> Path:
-    """A file with a new secret, which is removed with this process."""
+    """Return a file with a new secret, removed at exit."""
     folder = tempfile.TemporaryDirectory(prefix="weft-ray-")
     atexit.register(folder.cleanup)
     (key := Path(folder.name) / "cluster.key").write_text(secrets.token_hex(32))

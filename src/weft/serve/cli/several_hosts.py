@@ -1,4 +1,4 @@
-"""Ranks on several hosts: what torchrun, srun and LeaderWorkerSet say of them in the environment, and agents."""
+"""Ranks on several hosts: the environment of torchrun, srun and LeaderWorkerSet, and agents."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weft.engine.config.engine_options import ClusterOptions
 
 @dataclass(frozen=True)
 class Launcher:
-    """What a launcher's environment says. name: of the launcher. node: None where it does not say which host this is.
-    master: where node 0 is."""
+    """Hosts by a launcher's environment. name: of the launcher; node: number of this host, None if unknown; master:
+    address of node 0."""
 
     name: str
     nnodes: int
@@ -24,9 +24,9 @@ class Launcher:
 
 
 def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """The engine's options, with what they leave open of several hosts as a launcher says it; stderr shows it.
+    """Fill unset multi-host options from the launcher's environment, and print them to stderr.
 
-    Raises ValueError where something is missing.
+    Raises ValueError for a missing option.
     """
     said, names = None, ("nnodes", "node_rank", "master_addr")
     nnodes, node, master = (options[name] for name in names)
@@ -40,16 +40,16 @@ def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[s
         if said is None and (
             given := [n for n in ("node_rank", "master_addr", "cluster_key") if options[n] is not None]
         ):
-            raise ValueError(f"--{given[0].replace('_', '-')} is of several hosts: add --nnodes")
+            raise ValueError(f"--{given[0].replace('_', '-')} is for several hosts: add --nnodes")
         return options | {"nnodes": 1, "node_rank": None, "master_addr": None}
-    alone = f", or --nnodes 1 for one host without the others that {said.name} has started" if said else ""
+    alone = f", or --nnodes 1 to serve on this host alone, without the others of {said.name}" if said else ""
     if node is None:
-        raise ValueError(f"--nnodes {nnodes} takes --node-rank: 0 where --master-addr is, then 1 and so on")
+        raise ValueError(f"--nnodes {nnodes} requires --node-rank: 0 on the host of --master-addr, then 1 and so on")
     if not master:
-        raise ValueError(f"--nnodes {nnodes} takes --master-addr, the address of node 0{alone}")
+        raise ValueError(f"--nnodes {nnodes} requires --master-addr, the address of node 0{alone}")
     if options["cluster_key"] is None:
         raise ValueError(
-            f"--nnodes {nnodes} takes --cluster-key FILE, a secret that is the same on every host "
+            f"--nnodes {nnodes} requires --cluster-key FILE, a secret that is the same on every host "
             f"(head -c 32 /dev/urandom | base64 > cluster.key){alone}"
         )
     if said is not None:
@@ -62,13 +62,13 @@ class SeveralHosts(ClusterOptions):
     """Meeting of the hosts that run this command together: start it on each host, with its --node-rank."""
 
     nnodes: int | None = None
-    """Hosts that run the command together; omitted: what torchrun, srun or LeaderWorkerSet say, else 1."""
+    """Number of hosts that run the command together; omitted: from torchrun, srun or LeaderWorkerSet, else 1."""
 
 
 def config_over_hosts(hosts: SeveralHosts, **options: Any) -> Any:
     """Return the EngineConfig of a command that measures or examines several hosts; None on one host.
 
-    options: of the engine; without attn_dp, a DP group for each host. Raises ValueError, also where these are wrong.
+    options: of the engine; attn_dp defaults to the number of hosts. Raises ValueError, also for wrong options.
     """
     hosts.check()
     found = with_launcher(vars(hosts), os.environ)
@@ -80,9 +80,9 @@ def config_over_hosts(hosts: SeveralHosts, **options: Any) -> Any:
 
 
 def launcher(environ: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started this process, if it is one of those that are known.
+    """Return the launcher that started this process; None if it is none of the known launchers.
 
-    Raises ValueError where it starts several processes on a host: Weft starts its ranks by itself.
+    Raises ValueError if it starts several processes on a host: Weft starts its ranks by itself.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         each = int(environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -107,13 +107,13 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def first_host(nodes: str) -> str | None:
-    """The first of SLURM's list of hosts: `gpu[03-05,9],login` is gpu03, `rack[1-2]n[7,9]` is rack1n7."""
+    """Return the first host of SLURM's list: gpu03 of `gpu[03-05,9],login`, rack1n7 of `rack[1-2]n[7,9]`."""
     found = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found[0]) if found else None
 
 
 def run_agent(config: Any) -> int:
-    """Serves node 0 with this host's ranks until it ends. Raises EngineError, ModelError, LayoutError."""
+    """Run this host's ranks for node 0 until node 0 ends. Raises EngineError, ModelError, LayoutError."""
     from transformers.utils import logging as transformers_logging
 
     from weft.engine.controller.startup import check_plans, read_model, resolve_defaults
@@ -121,7 +121,7 @@ def run_agent(config: Any) -> int:
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = resolve_defaults(config)
-    # Node 0 refuses what cannot be and ends, and a host that comes later would wait for it. All plan by its cost table.
+    # Node 0 ends if it refuses the layout, and a host that joins later would wait for it. All use its cost table.
     check_plans(replace(config, cost="auto"), read_model(config))
     HostAgent(config, lambda line: print(line, file=sys.stderr, flush=True)).run()
     return 0

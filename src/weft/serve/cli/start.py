@@ -1,4 +1,4 @@
-"""Starts the engine of a command, with a progress bar on stderr, or lines where that is no terminal."""
+"""Start of a command's engine, with its progress on stderr."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft.serve.cli.progress import Start, progress_bar, start_said
 
 
 def start_engine(config: Any, kv_events: Any = None) -> Any:
-    """A started engine, with a progress bar on stderr while it loads. kv_events: as `Engine` takes it."""
+    """Return a started engine, and show its progress on stderr. kv_events: as in `Engine`."""
     with start_said() as start:
         return _start_engine(config, kv_events, start)
 
@@ -32,7 +32,7 @@ def _start_engine(config: Any, kv_events: Any, start: Start) -> Any:
         TimeElapsedColumn(),
     )
     with progress_bar(*columns) as bar:
-        # Without a total the bar swings, so that it moves while processes start, of which nothing can be counted.
+        # Without a total the bar swings: it moves while processes start, as their progress cannot be counted.
         start.what = f"starting {config.mesh.world} rank(s)"
         task = bar.add_task(start.what, total=None)
 

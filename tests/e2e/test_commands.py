@@ -499,6 +499,41 @@ def test_a_larger_limit_lets_a_plan_through() -> None:
     assert code == 0 and "saving" in out
 
 
+def test_help_lists_each_command_once_in_its_group() -> None:
+    code, out, _ = weft_here("--help")
+    shown = dict(re.findall(r"^(\w[\w ]+):\n((?:  .+\n)+)", out, re.MULTILINE))
+    names = [line[2:21].strip() for lines in shown.values() for line in lines.splitlines()]
+    assert code == 0 and [*shown] == ["serve a model", "plan and tune", "measure"]
+    assert sorted(names) == sorted(all_commands()) and "  tune  " in shown["plan and tune"]
+    assert out.endswith("MODEL_DIR omitted: the embedded model.\n") and max(map(len, out.splitlines())) <= 90
+    code, out, _ = weft_here("bench", "--help")
+    assert code == 0 and out.count("  bench ") == sum(name.startswith("bench ") for name in all_commands())
+
+
+BAD_OPENINGS = r"(Of|What|As|Those|The same|By|For|In|Whether|How|Where|Which|After|Left out)\b"
+
+
+def help_texts(shown: str) -> dict[str, str]:
+    """Return the help text of each option in the output of --help, without its default."""
+    [left] = {line.index("show this help") for line in shown.splitlines() if "show this help" in line}
+    texts: dict[str, str] = {}
+    for line in shown.splitlines():
+        if found := re.match(r"  (\[\w+\]|--?\w[\w-]*)", line):
+            texts[(name := found[1])] = line[left:] if line[left - 2 : left].isspace() else ""
+        elif line.startswith(" " * left) and texts:
+            texts[name] += f" {line[left:]}"
+    return {name: re.sub(r" *(\(default:.*|\(required\))", "", " ".join(text.split())) for name, text in texts.items()}
+
+
+@pytest.mark.parametrize("command", all_commands())
+def test_help_texts_say_what_an_option_is(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    texts = help_texts(weft_here(*command.split(), "--help")[1])
+    assert len(texts) > 3 and texts["-h"].startswith("show this help")
+    bad = {name: text for name, text in texts.items() if not text or re.match(BAD_OPENINGS, text)}
+    assert not bad
+
+
 @pytest.mark.parametrize("command", ["serve", "generate", "eval", "plan", "demo"])
 def test_help_teaches(command: str) -> None:
     code, out, _ = weft_here(command, "--help")

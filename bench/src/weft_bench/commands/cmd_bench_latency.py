@@ -47,6 +47,7 @@ class Command:
     output: int = 8
     """Tokens of the output."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Data type of weights and activations."""
     rounds: int = 7
     """Measured rounds, after one warm-up round."""
     transports: tuple[Literal["gloo", "shm"], ...] = ("gloo", "shm")

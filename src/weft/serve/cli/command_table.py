@@ -1,4 +1,4 @@
-"""The table of commands: Weft's own, and commands that other distributions add by entry points."""
+"""Table of commands: Weft's own, and commands that other distributions add by entry points."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 COMMANDS = {
-    "serve": "serve a model over HTTP, OpenAI-compatible",
+    "serve": "serve a model over HTTP with OpenAI's API",
     "generate": "complete prompts on the terminal",
-    "plan": "print the collectives that a layout needs, and what they cost",
-    "diff": "find where two layouts part: the first read that differs, and the exchanges before it",
-    "tune": "measure this host: the table by which the planner chooses",
-    "doctor": "look at this host: what will be slow, and why",
+    "plan": "print the collectives of a layout and their predicted times",
+    "tune": "measure this host's transports for the planner",
+    "doctor": "check this host: what is missing, what will be slow, and why",
+    "diff": "compare two layouts and find the first value that differs",
 }
+GROUPS = {
+    "serve a model": ("serve", "generate", "demo"),
+    "plan and tune": ("plan", "tune", "doctor", "diff"),
+    "measure": ("bench", "profile", "reproduce", "eval"),
+}
+"""Headings of `weft --help`, with the first words of their commands; the last one also has all other commands."""
 EXTRAS = {"serve": "serve"}
-"""The extra with the packages that a command imports beyond those of weft[engine]."""
+"""Extra of weft with the packages that a command imports in addition to weft[engine]."""
 OF_BENCH = ("bench", "profile", "reproduce", "eval", "demo")
-"""First words of the commands of weft-bench, for an error that names it where it is not installed."""
+"""First words of the commands of weft-bench, for the error if it is not installed."""
 
 
 @dataclass(frozen=True)
 class CommandEntry:
-    """A command: its line in `weft --help`, the module of its class Command, and the extra that it requires."""
+    """Command: its line in `weft --help`, the module of its class Command, and the extra that it requires."""
 
     summary: str
     module: str
@@ -31,10 +37,10 @@ class CommandEntry:
 
 
 def commands(name: str | None = None) -> dict[str, CommandEntry]:
-    """Return all commands in the order of `weft --help`; Weft's own alone where `name` is one of them.
+    """Return all commands in the order of `weft --help`; only Weft's own if `name` is one of them.
 
-    An entry point of the group `weft.commands` names a package with COMMANDS (from a command to its summary), EXTRAS,
-    and a module cmd_NAME for each. Reading the installed distributions takes a tenth of a second.
+    An entry point of the group `weft.commands` names a package with COMMANDS (command → summary), EXTRAS and a module
+    cmd_NAME per command. Reading the installed distributions takes a tenth of a second.
     """
     found = _entries("weft.serve.cli", COMMANDS, EXTRAS)
     if name not in COMMANDS:
@@ -42,6 +48,11 @@ def commands(name: str | None = None) -> dict[str, CommandEntry]:
             package = import_module(entry.value)
             found |= _entries(entry.value, package.COMMANDS, package.EXTRAS)
     return found
+
+
+def group_of(name: str) -> str:
+    """Return the heading of a command in `weft --help`."""
+    return next((heading for heading, words in GROUPS.items() if name.split()[0] in words), [*GROUPS][-1])
 
 
 def _entries(package: str, summaries: Mapping[str, str], extras: Mapping[str, str]) -> dict[str, CommandEntry]:

@@ -1,4 +1,4 @@
-"""`weft`: chooses the command, and turns what a user can put right into one line."""
+"""`weft`: run a command, and print each error that a user can correct as one line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 
 from weft.planner.spec import LayoutError, PlacementError
 from weft.serve.cli.command import UserError, parse
-from weft.serve.cli.command_table import OF_BENCH, CommandEntry, commands
+from weft.serve.cli.command_table import GROUPS, OF_BENCH, CommandEntry, commands, group_of
 from weft.serve.http.log import asked_format, print_error, stderr_as_log
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command; gives the exit code: 0, 1 for a failure, 2 for bad input."""
+    """Run a command and return the exit code: 0, 1 for a failure, 2 for bad input."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
-    """Run one command with its arguments; return the exit code. An error that a user can correct becomes one line."""
+    """Run one command with its arguments and return the exit code; errors that a user can correct become one line."""
     try:
         module = importlib.import_module(entry.module)
         code = int(parse(module.Command, name, rest).run())
@@ -54,7 +54,7 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
         what = package if entry.extra is None else f"'weft[{entry.extra}]'"
         print_error(f"{name} needs the package {package}; pip install {what}")
         return 2
-    except BrokenPipeError:  # who reads the output has left, as `head` does; Python must not flush into it at exit
+    except BrokenPipeError:  # the reader has closed the pipe, like `head`: Python must not flush into it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
         print_error(error)
         return 2
     except Exception as error:
-        # Imported here, not above: `weft --help` and errors of options must not wait for torch.
+        # Imported late: `weft --help` and errors of options must not wait for torch.
         from weft.comm.transport import CommError
         from weft.engine.config.config import EngineError
         from weft.engine.models.model_config import ModelError
@@ -87,15 +87,14 @@ def _unknown(name: str, known: list[str]) -> str:
 
 
 def usage(prefix: str = "") -> str:
-    """The list of commands, or of those with names that begin so."""
-    lines = [
-        "weft: serve mixture-of-experts models on any layout of ranks",
-        "",
-        "usage: weft COMMAND [MODEL_DIR] [OPTIONS]",
-        "",
-    ]
-    lines += [f"  {name:19}{entry.summary}" for name, entry in commands().items() if name.startswith(prefix)]
-    return "\n".join([*lines, "", "`weft COMMAND --help` explains a command. MODEL_DIR left out: the embedded model."])
+    """Return the list of commands in groups, or of the commands with this prefix."""
+    lines = ["weft: serve mixture-of-experts models on any layout of ranks", ""]
+    lines += ["usage: weft COMMAND [MODEL_DIR] [OPTIONS]", ""]
+    known = {name: entry for name, entry in commands().items() if name.startswith(prefix)}
+    for heading in GROUPS:
+        shown = [f"  {name:19}{entry.summary}" for name, entry in known.items() if group_of(name) == heading]
+        lines += [f"{heading}:", *shown, ""] if shown else []
+    return "\n".join([*lines, "`weft COMMAND --help` explains a command. MODEL_DIR omitted: the embedded model."])
 
 
 if __name__ == "__main__":

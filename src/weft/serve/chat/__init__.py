@@ -1,1 +1,1 @@
-"""Chats: templates, tools, reasoning and the parts of an output, for every dialect."""
+"""Chats for every dialect: templates, tools, reasoning and the parts of an output."""

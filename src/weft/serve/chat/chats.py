@@ -1,4 +1,4 @@
-"""Bodies of POST /v1/chat/completions: messages, tools, and the prompt that a chat template makes of them."""
+"""Bodies of POST /v1/chat/completions: messages, tools, and their prompt by a chat template."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from weft.serve.http.errors import ApiError, Names, client_names, field_errors
 
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 OUR_ARGUMENTS |= {"continue_final_message"}
-"""Of a chat template: what `chat_template_kwargs` may not set."""
+"""Arguments of a chat template that `chat_template_kwargs` may not set."""
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Types of parts that are text, in chats and responses."""
+"""Types of text parts in chats and responses."""
 
 
 class TextPart(Body):
-    """A part of a message; text is all that Weft reads."""
+    """Text part of a message, the only kind that Weft reads."""
 
-    harmless = frozenset({"annotations", "cache_control", "id", "logprobs"})  # what clients send back, or for others
+    harmless = frozenset({"annotations", "cache_control", "id", "logprobs"})  # echoed outputs, or other servers' fields
 
     type: Literal["text"]
     text: Text
 
 
 def only_text(content: Any) -> Any:
-    """Before parts are checked one by one: of an image, what it lacks of a text says little. Raises ValueError."""
+    """Return the content; ValueError for other parts than text, clearer than their missing text fields."""
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in TEXT_PARTS:
@@ -44,21 +44,21 @@ def only_text(content: Any) -> Any:
 
 
 def text_of(content: str | Sequence[TextPart] | None) -> str:
-    """The parts of a message in one."""
+    """Return the joined parts of a message."""
     return content if isinstance(content, str) else "".join(part.text for part in content or ())
 
 
 class CalledFunction(Body):
-    """arguments: JSON, as text."""
+    """Function and arguments of a call. arguments: JSON text."""
 
     name: Text
     arguments: Text = "{}"
 
 
 class ToolCall(Body):
-    """A call that the assistant made before."""
+    """Earlier call of the assistant."""
 
-    harmless = frozenset({"index"})  # of streamed calls that clients send back
+    harmless = frozenset({"index"})  # of streamed calls that clients return
 
     id: Text | None = None
     type: Literal["function"] = "function"
@@ -66,7 +66,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a chat. Its further fields go to the chat template, which alone knows what they mean."""
+    """Message of a chat. Unknown fields are passed to the chat template."""
 
     open = True
 
@@ -80,20 +80,16 @@ class Message(Body):
 
     @property
     def text(self) -> str:
-        """Its parts in one."""
+        """Joined text of the parts."""
         return text_of(self.content)
 
     @property
     def characters(self) -> int:
-        """Length of its text."""
+        """Length of the role, the text and the arguments of calls."""
         return len(self.role) + len(self.text) + sum(len(c.function.arguments) for c in self.tool_calls)
 
     def plain(self, place: str = "messages") -> dict[str, Any]:
-        """Return it as `MessageShape.built` takes it. ApiError 400 for arguments that are no JSON.
-
-        Args:
-            place: its place in the request.
-        """
+        """Return the input of `MessageShape.built`. place: in the request. ApiError 400 for arguments without JSON."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [_call(c, f"{place}.tool_calls.{at}") for at, c in enumerate(self.tool_calls)]
@@ -114,7 +110,7 @@ def _call(call: ToolCall, place: str) -> dict[str, Any]:
 
 
 def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
-    """As far as forms of calls read a schema; the rest is for whatever compiles it."""
+    """Return the schema; ValueError for faults in the parts that forms of calls read. Its compiler checks the rest."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise ValueError("properties must be an object and required a list")
@@ -127,7 +123,7 @@ def _of_an_object(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class Function(Body):
-    """parameters: a JSON schema."""
+    """Function that the model may call. parameters: a JSON schema."""
 
     name: Text = Field(min_length=1)
     description: Text | None = None
@@ -136,7 +132,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A function that the model may call."""
+    """Tool of a chat: a function."""
 
     type: Literal["function"]
     function: Function
@@ -147,21 +143,21 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """tool_choice: this one."""
+    """tool_choice that requires a call of one tool."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(Body):
-    """mode: whether the output must call one of these, or may."""
+    """Allowed tools. mode: `required` if the output must call one."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)
 
 
 class AllowedToolChoice(Body):
-    """tool_choice: some of the tools. The model does not see the others."""
+    """tool_choice that hides all other tools from the model."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -170,11 +166,11 @@ class AllowedToolChoice(Body):
 ChosenTools = Annotated[NamedTool | AllowedToolChoice, Field(discriminator="type")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 GPT_OSS_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""The nearest of GPT-OSS's three levels."""
+"""Level of reasoning → the nearest of GPT-OSS's three levels."""
 
 
 class ChatRequest(CommonRequest):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.neutral | {
         "functions": ([],),
@@ -201,7 +197,7 @@ class ChatRequest(CommonRequest):
 
     @cached_property
     def offered(self) -> list[dict[str, Any]]:
-        """The functions that the output may call."""
+        """Functions that the output may call."""
         return [function.model_dump(exclude_none=True) for function in self._functions]
 
     @property
@@ -213,7 +209,7 @@ class ChatRequest(CommonRequest):
 
     @property
     def allowed(self) -> set[str] | None:
-        """Names of the only tools that tool_choice allows; None: all are allowed."""
+        """Names of the tools that tool_choice allows; None if it allows all."""
         if not isinstance(self.tool_choice, AllowedToolChoice):
             return None
         return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
@@ -224,19 +220,19 @@ class ChatRequest(CommonRequest):
 
     @property
     def slow(self) -> bool:
-        """Its prompt is rendered in another process."""
+        """True, as another process renders the prompt."""
         return True
 
     @property
     def names(self) -> Names:
-        """The client's names of fields that are checked under others."""
+        """Checked name of a field → the client's name."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         own = {"prompt": "messages", "max_tokens": limit} | ({"logprobs": "top_logprobs"} if self.logprobs else {})
         return {**own, **self._names}
 
     @property
     def must_call(self) -> bool:
-        """Whether the output must be calls."""
+        """True if the output must be calls."""
         if isinstance(self.tool_choice, AllowedToolChoice):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
@@ -262,21 +258,20 @@ class ChatRequest(CommonRequest):
 
     @property
     def strict(self) -> bool:
-        """Whether calls in the output follow the functions' schemas: all of them, where one is strict."""
+        """True if one function is strict: then all calls in the output follow the functions' schemas."""
         return any(function.strict for function in self._functions)
 
     def calls_grammar(
         self, form: ToolFormat | None, grammars: Grammars, *, bare: bool = False, any_whitespace: bool = False
     ) -> str | None:
-        """Return the grammar of outputs that must be calls, or may have strict ones in them; None where they are free.
-        ApiError 400.
+        """Return the grammar of outputs with required or strict calls; None for free outputs. ApiError 400.
 
         Args:
-            form: of calls; None where there are none.
-            grammars: what compiles it.
-            bare: outputs that have calls are nothing else, also where they need not have any. Calls without a mark at
-                their beginning are then left out, as nothing distinguishes them.
-            any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
+            form: form of calls; None without calls.
+            grammars: compiler of the grammar.
+            bare: an output is either calls or text, even if calls are optional. Calls without an opening mark are then
+                excluded, as nothing distinguishes them from text.
+            any_whitespace: of JSON, as in `weft.engine.grammar.grammar.schema_text`.
         """
         if form is None or not self.offered or not (self.must_call or self.strict or bare):
             return None
@@ -299,16 +294,13 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, message, param=f"tools.{at}.function.strict") from error
 
     def template(self, tokenizer: Any) -> str:
-        """Return its own chat template, or the model's; empty where there is none."""
+        """Return the request's chat template or the model's; empty if neither exists."""
         if self.chat_template or not tokenizer.chat_template:
             return self.chat_template or ""
-        return str(tokenizer.get_chat_template(None, self.offered or None))  # there may be one for tools
+        return str(tokenizer.get_chat_template(None, self.offered or None))  # tools may have their own template
 
     def prompt(self, tokenizer: Any, templates: Templates) -> str:
-        """Return the text that the model goes on from.
-
-        ApiError 400 for messages that the chat template refuses or would leave out, and for a template that fails.
-        """
+        """Return the prompt's text. ApiError 400 for messages that the template refuses or drops, or if it fails."""
         if not (template := self.template(tokenizer)):
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
         own = self.chat_template is None
@@ -331,7 +323,7 @@ class ChatRequest(CommonRequest):
         return templates.render(template, shape.built(plain), own, **arguments)
 
     def _effort(self, form: ToolFormat | None) -> dict[str, Any]:
-        """What chat templates read of reasoning_effort. ApiError 400 for a level that the model lacks."""
+        """Return the template's arguments for reasoning_effort. ApiError 400 for a level that the model lacks."""
         if self.reasoning_effort is None:
             return {}
         if form is not None and form.channels:
@@ -357,7 +349,7 @@ class ChatRequest(CommonRequest):
 
 
 def thinking(on: bool) -> dict[str, bool]:
-    """What chat templates call it: Qwen's and GLM's, and DeepSeek's."""
+    """Return the template's arguments that switch thinking on or off: Qwen's and GLM's name, and DeepSeek's."""
     return {"enable_thinking": on, "thinking": on}
 
 
@@ -366,12 +358,12 @@ def _not_a_tool(name: str) -> ApiError:
 
 
 def chat_of(body: Body, names: Names, **own: Any) -> ChatRequest:
-    """Return the chat that a request of another endpoint stands for. ApiError 400.
+    """Return the chat of another endpoint's request. ApiError 400.
 
     Args:
-        body: the request; fields that a chat has under the same name are taken from it.
-        names: that endpoint's names of fields.
-        own: the chat's other fields.
+        body: request; the chat takes over fields of the same name.
+        names: checked name → that endpoint's name of a field.
+        own: further fields of the chat.
     """
     names_of_both = type(body).model_fields.keys() & ChatRequest.model_fields.keys()
     shared = {name: getattr(body, name) for name in names_of_both & body.model_fields_set}

@@ -1,8 +1,8 @@
-"""The shape of messages that a chat template reads, found by rendering probes with it.
+"""Shape of the messages that a chat template reads, found by rendering probes.
 
-Templates test for things that no field announces: content that is null instead of empty, arguments as text, one system
-message at the beginning. A template that finds something else leaves the message out of the prompt without a word. So
-messages with marks in them are rendered in one shape after another, until all marks are in the prompt.
+Templates require shapes that no field announces: content that is null instead of empty, arguments as text, one system
+message at the beginning. They silently drop messages of another shape. So messages with marks are rendered in one
+shape after another, until all marks are in the prompt.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any, Literal, get_args
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Sequence[dict[str, Any]]], str | None]
-"""Prompt of messages and tools; None where the template refuses them."""
+"""Function from messages and tools to the prompt; None if the template refuses them."""
 COMMON_ROLES = ("system", "user", "assistant", "tool")
 NoText = Literal["empty", "null", "absent"]
 NO_TEXT: tuple[NoText, ...] = get_args(NoText)
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""Names that templates have for an assistant's thought."""
+"""Templates' names for an assistant's thought."""
 ID_LENGTH = 9
-"""Letters and digits of a call's id in templates of Mistral's models, which refuse other ids."""
+"""Letters and digits of a call's id for Mistral's templates, which refuse other ids."""
 
 
 @dataclass(frozen=True)
 class MessageShape:
-    """How a chat template wants its messages, and what it leaves out of the prompt in any shape.
+    """Shape of messages for a chat template, and the kinds of messages that the template always drops.
 
     Attributes:
         in_parts: content is a list of text parts instead of text.
         one_system: system messages are one, at the beginning.
-        developer: the template has a role of its own for developers; otherwise their messages are the system's.
-        no_text: content of a message that only calls.
+        developer: the template has a role for developers; otherwise their messages get the system's role.
+        no_text: content of a message with calls alone.
         text_arguments: arguments of calls are JSON text instead of objects.
-        calls_apart: text and calls are messages of their own.
+        calls_apart: text and calls are separate messages.
         one_call: a message has one call, and the call's result follows it.
         short_ids: ids of calls have nine letters and digits.
-        tools: whether tools that are offered are in the prompt.
-        calls: whether calls and their results are in the prompt.
-        dropped: the common roles with messages that are not in the prompt, apart from results of calls.
+        tools: the prompt has the offered tools.
+        calls: the prompt has calls and their results.
+        dropped: common roles that the prompt lacks, apart from results of calls.
     """
 
     in_parts: bool = False
@@ -57,11 +57,11 @@ class MessageShape:
     dropped: Collection[str] = ()
 
     def role(self, role: str) -> str:
-        """Return the role that the template has for this one."""
+        """Return the template's name of a role."""
         return "system" if role == "developer" and not self.developer else role
 
     def built(self, messages: Iterable[Message]) -> list[Message]:
-        """Return messages of OpenAI's shape in this one. Their content is text, arguments of calls are objects."""
+        """Return OpenAI's messages in this shape. The content of OpenAI's is text, arguments of calls are objects."""
         made = [message | {"role": self.role(message["role"])} for message in messages]
         if self.one_system:
             made = _with_one_system(made)
@@ -100,7 +100,7 @@ class MessageShape:
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with those of the system in one, which comes first."""
+    """Return the messages with all system messages joined into the first."""
     systems = [message for message in messages if message["role"] in ("system", "developer")]
     rest = [message for message in messages if message["role"] not in ("system", "developer")]
     texts = [message["content"] for message in systems if message["content"]]
@@ -108,7 +108,7 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_one_call(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with a message for each call, and the call's results behind it."""
+    """Return the messages with a message per call, followed by the call's results."""
     made: list[Message] = []
     at = 0
     while at < len(messages):
@@ -126,23 +126,23 @@ def _with_one_call(messages: Sequence[Message]) -> list[Message]:
             results[number.get(result.get("tool_call_id"), min(i, len(calls) - 1))].append(result)
         for call, of_call in zip(calls, results, strict=True):
             made += [message | {"tool_calls": [call]}, *of_call]
-            message = {"role": message["role"], "content": ""}  # text and thought belong to the first
+            message = {"role": message["role"], "content": ""}  # the first message has the text and the thought
     return made
 
 
 def _apart(message: Message) -> list[Message]:
-    """Return a message with text and calls as two."""
+    """Return a message with text and calls as two messages."""
     if not message.get("tool_calls") or not message["content"]:
         return [message]
     text = {name: value for name, value in message.items() if name not in ("tool_calls", *THOUGHT_FIELDS)}
     return [text, message | {"content": ""}]
 
 
-# Probes: messages with marks, which are words that no template has.
+# Probes: messages with marks, words that no template contains.
 
 MARKS = tuple(f"weftprobe{number}" for number in range(10, 20))
 OTHER_ROLE = "weftrole"
-"""A role that no template knows."""
+"""Role that no template knows."""
 KEY = "weftkey"
 
 
@@ -185,8 +185,8 @@ TOOLS = [
 
 
 def find(render: Render) -> MessageShape:
-    """Return the first shape in which the template renders all that it can. A thought may be left out: many templates
-    do so on purpose."""
+    """Return the first shape with every kind of message in the prompt that the template can render. Thoughts do not
+    count: many templates drop them on purpose."""
 
     def first(shapes: Iterable[MessageShape], messages: Sequence[Message], marks: Iterable[str]) -> MessageShape | None:
         tools = TOOLS if messages is WITH_CALLS else []
@@ -208,7 +208,7 @@ def find(render: Render) -> MessageShape:
 
 
 def drops(render: Render, shape: MessageShape, role: str) -> bool:
-    """Return whether the template leaves out messages of a role, where it does not refuse them."""
+    """Return whether the template silently drops messages of a role."""
     probe = _says(role, MARKS[3])
     before = {"system": [], "user": [], "assistant": [USER]}.get(role, [USER, ASSISTANT])
     text = render(shape.built([*before, probe, *([] if role == "user" else [USER])]), [])
@@ -216,7 +216,7 @@ def drops(render: Render, shape: MessageShape, role: str) -> bool:
 
 
 def _knows_developer(render: Render, shape: MessageShape) -> bool:
-    """Return whether the template does more for this role than it does for any."""
+    """Return whether the template renders the developer's role differently from an unknown role."""
     knowing = replace(shape, developer=True)
     as_developer, as_other = (
         render(knowing.built([USER, ASSISTANT, _says(role, MARKS[3]), USER]), []) for role in ("developer", OTHER_ROLE)
@@ -226,7 +226,7 @@ def _knows_developer(render: Render, shape: MessageShape) -> bool:
 
 
 def _holds(text: str | None, marks: Iterable[str]) -> bool:
-    """Return whether a prompt has all marks, and no arguments as Python prints them or as text inside of text."""
+    """Return whether a prompt has all marks, and no arguments in Python's syntax or as quoted JSON text."""
     if text is None or f"'{KEY}'" in text or f'\\"{KEY}' in text:
         return False
     return all(mark in text for mark in marks)

@@ -1,4 +1,4 @@
-"""Outputs as parts (text, thought, calls) that open, grow and close, and the response that an API makes of them."""
+"""Outputs as parts (text, thought, calls) that open, grow and close, and the API's response from these parts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from weft.serve.http.record import as_api_error
 from weft.serve.http.wire import EventStream
 
 QUICK_LOGPROBS = 256
-"""Logprobs that are written on the event loop; a thread writes more, as tables of them may take seconds."""
+"""Maximum logprobs to format on the event loop; a thread formats more, as large tables may take seconds."""
 PartKind = Literal["text", "thought", "call"]
 
 
 @dataclass
 class OutputPart:
-    """A part of an output.
+    """Part of an output.
 
     Attributes:
-        kind: what its text is; that of a call is the call's arguments.
-        at: its index among the output's parts.
-        number: its index among those of its kind.
+        kind: text, thought or call; the text of a call is its arguments.
+        at: index among the output's parts.
+        number: index among the parts of this kind.
         call: the call, without arguments.
-        pieces: its text so far.
+        pieces: text so far.
         id: unique among all parts.
     """
 
@@ -56,7 +56,7 @@ class PartOpened(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """More text of the open part."""
+    """Additional text of the open part."""
 
     part: OutputPart
     text: str
@@ -70,16 +70,16 @@ PartEvent = PartOpened | Delta | PartClosed
 
 
 class ParsedOutput:
-    """Output of one choice so far.
+    """Output of one choice up to now.
 
     Args:
-        parser: finds its parts; None: it is all text.
+        parser: finds the parts; None if all is text.
 
     Attributes:
-        parts: in their order; the last may be open.
-        token_ids, logprobs, prompt_logprobs: those of all increments.
+        parts: in order; the last may be open.
+        token_ids, logprobs, prompt_logprobs: of all increments.
         last: the last increment.
-        reasoning_tokens: tokens up to the end of its thought.
+        reasoning_tokens: tokens up to the end of the thought.
     """
 
     def __init__(self, parser: Parser | None = None):
@@ -94,12 +94,12 @@ class ParsedOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether its last increment is here."""
+        """True once the last increment has been added."""
         return self.last is not None and self.last.finish_reason is not None
 
     @property
     def calls(self) -> list[Call]:
-        """Its calls, with their arguments so far."""
+        """Calls with their arguments so far."""
         return [replace(part.call, arguments=part.text) for part in self.parts if part.call]
 
     def text(self, kind: PartKind = "text") -> str:
@@ -108,13 +108,13 @@ class ParsedOutput:
 
     @property
     def whole(self) -> Output:
-        """All increments in one. Precondition: one is here."""
+        """Return all increments as one. Requires at least one increment."""
         assert self.last is not None
         more = {"token_ids": self.token_ids, "logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
         return msgspec.structs.replace(self.last, text=self.text(), **more)
 
     def add(self, output: Output) -> list[PartEvent]:
-        """Add an increment, and return what it does to the parts."""
+        """Add an increment, and return its events of parts."""
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
@@ -134,14 +134,14 @@ class ParsedOutput:
         return events + self.closed() if last else events
 
     def opened(self, kind: PartKind, call: Call | None = None) -> list[PartEvent]:
-        """Open a part, without text, where the open one ends."""
+        """Close the open part, open an empty one, and return the events."""
         number = sum(part.kind == kind for part in self.parts)
         closed, self._open = self.closed(), OutputPart(kind, len(self.parts), number, call)
         self.parts.append(self._open)
         return [*closed, PartOpened(self._open)]
 
     def _more(self, kind: PartKind, text: str) -> list[PartEvent]:
-        """Add text to the open part, or to a new one where that is of another kind."""
+        """Add text to the open part, or to a new one if the kind differs."""
         if not text:
             return []
         events = [] if self._open and self._open.kind == kind else self.opened(kind)
@@ -151,18 +151,18 @@ class ParsedOutput:
         return events
 
     def closed(self) -> list[PartEvent]:
-        """End the open part."""
+        """Close the open part and return the events."""
         part, self._open = self._open, None
         return [PartClosed(part)] if part else []
 
 
 class Reply(ABC):
-    """Response to one request in the shape of one API: events while the outputs are made, or a body at their end.
+    """Response to one request in the shape of one API: events during generation, or a body at its end.
 
     Args:
-        model: its name for the client.
-        prompts: the tokens of each.
-        outputs: one for each choice, those of a prompt in a row.
+        model: name for the client.
+        prompts: tokens of each prompt.
+        outputs: one per choice, consecutive for each prompt.
     """
 
     def __init__(self, model: str, prompts: Sequence[Sequence[int]], outputs: Sequence[ParsedOutput]):
@@ -175,9 +175,9 @@ class Reply(ABC):
 
         Args:
             index: of the choice.
-            output: the increment, which has been added to the choice.
-            events: what it does to the choice's parts.
-            begins: it is the choice's first.
+            output: the increment, already added to the choice.
+            events: its events of the choice's parts.
+            begins: true for the choice's first increment.
         """
 
     @abstractmethod
@@ -190,11 +190,11 @@ class Reply(ABC):
 
     @abstractmethod
     def whole(self) -> Response:
-        """Return the response that is no stream."""
+        """Return the whole response, without a stream."""
 
     def usage(self) -> dict[str, Any]:
-        """Count tokens so far. A prompt counts once for all its choices, and so do the tokens of it that were cached:
-        what the first of them found, as the others find what the first has computed."""
+        """Return token counts up to now. A prompt and its cached tokens count once for all its choices; cached are the
+        tokens that the first choice found, as the other choices find what the first has computed."""
         lasts, each = [output.last for output in self.outputs], self.choices_of_prompt
         groups = [lasts[at : at + each] for at in range(0, len(lasts), each)]
         cached = [min((last.cached_tokens for last in group if last), default=0) for group in groups]
@@ -210,17 +210,17 @@ class Reply(ABC):
 async def respond(
     request: Request, stream: AsyncGenerator[tuple[int, Output], None], reply: Reply, streamed: bool
 ) -> Response:
-    """Make the response to a request of the increments of its choices."""
+    """Return the response to a request from the increments of its choices."""
     outputs = reply.outputs
     if not streamed:
         async with aclosing(stream):
             async for index, output in stream:
                 outputs[index].add(output)
         if not all(output.finished for output in outputs):
-            return Response(status_code=499)  # the client has gone: nobody reads this
+            return Response(status_code=499)  # the client has disconnected: nobody reads this
         small = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in outputs) <= QUICK_LOGPROBS
         return reply.whole() if small else await run_in_threadpool(reply.whole)
-    # Fetch the first increment before the headers go out: a refusal must still be an HTTP status.
+    # Fetch the first increment before sending headers: a refusal must still be an HTTP status.
     if (first := await anext(stream, None)) is None:
         return Response(status_code=499)
 
@@ -239,7 +239,7 @@ async def respond(
                     increment = await anext(stream, None)
             for event in reply.end():
                 yield event
-        except Exception as error:  # the headers are gone: say it in the stream
+        except Exception as error:  # the headers are sent: report it in the stream
             yield reply.failed(as_api_error(error, request.scope["state"]))
 
     return EventStream(events())

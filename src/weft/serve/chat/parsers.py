@@ -1,4 +1,4 @@
-"""The parser of a model's output as it streams, and what ends the output."""
+"""Parsers of streamed outputs, and the ends of outputs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def parser(
     one_call: bool = False,
     bare: bool = False,
 ) -> Parser:
-    """Make the parser of one output.
+    """Return the parser of one output.
 
     Args:
-        form: of calls; None: it is all text.
-        functions: that may be called.
-        hidden: special tokens, which no client sees; each comes in one piece.
+        form: form of calls; None if all is text.
+        functions: functions that the output may call.
+        hidden: special tokens that no client sees; each arrives in one piece.
         one_call: the output ends with its first call.
-        bare: calls stand at the beginning or nowhere; tags in the text of other outputs are text.
+        bare: calls are at the beginning or nowhere; tags in other outputs are text.
     """
     if form is None:
         return TextParser(hidden)
@@ -36,7 +36,7 @@ def parser(
 
 
 class BareParser:
-    """Takes an output for calls where it begins with their mark, otherwise for text."""
+    """Parser that reads an output as calls if it begins with their mark, otherwise as text."""
 
     def __init__(self, calls: Parser, begin: str, hidden: Collection[str]):
         self._calls, self._begin, self._text = calls, begin, TextParser(hidden)
@@ -61,21 +61,21 @@ class BareParser:
 
 
 class EndingParser:
-    """Ends an output with its first call, or at a stop string in its text; one in a thought or a call ends nothing.
+    """Parser that ends an output at its first call, or at a stop string in its text, not in a thought or a call.
 
     Args:
         inner: finds the parts.
         stop: strings that end the text.
-        keep_stop: a stop string is a part of the text.
-        min_tokens: pushes, of one token each, before which a stop string ends nothing.
+        keep_stop: the text includes the stop string.
+        min_tokens: pushes, of one token each, that ignore stop strings.
 
     Attributes:
-        end: the stop string that has ended the output; empty: it has ended with a call; None: it goes on.
+        end: stop string that has ended the output; empty if a call has; None if the output continues.
     """
 
     def __init__(self, inner: Parser, stop: Sequence[str], keep_stop: bool = False, min_tokens: int = 0):
         self._inner, self._stop, self._keep_stop, self._to_come = inner, stop, keep_stop, min_tokens
-        self._held = ""  # the end of the text, which may become a stop string
+        self._held = ""  # end of the text that may become a stop string
         self.end: str | None = None
 
     @property
@@ -100,6 +100,6 @@ class EndingParser:
         return parts._replace(text=said)
 
     def watch(self, text: str) -> str | None:
-        """As `weft.engine.messages.request.SamplingParams.watch`: what the output ends with, or None."""
+        """Return the string that ends the output, or None; see `weft.engine.messages.request.SamplingParams.watch`."""
         self.push(text, last=False)
         return self.end

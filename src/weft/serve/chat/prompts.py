@@ -1,4 +1,4 @@
-"""From what a client sends to the tokens of its prompts, within limits that are checked first."""
+"""Tokens of a request's prompts, and limits that are checked before tokenising."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.serve.chat.templates import Templates
 from weft.serve.http.errors import ApiError
 
 SPARE_TOKENS = 64
-"""By which a text that is cut to its last tokens is longer than those when it is encoded."""
+"""Extra tokens to encode of a text that is truncated to its last tokens."""
 
 
 class Prompts:
-    """Of one engine. ApiError 400 for what cannot be served. Long texts take a while: not for the event loop.
+    """Tokeniser of an engine's prompts. Raises ApiError 400. Long texts are slow: do not call it on the event loop.
 
-    templates: what renders chat templates; takes_templates: whether requests may bring them.
+    templates: renders chat templates. takes_templates: requests may have their own.
     """
 
     def __init__(self, engine: Engine, templates: Templates, takes_templates: bool):
@@ -29,11 +29,11 @@ class Prompts:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of the longest token, which no token of a text exceeds."""
+        """Characters of the longest token."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def of_completion(self, body: CompletionRequest) -> list[list[int]]:
-        """Each prompt's tokens."""
+        """Return the tokens of each prompt."""
         prompt: Any = body.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
@@ -46,21 +46,21 @@ class Prompts:
         return [self._tokens(p, kept, special) for p in prompt]
 
     def of_chat(self, body: ChatRequest) -> list[int]:
-        """The tokens of its messages and tools, through the chat template."""
+        """Return the tokens of a chat's messages and tools, rendered by the chat template."""
         return self.of_chat_text(self.chat_text(body), body)
 
     def of_chat_text(self, text: str, body: ChatRequest) -> list[int]:
-        """The tokens of what `chat_text` gave."""
+        """Return the tokens of a result of `chat_text`."""
         return self._tokens(text, self._kept(body), body.add_special_tokens)
 
     def chat_text(self, body: ChatRequest) -> str:
-        """What the chat template makes of its messages and tools."""
+        """Return a chat's messages and tools, rendered by the chat template."""
         self.check_choices(body.n, "n")
         if body.chat_template is not None and not self._takes_templates:
             message = "chat_template is not taken here; start weft serve with --trust-request-chat-template"
             raise ApiError(400, message, param="chat_template")
         whole = self._kept(body) is None
-        if whole and (count := len(body.messages)) > self._engine.max_model_len:  # none is less than a token
+        if whole and (count := len(body.messages)) > self._engine.max_model_len:  # each has at least one token
             raise self._too_long(f"{count} messages", "messages")
         if whole:
             characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
@@ -71,25 +71,25 @@ class Prompts:
         return text
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """A text's tokens; special: with those that the tokenizer puts around it."""
+        """Return the tokens of a text. special: add the tokenizer's special tokens around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens that a client names."""
+        """Return the text of a client's tokens."""
         vocabulary = self._engine.text_processor.vocabulary
-        if not all(0 <= token < vocabulary for token in tokens):  # the tokenizer would fail on some of them
+        if not all(0 <= token < vocabulary for token in tokens):  # the tokenizer fails on some others
             raise ApiError(400, f"prompt: its tokens must be between 0 and {vocabulary - 1}", param="prompt")
         return str(self._tokenizer.decode(tokens))
 
     def check_choices(self, count: int, param: str) -> None:
-        """Refuses more choices than the engine takes at once."""
+        """Raise ApiError 400 for more choices than the engine accepts."""
         limit = self._engine.config.max_choices
         if count > limit:
             message = f"{param}: the request has {count} choices (prompts × n); at most {limit} are allowed"
             raise ApiError(400, message, param=param)
 
     def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
-        """Refuses text that cannot fit, before it is encoded: that takes a hundred times its size of memory."""
+        """Raise ApiError 400 for a text that cannot fit, as encoding it would need a hundred times its memory."""
         if characters > prompts * self._engine.max_model_len * self._longest_token:
             raise self._too_long(f"{characters} characters", param)
 
@@ -99,19 +99,18 @@ class Prompts:
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
     def _kept(self, body: CommonRequest) -> int | None:
-        """How many of a prompt's last tokens are kept; None: all. -1 keeps what fits beside the output."""
+        """Return the number of last tokens to keep; None: all. A request's -1 keeps all that fit with the output."""
         longest, wanted = self._engine.max_model_len - 1, body.truncate_prompt_tokens
         if wanted is None or wanted > longest:
-            return None  # what is longer than the context is refused as ever
+            return None  # longer prompts than the context are refused as usual
         if wanted == -1:
             wanted = longest + 1 - max(body.output_limit or 1, 1)
         return max(wanted, 1)
 
     def _tokens(self, prompt: str | list[int], kept: int | None, special: bool) -> list[int]:
-        """A prompt's tokens, of which so many are kept. Of a text only an end is encoded that holds more tokens than
-        those: where it is cut its tokens differ, and no further than the spare ones.
-        """
+        """Return the last `kept` tokens of a prompt, all for None."""
         if isinstance(prompt, str):
+            # Encode only an end of the text: tokens differ near the cut, within the spare tokens.
             begin = 0 if kept is None else -(kept + SPARE_TOKENS) * self._longest_token
             prompt = self.encode(prompt[begin:], special)
         return prompt if kept is None else prompt[-kept:]

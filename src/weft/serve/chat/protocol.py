@@ -1,5 +1,5 @@
-"""Request bodies of the OpenAI API, checked. A field is served, or refused by its name; none is ignored silently, but
-for those that change no output."""
+"""Request bodies of the OpenAI API, checked. An unsupported field is refused by its name, unless it changes no
+output."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from weft.serve.http.bodies import Body
 from weft.serve.http.errors import ApiError, of_value
 
 MAX_ITEMS = 2**16
-"""Messages of a chat, items of a response, choices of a grammar, tokens that a mask allows or that are made text."""
+"""Maximum messages of a chat, items of a response, choices of a grammar, tokens of a mask or to detokenise."""
 MAX_NAMED = 1024
-"""Tokens and words that each step of a request looks at, and functions that a chat template writes."""
+"""Maximum tokens and words that each step of a request checks, and functions that a chat template renders."""
 MAX_STOPS, MAX_STOP_TEXT = 16, 4096
-"""Stop strings of a request, and characters of each: every increment is compared with all of them."""
+"""Maximum stop strings of a request, and characters of each: every increment is compared with all."""
 MAX_WORDS_TEXT = 2**16
-"""Characters of all bad words."""
+"""Maximum characters of all bad words."""
 MAX_PAIRS = 16
-"""Pairs of metadata, as in OpenAI's API: the events of a stream repeat them."""
+"""Maximum pairs of metadata, as in OpenAI's API: the events of a stream repeat them."""
 MAX_NAME = 1024
-"""Characters of `user` and `cache_salt`, which are kept with the request."""
+"""Maximum characters of `user` and `cache_salt`, which are stored with the request."""
 
 
 Text = str
-"""What clients write. Halves of surrogate pairs are refused before (`weft.serve.http.bodies.decode`)."""
+"""Client's text. `weft.serve.http.bodies.decode` has refused lone surrogates."""
 
 
 def limited_to(limit: int) -> BeforeValidator:
-    """Counts a list's items, or an object's members, before each is looked at: a long list of little takes much more
-    memory than its text."""
+    """Return a validator that counts items or members before checking each, as a long list of small items needs far
+    more memory than its text."""
 
     def check(values: Any) -> Any:
         if isinstance(values, list | dict) and len(values) > limit:
@@ -48,11 +48,11 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 Metadata = Annotated[dict[str, Text], limited_to(MAX_PAIRS)]
 HARMLESS = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 HARMLESS |= {"prompt_cache_retention", "request_id", "parallel_tool_calls", "spaces_between_special_tokens"}
-"""Fields of a request that are accepted and change no output."""
+"""Accepted fields of a request that change no output."""
 
 
 class StreamOptions(Body):
-    """include_usage: send a last chunk with token counts. continuous_usage_stats: counts so far in each chunk."""
+    """Options of streams. include_usage: counts in a last chunk; continuous_usage_stats: counts in each chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -60,7 +60,7 @@ class StreamOptions(Body):
 
 
 class StructuredOutputs(Body):
-    """One of these; see `weft.engine.grammar.grammar`."""
+    """Constraint of the output: one of these fields; see `weft.engine.grammar.grammar`."""
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None
@@ -70,7 +70,7 @@ class StructuredOutputs(Body):
 
 
 class JsonSchema(Body):
-    """Its name and description change nothing; it is followed whether strict or not."""
+    """JSON schema, which outputs follow even if it is not strict. Its name and description have no effect."""
 
     name: Text | None = None
     description: Text | None = None
@@ -79,14 +79,14 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """type: text, json_object or json_schema."""
+    """Format of the output. type: text, json_object or json_schema."""
 
     type: Text
     json_schema: JsonSchema | None = None
 
 
 class SharedRequest(Body):
-    """What says how a request shares the engine with others (`weft.engine.messages.request.Sharing`)."""
+    """Fields of a request's share of the engine (`weft.engine.messages.request.Sharing`)."""
 
     user: Text | None = Field(None, max_length=MAX_NAME)
     priority: int = 0
@@ -94,7 +94,7 @@ class SharedRequest(Body):
 
 
 class OutputRequest(Body):
-    """Fields that every API has for an output. A chat's translation takes them over by their names."""
+    """Fields of an output that every API has. Translations to a chat copy them by name."""
 
     model: str | None = None
     stream: bool = False
@@ -104,7 +104,7 @@ class OutputRequest(Body):
 
 
 class SamplingFields(OutputRequest):
-    """How tokens are sampled, and where the output ends: OpenAI's parameters, then vLLM's and SGLang's."""
+    """Fields of sampling and of the output's end: OpenAI's parameters, then vLLM's and SGLang's."""
 
     seed: int | None = None
     stop: Text | Texts | None = None
@@ -124,14 +124,11 @@ class SamplingFields(OutputRequest):
 
     @property
     def heavy(self) -> bool:
-        """Each bad word is encoded."""
+        """True with bad words, as each is encoded."""
         return bool(self.bad_words)
 
     def sampling(self, text_processor: TextProcessor, **more: Any) -> SamplingParams:
-        """Return the engine's parameters: fields that it has by the same name, and `more` as they are.
-
-        ApiError 400 for a value out of range.
-        """
+        """Return the engine's parameters: fields of the same names, and `more`. ApiError 400 for a bad value."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOPS:
             raise ApiError(400, f"stop: {len(stop)} strings are given; at most {MAX_STOPS}", param="stop")
@@ -143,7 +140,7 @@ class SamplingFields(OutputRequest):
         for name in SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys():
             if (value := getattr(self, name)) is not None:
                 params[name] = tuple(value) if isinstance(value, list) else value
-        params["top_k"] = max(int(params.get("top_k", 0)), 0)  # -1 is some clients' word for off
+        params["top_k"] = max(int(params.get("top_k", 0)), 0)  # some clients send -1 for off
         params |= {"stop": tuple(stop), "logit_bias": tuple(self.logit_bias.items())}
         params["bad_words"] = _spellings(self.bad_words, text_processor.tokenizer)
         params["keep_stop"] = self.include_stop_str_in_output or self.no_stop_trim
@@ -154,7 +151,7 @@ class SamplingFields(OutputRequest):
 
 
 class GrammarFields(Body):
-    """The grammar that the output follows, by any of the names that clients have for it; see `structure.grammar_of`."""
+    """Fields for the grammar of the output, under all of clients' names; see `structure.grammar_of`."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -168,12 +165,12 @@ class GrammarFields(Body):
 
     @property
     def slow(self) -> bool:
-        """A grammar may take a second to compile."""
+        """True with a grammar, which may take a second to compile."""
         return not self.model_fields_set.isdisjoint(GrammarFields.model_fields)
 
 
 class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
-    """What both kinds of completion share."""
+    """Fields that both kinds of completion share."""
 
     harmless = HARMLESS
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -185,12 +182,12 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "include_reasoning": (True,),
-        "data_parallel_rank": (0,),  # of the one that `weft.serve.dialects.router_routes` reports
+        "data_parallel_rank": (0,),  # `weft.serve.dialects.router_routes` reports one rank
     }
 
     @property
     def output_limit(self) -> int | None:
-        """Most tokens of a choice; None: what fits into the context."""
+        """Maximum tokens of a choice; None: all that fit into the context."""
         return None
 
     n: int = Field(1, ge=1, le=128)
@@ -201,14 +198,14 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
 
 
 def _spellings(words: Sequence[str], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """Tokens of each word at the start of a text and after a space."""
+    """Return the tokens of each word at the start of a text and after a space."""
     texts = [space + word.lstrip() for word in words for space in ("", " ")]
     made = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return tuple(dict.fromkeys(map(tuple, made)))
 
 
 class CompletionRequest(CommonRequest):
-    """POST /v1/completions. prompt: text or token ids, one or several."""
+    """Body of POST /v1/completions. prompt: one or several texts or lists of token ids."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = CommonRequest.neutral | {"suffix": ("",)}
 
@@ -236,7 +233,7 @@ class CompletionRequest(CommonRequest):
 
 
 class TokenizeRequest(Body):
-    """POST /tokenize, of a text; of a chat, it takes what the chat takes."""
+    """Body of POST /tokenize for a text; for a chat, the body is a `ChatRequest`."""
 
     harmless = HARMLESS
     model: str | None = None
@@ -246,7 +243,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     harmless = HARMLESS
     model: str | None = None

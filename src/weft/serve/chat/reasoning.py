@@ -1,4 +1,4 @@
-"""The thought that a model writes first, between <think> and </think>: no part of the text or its grammar."""
+"""Thoughts of models, between <think> and </think> at the start, which are not part of the text or its grammar."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weft.serve.chat.tools import OutputDelta, Parser, any_of
 
 BEGIN, END = "<think>", "</think>"
 Start = Literal["inside", "free"]
-"""Where an output begins: inside a thought that the prompt opens, or where a thought may come first."""
+"""Start of an output: inside a thought that the prompt opens, or free to begin with a thought."""
 
 
 def start_of(prompt: str, continued: str = "") -> Start | None:
-    """None: the prompt leaves no place for a thought. continued: the message that the output continues."""
+    """Return the start of an output; None if the prompt allows no thought. continued: the message to continue."""
     if continued:
         return "inside" if continued.rfind(BEGIN) > continued.rfind(END) else None
     end = prompt.rstrip()
@@ -26,18 +26,18 @@ def start_of(prompt: str, continued: str = "") -> Start | None:
 
 
 def after_thought(grammar: str, start: Start, named: Collection[str]) -> str:
-    """Of an output that follows the grammar once its thought, if any, has ended. named: see `Grammars.named`."""
+    """Return the grammar of an output that follows `grammar` after its thought, if any. named: see `Grammars.named`."""
     literal = literals({BEGIN, END} & set(named))
-    # Where the end is a token that no text matches, it ends the text by itself.
+    # If the end is a token that no text matches, it ends the text by itself.
     inside = f"inside: /(?s:.*)/ {END}" if END in named else f'inside[suffix="{END}"]: /(?s:.*)/'
     thought = "thought" if start == "inside" else f"({literal(BEGIN)} thought)?"
     return followed(f"start: {thought} @output\nthought: inside /\\n{{0,2}}/\n{inside}\n", grammar)
 
 
 class ThoughtParser:
-    """Splits off the thought; what follows it is for the inner parser. Line breaks around the thought are left out.
+    """Parser that splits off the thought and passes the rest to the inner parser, without line breaks in between.
 
-    hidden: special tokens, which no client sees; each comes in one piece.
+    hidden: special tokens that no client sees; each arrives in one piece.
     """
 
     def __init__(self, inner: Parser, start: Start, hidden: Collection[str] = ()):
@@ -46,7 +46,7 @@ class ThoughtParser:
         self._without: Literal["inside", "content"] = "inside" if start == "inside" else "content"
         self._state: Literal["free", "inside", "behind", "content"] = "free"
         self._held = ""
-        self._thought = False  # some of it has come
+        self._thought = False  # True once the thought has text
 
     @property
     def ended(self) -> bool:
@@ -82,7 +82,7 @@ class ThoughtParser:
 
 
 class WithoutThought:
-    """Parses an output and drops its thought."""
+    """Parser that drops the thought of an output."""
 
     def __init__(self, inner: Parser):
         self._inner = inner

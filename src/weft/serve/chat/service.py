@@ -1,4 +1,4 @@
-"""From a request of any API to the engine: its prompts, its sampling parameters, and the parsers of its outputs."""
+"""Service of all APIs: prompts, sampling parameters and parsers of outputs for the engine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from weft.serve.http.options import Options
 
 
 class OutputSyntax(NamedTuple):
-    """How a chat's output is parsed.
+    """Syntax of a chat's output.
 
     Attributes:
-        form: of tool calls; None: there are none.
-        start: where a thought begins; None: there is none.
-        bare: the text follows a grammar of its own, so that calls stand at its beginning or nowhere.
-        begun: the message that the output continues, with its header, in a form with channels.
+        form: form of tool calls; None without calls.
+        start: start of the output if it may have a thought, otherwise None.
+        bare: the text follows the request's grammar, so that calls are at its beginning or nowhere.
+        begun: message with its header that the output continues, in a form with channels.
     """
 
     form: ToolFormat | None
@@ -45,7 +45,7 @@ class OutputSyntax(NamedTuple):
 
 
 class ChatJob(NamedTuple):
-    """A chat for the engine. parsers: makes a parser of an output; None: the output is all text."""
+    """Chat for the engine. parsers: returns a new parser of an output; None if the output is all text."""
 
     chat: ChatRequest
     prompt: list[int]
@@ -53,13 +53,13 @@ class ChatJob(NamedTuple):
     parsers: Callable[[], Parser] | None
 
     def outputs(self) -> list[ParsedOutput]:
-        """Make an output for each choice."""
+        """Return an empty output per choice."""
         return [ParsedOutput(self.parsers and self.parsers()) for _ in range(self.chat.n)]
 
 
 @dataclass(frozen=True)
 class Service:
-    """Serves requests by one engine. model_names: those of its model. templates: as in `Prompts`."""
+    """Service of requests by one engine. model_names: names of its model. templates: see `Prompts`."""
 
     engine_client: EngineClient
     model_names: tuple[str, ...]
@@ -68,21 +68,21 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """The model's name in responses."""
+        """Name of the model in responses."""
         return self.model_names[0]
 
     @property
     def engine(self) -> Engine:
-        """What generates."""
+        """Engine of the client."""
         return self.engine_client.engine
 
     @cached_property
     def prompts(self) -> Prompts:
-        """What makes tokens of requests."""
+        """Tokeniser of requests' prompts."""
         return Prompts(self.engine, self.templates, self.options.trust_request_chat_template)
 
     def chat_job(self, body: ChatRequest) -> ChatJob:
-        """The engine's part of a chat. ApiError 400."""
+        """Return the job of a chat for the engine. ApiError 400."""
         text = self.prompts.chat_text(body)
         parts = self._parts(body, text)
         params = self._chat_params(body, parts)
@@ -106,14 +106,14 @@ class Service:
                 message = "separate_reasoning must be true: the output of this model has a channel for it"
                 raise ApiError(400, message, param="separate_reasoning")
             begun = prompt.rpartition(ChannelParser.START)[2] if body.continue_final_message else ""
-            return OutputSyntax(None if bare else form, None, begun=begun)  # such a grammar has no channels
+            return OutputSyntax(None if bare else form, None, begun=begun)  # a request's grammar has no channels
         begun = body.messages[-1].text if body.continue_final_message else ""
         start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
         form = form if body.offered else None
         return OutputSyntax(form if form and (form.begin or not bare) else None, start, bare)
 
     def _thinks(self, template: str) -> bool:
-        """Whether the model's thoughts are parsed, apart from text."""
+        """Return whether thoughts are split off from the text."""
         if self.options.reasoning_parser != "auto":
             return self.options.reasoning_parser == "think"
         return BEGIN in template or END in template or END in self._added
@@ -123,7 +123,7 @@ class Service:
         return frozenset(self.engine.tokenizer.get_added_vocab())
 
     def _parsers(self, body: ChatRequest, parts: OutputSyntax) -> Callable[[], Parser] | None:
-        """What makes a parser for each choice; None where it is all text."""
+        """Return the function that makes a choice's parser; None if all is text."""
         form, start, bare, begun = parts
         hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
 
@@ -144,16 +144,16 @@ class Service:
         params = self.params(body, form=form, start=parts.start, max_tokens=body.output_limit, **more)
         marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
         if not self.engine.text_processor.special.isdisjoint(marks):
-            params = replace(params, keep_special=True)  # the parser finds the parts by them
+            params = replace(params, keep_special=True)  # the parser finds parts by special tokens
         return params
 
     def check_model(self, asked: str | None) -> None:
-        """ApiError 404 for a model that is not the one here."""
+        """Raise ApiError 404 for a model that this server does not have."""
         if asked is not None and asked not in self.model_names:
             raise unknown_model(asked, self.model_name)
 
     def check(self, body: CommonRequest) -> None:
-        """ApiError 400 or 404 for a request that is not served."""
+        """Raise ApiError 400 or 404 for an unsupported request."""
         self.check_model(body.model)
         if body.stream_options and not body.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
@@ -162,14 +162,13 @@ class Service:
     def params(
         self, body: CommonRequest, *, form: ToolFormat | None = None, start: Start | None = None, **more: Any
     ) -> SamplingParams:
-        """Return the sampling parameters. Calls that must be made have precedence over another grammar, and calls that
-        may be made are an alternative to it.
+        """Return the sampling parameters. Required calls replace another grammar; optional calls are its alternative.
 
         Args:
-            body: of the request.
-            form: of calls.
-            start: where the output has a thought.
-            more: parameters as they are.
+            body: request.
+            form: form of calls.
+            start: start of the output if it may have a thought.
+            more: further parameters.
         """
         grammars = self.engine.text_processor.grammars
         asked = grammar_of(body, any_whitespace=self.options.any_whitespace)
@@ -179,7 +178,7 @@ class Service:
             grammar = either(calls, grammar) if calls and grammar and not body.must_call else calls or grammar
         if grammar and start:
             grammar = after_thought(grammar, start, grammars.named)
-        try:  # here, as this may be on a thread: the engine is handed requests on the event loop
+        try:  # here, perhaps on a thread: requests are submitted to the engine on the event loop
             compiled = grammars.compiled(grammar) if grammar else None
         except ValueError as error:
             field = self._blamed(body, asked)
@@ -187,7 +186,7 @@ class Service:
         return body.sampling(self.engine.text_processor, grammar=compiled, **more)
 
     def _blamed(self, body: CommonRequest, asked: Asked | None) -> str:
-        """Return the field of a grammar that cannot be used: the first that cannot by itself."""
+        """Return the field of an unusable grammar: the first that is unusable by itself."""
         fields = {asked.field: asked.grammar} if asked else {}
         for at, tool in enumerate(body.tools if isinstance(body, ChatRequest) else ()):
             fields[f"tools.{at}.function.parameters"] = json_grammar(tool.function.parameters or {})
@@ -199,12 +198,12 @@ class Service:
         return "tools" if asked is None else asked.field
 
     async def respond_chat(self, request: Request, job: ChatJob, reply: Reply) -> Response:
-        """Generate the outputs of a chat, and make its response of them."""
+        """Generate the outputs of a chat, and return its response."""
         with client_names(job.chat.names):
             return await self.respond(request, job.chat, job.params, reply)
 
     async def respond(self, request: Request, body: CommonRequest, params: SamplingParams, reply: Reply) -> Response:
-        """Generate the outputs of a request, and make its response of them."""
+        """Generate the outputs of a request, and return its response."""
         each = [params if params.seed is None else replace(params, seed=params.seed + i) for i in range(body.n)]
         prompts = [prompt for prompt in reply.prompts for _ in each]
         client = body.user or (request.client.host if request.client else "")

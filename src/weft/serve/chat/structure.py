@@ -1,4 +1,4 @@
-"""Which grammar an output must follow, by any of the names that clients have for it."""
+"""Grammar of an output, under any of the names that clients have for it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ NAMES: dict[str, Kind] = {
     "regex": "regex",
     "ebnf": "grammar",
 }
-"""vLLM's older names and SGLang's."""
+"""Older name of vLLM or name of SGLang → kind of grammar."""
 
 
 class Asked(NamedTuple):
-    """A grammar that a body asks for, as `SamplingParams.grammar` takes it, and the field that asks."""
+    """Requested grammar, for `SamplingParams.grammar`, and the field that requests it."""
 
     grammar: str
     field: str
 
 
 def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> Asked | None:
-    """Return the grammar of the output; None where it is free. ApiError 400.
+    """Return the grammar of a request's output; None if it is free. ApiError 400.
 
-    Args:
-        body: of the request.
-        any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
+    any_whitespace: of JSON, as in `weft.engine.grammar.grammar.schema_text`.
     """
     wanted: list[tuple[str, Kind, Any]] = [
         (name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None

@@ -1,8 +1,7 @@
-"""A process that renders chat templates: `python -m weft.serve.chat.template_process DESCRIPTOR PID`.
+"""Process that renders chat templates: `python -m weft.serve.chat.template_process DESCRIPTOR PID`.
 
-Its memory is limited, and it is killed where it takes too long (`weft.serve.chat.templates`).
-
-It imports little, so that it is there soon, and talks in JSON: whatever a template does, what comes of it is data.
+Its memory is limited, and `weft.serve.chat.templates` kills it after a time-out. It imports little, to start soon,
+and replies in JSON: whatever a template does, its result is data.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from weft.serve.chat import message_shape
 from weft.serve.chat.message_shape import MessageShape, Render
 
 MEMORY = 2**28
-"""Bytes that templates may take."""
+"""Maximum bytes of memory for templates."""
 MAX_TEXT = 2**24
-"""Characters of a prompt."""
+"""Maximum characters of a prompt."""
 MAX_ERROR = 500
-"""Characters of an error, which may hold the prompt."""
+"""Maximum characters of an error, which may contain the prompt."""
 
 
 def serve(connection: Connection, server: int) -> None:
-    """Send `ready`, then a JSON object for each that comes, until the server ends or closes its end.
+    """Send `ready`, then a JSON response per request, until the server ends or closes its end.
 
-    Requests have `what` (`text`, `shape` or `drops`), and what that takes; responses have that name, or `error`. Ends
-    where memory does not suffice, as compiled templates are kept: they may be what fills it.
+    Requests have `what` (`text`, `shape` or `drops`) and its arguments; responses have the value under this name, or
+    `error`. The process ends if memory does not suffice, as the cached compiled templates may fill it.
     """
     try:
-        servers_end = os.pidfd_open(server)  # a process that the server has forked holds a copy of its connection
-    except ProcessLookupError:  # it has ended already
+        servers_end = os.pidfd_open(server)  # a forked process of the server has a copy of the connection
+    except ProcessLookupError:  # the server has already ended
         return
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -78,7 +77,7 @@ def _probe(arguments: dict[str, Any], render_template: Callable[..., Any]) -> Re
             return str(render_template(**arguments, **asked)[0][0])
         except MemoryError:
             raise
-        except Exception:  # a template may refuse messages with whatever it likes
+        except Exception:  # a template may refuse messages with any exception
             return None
 
     return render

@@ -1,6 +1,6 @@
-"""Chat templates: the model's and those that requests bring, rendered in a process with limits of time and memory.
+"""Chat templates of the model and of requests, rendered in a process with limited time and memory.
 
-That process also finds out which messages a template takes."""
+This process also finds the shape of messages that a template accepts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from weft.serve.chat.message_shape import Message, MessageShape
 from weft.serve.http.errors import ApiError
 
 RENDER_S = 2.0
-"""To render one prompt; also the wait for others' prompts, for a template that a request brings."""
+"""Maximum seconds to render a prompt; also to wait for other prompts, for a request's own template."""
 PROBE_S = 10.0
-"""For all probes with a template: fifty at most, of a millisecond each on a machine that is not busy."""
+"""Maximum seconds for all probes with a template: at most fifty, of a millisecond each on an idle machine."""
 START_S = 60.0
-"""For the process, which imports what renders."""
+"""Maximum seconds for the process to start with its imports."""
 KEPT = 64
-"""Templates with a known shape."""
+"""Maximum cached shapes of templates."""
 
 
 class Templates:
-    """One process, which starts now, and again after a template that had to be stopped. Thread-safe.
+    """Client of one rendering process, restarted after a template that had to be stopped. Thread-safe.
 
     Args:
-        special: the tokenizer's `special_tokens_map`, which templates know.
+        special: the tokenizer's `special_tokens_map`, available in templates.
     """
 
     def __init__(self, special: Mapping[str, Any]):
@@ -43,12 +43,10 @@ class Templates:
         self._start()
 
     def render(self, template: str, messages: Sequence[Message], own: bool, **arguments: Any) -> str:
-        """Return the text that a template makes of messages and so on, which are JSON.
+        """Return the text that a template renders of messages and arguments, which are JSON.
 
-        Args:
-            own: it is the model's template, for which requests wait longer; otherwise a request's.
-
-        ApiError 400 for a template that fails or takes more than it may, 503 where others' are being rendered.
+        own: true for the model's template, which may wait longer for other prompts than a request's. ApiError 400 if
+        the template fails or exceeds a limit, 503 if the wait is too long.
         """
         asked = {**self._special, **arguments, "conversations": [messages], "chat_template": template}
         if not own:
@@ -60,12 +58,12 @@ class Templates:
         return str(result["text"])
 
     def _shape(self, template: str) -> MessageShape:
-        """Return the shape of messages that a template takes. ApiError as `render`."""
+        """Return the shape of messages for a template. ApiError as in `render`."""
         asked = {"arguments": {**self._special, "chat_template": template}}
         return MessageShape(**self._made("shape", asked, PROBE_S))
 
     def _drops(self, template: str, role: str) -> bool:
-        """Return whether the model's template leaves out messages of a role. ApiError as `render`."""
+        """Return whether the model's template drops messages of a role. ApiError as in `render`."""
         shape = vars(self.shape(template))
         asked = {"arguments": {**self._special, "chat_template": template}, "shape": shape, "role": role}
         return bool(self._made("drops", asked))
@@ -88,7 +86,7 @@ class Templates:
     def _start(self) -> None:
         self._connection, there = multiprocessing.Pipe()
         command = [sys.executable, "-m", "weft.serve.chat.template_process", str(there.fileno()), str(os.getpid())]
-        # A session of its own: Ctrl-C is for the server, which lets its requests end.
+        # A new session: Ctrl-C goes to the server alone, which lets its requests end.
         none = subprocess.DEVNULL
         self._process = subprocess.Popen(
             command, pass_fds=[there.fileno()], stdin=none, stdout=none, stderr=none, start_new_session=True

@@ -1,4 +1,4 @@
-"""Arguments of a call as they stream: found by their own structure, not by the first tag, and made valid JSON."""
+"""Streamed arguments of calls: their structure, not the first tag, ends them, and they become valid JSON."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ import regex
 from weft.serve.chat.tool_values import SchemaCheck, property_schema, value_for, write_json, write_scalar
 
 SPACE = r"\s{0,64}"
-"""Whitespace between tags. Without a bound, an output of nothing else would be searched anew for each token."""
+"""Whitespace between tags. Without a bound, each token would search an output of whitespace again."""
 NAME = r'[^"\\<>{}\n]{1,256}'
-"""A function's name, or a parameter's."""
+"""Name of a function or a parameter."""
 IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 SCALAR = re.compile(r'[^\s"{}\[\],:<]+')
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 
 
 class Arguments(Protocol):
-    """Reads the arguments of one call. closed: they have ended."""
+    """Reader of the arguments of one call. closed: the arguments have ended."""
 
     closed: bool
 
     def read(self, text: str, last: bool) -> tuple[str, str]:
-        """Read more text; last: nothing follows it.
+        """Read text, and return more JSON of the arguments and the unread text, to pass again before the next.
 
-        Returns: more of the arguments as JSON, and the text that is left, to be passed again in front of the next.
+        last: no text follows.
         """
         ...
 
 
 class JsonArguments:
-    """Arguments that the model writes as JSON, which ends where its brackets close.
+    """Arguments in JSON, which end where the brackets close.
 
-    JSON that none can parse is mended: control characters in strings, unknown escapes, NaN and other bare words.
-    depth: of brackets that are open already.
+    Invalid JSON is repaired: control characters in strings, unknown escapes, NaN and other bare words. depth: number of
+    brackets that are already open.
     """
 
     def __init__(self, depth: int = 0):
@@ -46,7 +46,7 @@ class JsonArguments:
         self._depth, self._in_string = depth, False
 
     def read(self, text: str, last: bool) -> tuple[str, str]:
-        """As `Arguments` says. A tag outside of a string ends them too: no JSON follows it."""
+        """See `Arguments`. A tag outside a string ends the arguments too, as no JSON contains it."""
         made: list[str] = []
         at, end = -1, 0
         while at < end < len(text) and not self.closed:
@@ -93,16 +93,16 @@ class JsonArguments:
 class Tags:
     """Tags around each parameter of a call.
 
-    A value may hold any of them, so that its end is the closing tag with another parameter or the end of the call
-    behind it. The published parsers cut it at the first closing tag.
+    A value may contain any tag, so it ends at a closing tag followed by another parameter or the end of the call.
+    Published parsers cut it at the first closing tag.
 
     Attributes:
-        open: a pattern of what begins a value; its group `key` is the parameter's name.
-        close: ends a value.
-        call_end: ends a call; empty: a call ends with its block.
-        call: a pattern of what begins a call; a block has several if they have an end.
-        begin, end: a block is between.
-        lines: a value has lines of its own, so that a line break before and one after it are not of it.
+        open: pattern of a value's beginning; its group `key` is the parameter's name.
+        close: end of a value.
+        call_end: end of a call; empty if a call ends with its block.
+        call: pattern of a call's beginning; a block has several calls if `call_end` is not empty.
+        begin, end: beginning and end of a block.
+        lines: a value is on separate lines, without the line break before and after it.
     """
 
     open: str
@@ -115,12 +115,12 @@ class Tags:
 
     @cached_property
     def opening(self) -> Any:
-        """Matches what begins a value."""
+        """Pattern of a value's beginning."""
         return regex.compile(SPACE + self.open)
 
     @cached_property
     def ends(self) -> tuple[Any, Any]:
-        """Match the end of a value, with what follows: of one within a line, and of one on lines of its own."""
+        """Patterns of a value's end with the tag after it: within a line, and on separate lines."""
         block_end = f"{re.escape(self.end)}{SPACE}{self._block}"
         following = f"{self.open}|{block_end}"
         if self.call_end:
@@ -130,19 +130,18 @@ class Tags:
 
     @cached_property
     def ends_before_text(self) -> tuple[Any, Any]:
-        """Match the end of a value, of its call and of the block, whatever follows: in one line, and on lines of
-        their own."""
+        """Patterns of the end of a value, its call and the block before any text: in one line, on separate lines."""
         tags = [re.escape(tag) for tag in (self.close, self.call_end, self.end) if tag]
         return regex.compile(SPACE.join(tags)), regex.compile(rf"[ \t]{{0,64}}\n{SPACE}".join(tags))
 
     @cached_property
     def inside(self) -> Any:
-        """Finds what begins another call: a value with that in it may hold a whole call."""
+        """Pattern of another call's beginning: a value that contains it may contain a whole call."""
         return regex.compile("|".join([re.escape(self.begin), self.open] + [self.call] * bool(self.call_end)))
 
     @cached_property
     def loose_ends(self) -> Any:
-        """Matches the end of a value in a call with tags that are missing."""
+        """Pattern of a value's end in a call with missing tags."""
         close, end = re.escape(self.close), re.escape(self.end) + SPACE
         call_end = re.escape(self.call_end) + SPACE if self.call_end else ""
         followed = f"(?:{end})?(?:{self._another})"
@@ -165,20 +164,20 @@ class Tags:
 
 
 class TaggedArguments:
-    """Arguments between tags. They become JSON one by one, each once it is whole.
+    """Arguments between tags, each written as JSON once it is complete.
 
-    parameters: JSON schema of the function's, which says what the texts stand for.
+    parameters: JSON schema of the function's parameters, which decides the types of values.
     """
 
     def __init__(self, tags: Tags, parameters: Any):
         self.closed = False
         self._tags, self._parameters = tags, parameters
-        self._begun = False  # the object has
-        self._key: str | None = None  # of the value that is being read
-        self._value: list[str] = []  # as far as it is without an end
+        self._begun = False  # True once the JSON object has its opening bracket
+        self._key: str | None = None  # of the unfinished value
+        self._value: list[str] = []  # pieces of the unfinished value
 
     def read(self, text: str, last: bool) -> tuple[str, str]:
-        """As `Arguments` says."""
+        """See `Arguments`."""
         made = ""
         while not self.closed:
             if self._key is None:
@@ -204,7 +203,7 @@ class TaggedArguments:
         return made, text
 
     def _search(self, text: str, last: bool) -> tuple[int, bool]:
-        """Find the end of the value, or else how much of the text is surely a part of it."""
+        """Return the place of the value's end and True, or the length of its certain part and False."""
         close = self._tags.close
         first = self._value[0] if self._value else text
         ends = self._tags.ends[self._tags.lines and first.startswith("\n")]
@@ -222,7 +221,7 @@ class TaggedArguments:
         return self._tags.inside.search(value) is None
 
     def _unended(self, text: str) -> tuple[str, str]:
-        """Write a value that has no proper end, of a text that is all there is. Returns it and what follows."""
+        """Return the JSON of a value without a proper end, in the last text of an output, and the text after it."""
         close, own_line = self._tags.close, self._tags.lines and text.startswith("\n")
         for tag in re.finditer("|".join(map(re.escape, self._tags.closing)), text):
             at = tag.start()
@@ -235,7 +234,7 @@ class TaggedArguments:
         return self._argument(text[: len(text) - cut], whole=False), ""
 
     def _argument(self, text: str, whole: bool = True) -> str:
-        """Write the value that has ended; one that was cut, as far as it comes, where the schema allows that."""
+        """Return the JSON of the ended value; of a cut value (not `whole`) its part, if the schema allows it."""
         key, self._key = self._key or "", None
         if self._tags.lines:
             text = text.removeprefix("\n").removesuffix("\n")
@@ -248,6 +247,6 @@ class TaggedArguments:
 
 
 def begun(text: str, mark: str) -> int:
-    """Length of the text's longest end that the mark begins with, short of the whole."""
+    """Return the length of the text's longest end that is a beginning of the mark, shorter than the mark."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((n for n in lengths if mark.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""The forms in which models write calls of tools, by what their chat templates hold."""
+"""Forms of models' tool calls, recognised by texts in their chat templates."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ from weft.serve.chat.tool_grammars import (
 )
 
 TEXT = "TEXT: /(.|\\n)+/\n"
-"""A terminal of Lark: whatever matches no special token."""
+"""Lark terminal that matches everything except special tokens."""
 MAX_CALLS = 16
-"""Calls in one output that must be calls."""
+"""Maximum calls in an output of required calls."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function, its arguments as JSON text."""
+    """Call of a function, with its arguments as JSON text."""
 
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
     def plain(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """Return the call in OpenAI's shape."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """Form of a model's calls.
 
     Attributes:
-        marks: texts that all stand in a chat template that asks for this form.
-        call: writes Lark rules, of which `call` is one call.
-        opening: a pattern of what stands before the arguments of a call, from the block's beginning or another call's
-            end on. Groups: `name`, the function's; `open`, where the arguments begin, if that is not its end; `id`, the
-            call's, if the form has one.
-        begin, end: calls stand between; without them, calls are the whole output.
-        closing: what else may stand behind the arguments of a call.
-        tags: those around parameters; None: arguments are JSON.
-        bare: a pattern of a call's beginning where `begin` is missing; at the start of a line, of a known function.
-        only_known: other functions than those that are offered make no call.
+        marks: texts that a chat template of this form all contains.
+        call: returns Lark rules; the rule `call` is one call.
+        opening: pattern of the text before a call's arguments, from the block's beginning or another call's end.
+            Groups: `name` of the function; `open`, the beginning of the arguments, if not at the end; `id` of the
+            call, if the form has ids.
+        begin, end: texts around the calls; empty if calls are the whole output.
+        closing: further text after the arguments of a call.
+        tags: tags around parameters; None if arguments are JSON.
+        bare: pattern of a call without `begin`, at the start of a line and of a known function.
+        only_known: names of unknown functions make no call.
         objects: a call is a JSON object with the name and the arguments, in any order.
-        head, between, tail: around the calls of an output that must be calls.
-        tokens: what stands in an output and may be special tokens, which are then no text.
-        channels: every output has parts for several readers, with calls or without.
+        head, between, tail: texts around the calls of an output of required calls.
+        tokens: texts of the form that may be special tokens, which text then cannot match.
+        channels: every output has parts for several readers, even without calls.
     """
 
     marks: tuple[str, ...]
@@ -82,18 +82,18 @@ class ToolFormat:
 
     @cached_property
     def opens(self) -> Any:
-        """Matches `opening`."""
+        """Pattern of `opening`."""
         return regex.compile(self.opening)
 
     @cached_property
     def begins(self) -> Any:
-        """Finds `begin`, as group `begin`, or `bare`."""
+        """Pattern of `begin`, as group `begin`, or of `bare`."""
         begin = [f"(?P<begin>{re.escape(self.begin)})"] * bool(self.begin)
         return regex.compile("|".join(begin + [self.bare] * bool(self.bare)) or "(?!)")
 
     @cached_property
     def closes(self) -> Any:
-        """Matches each of what may stand behind the arguments of a call."""
+        """Pattern of each text that may follow the arguments of a call."""
         return regex.compile(SPACE + "(?:" + "|".join(map(re.escape, filter(None, (*self.closing, self.end)))) + ")")
 
     def grammar(
@@ -105,14 +105,14 @@ class ToolFormat:
         among_text: bool = False,
         any_whitespace: bool = False,
     ) -> str:
-        """Of outputs that are calls of these functions, and nothing else, or text with such calls in it.
+        """Return the grammar of outputs that are only calls of these functions, or text that contains such calls.
 
-        named: tokens; see `Grammars.named`. any_whitespace: in JSON, as in `weft.engine.grammar.grammar.schema_text`.
-        ValueError where text has no calls in it in this form.
+        named: tokens; see `Grammars.named`. any_whitespace: of JSON, as in `weft.engine.grammar.grammar.schema_text`.
+        ValueError if this form has no calls among text.
         """
         named = set(named) & set(self.tokens)
         literal = literals(named)
-        if among_text and self.begin and self.begin not in named:  # what begins a call is then the end of a text
+        if among_text and self.begin and self.begin not in named:  # the beginning of a call then ends a text
             literal = literals({*named, self.begin}, {self.begin: "begun"})
         calls = "call"
         if several and not self.channels:
@@ -136,7 +136,7 @@ class ToolFormat:
 
 
 def tool_format_of(template: str) -> ToolFormat | None:
-    """The form that a chat template asks for; None where it knows no tools."""
+    """Return the form of a chat template; None if it has no tools."""
     return next((form for form in TOOL_FORMATS if all(mark in template for mark in form.marks)), None)
 
 
@@ -193,7 +193,7 @@ GLM = Tags(
 
 
 def _glm_call(functions: Functions, literal: Literal, schema: Schema) -> str:
-    line = ' "\\n"? '  # GLM-4.5 breaks lines, GLM-4.7 does not
+    line = ' "\\n"? '  # GLM-4.5 writes line breaks, GLM-4.7 does not
     around = literal("<tool_call>"), literal("</tool_call>") + line
     between = literal("</arg_key>") + line + literal("<arg_value>")
     names = [literal(f["name"]) + line for f in functions]
@@ -341,4 +341,4 @@ TOOL_FORMATS = (
         between="; ",
     ),
 )
-"""The first that fits is taken."""
+"""All forms; the first with all its marks in a chat template is the template's."""

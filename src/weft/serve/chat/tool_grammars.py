@@ -1,4 +1,4 @@
-"""Lark rules of calls that a model must write, or may write in its text: parts that forms of calls share."""
+"""Lark rules of required and optional calls, shared by the forms of calls."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 from weft.serve.chat.tool_values import CONSTANTS, SchemaCheck, choices_of
 
 Functions = Sequence[dict[str, Any]]
-"""The functions that may be called: `name`, and `parameters`, a JSON schema."""
+"""Functions of a request: `name`, and `parameters`, a JSON schema."""
 Literal = Callable[[str], str]
-"""A text as Lark writes it."""
+"""Function from a text to its Lark."""
 Schema = Callable[[Any], str]
-"""A JSON schema as `%json` of Lark takes it."""
+"""Function from a JSON schema to Lark's `%json`."""
 MAX_DEPTH = 4
-"""Of nested choices between schemas that are distinguished outside of JSON."""
+"""Maximum depth of nested choices between schemas outside JSON."""
 
 
 def literals(named: Collection[str], rules: Mapping[str, str] = {}) -> Literal:
-    """Write texts so that these tokens are named in them, or have a rule of this name."""
+    """Return a function that writes texts in Lark, with these tokens by name or by the rule of the token."""
     among = re.compile("|".join(map(re.escape, sorted(named))) or "(?!)")
 
     def literal(text: str) -> str:
         parts = [quoted(part) for part in among.split(text)]
         for at, token in enumerate(among.findall(text)):
-            parts.insert(2 * at + 1, rules.get(token, token))  # Lark of llguidance names a token as it is written
+            parts.insert(2 * at + 1, rules.get(token, token))  # llguidance's Lark names a token by its text
         return " ".join(part for part in parts if part != '""') or '""'
 
     return literal
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it where no token is named."""
+    """Return a text in Lark, without named tokens."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
-    """JSON schema of a function's parameters."""
+    """Return the JSON schema of a function's parameters."""
     return function.get("parameters") or {"type": "object"}
 
 
 def calls_schema(functions: Functions, arguments: str) -> dict[str, Any]:
-    """JSON schema of an object with a function's name, and its arguments under this name."""
+    """Return the JSON schema of an object with a function's name and its arguments. arguments: their key."""
     each = []
     for at, function in enumerate(functions):
         place = f"#{f'/anyOf/{at}' if len(functions) > 1 else ''}/properties/{arguments}"
@@ -60,7 +60,7 @@ def calls_schema(functions: Functions, arguments: str) -> dict[str, Any]:
 
 
 def _placed(part: Any, place: str) -> Any:
-    """Make the references of a schema lead to its own parts where it is inside of another, at this JSON pointer."""
+    """Return a schema with references adapted to its place in another schema. place: JSON pointer."""
     if isinstance(part, list):
         return [_placed(each, place) for each in part]
     if not isinstance(part, dict):
@@ -72,7 +72,7 @@ def _placed(part: Any, place: str) -> Any:
 
 
 def headed_call(functions: Functions, literal: Literal, schema: Schema, head: Callable[[str], str], tail: str) -> str:
-    """Rules of a call that is JSON of its arguments, after a head, in Lark, with the function's name."""
+    """Return rules of a call with a head and JSON arguments. head: from the function's name to Lark."""
     rules = [f"call: {' | '.join(f'function{i}' for i in range(len(functions)))}"]
     for i, function in enumerate(functions):
         rules.append(f"function{i}: {head(function['name'])} arguments{i} {literal(tail)}")
@@ -89,10 +89,10 @@ def tagged_call(
     parameter: tuple[str, ...],
     line: bool = False,
 ) -> str:
-    """Rules of a call with each parameter in tags, in the schema's order; text holds no <, which would end it.
+    """Return rules of a call with each parameter in tags, in the schema's order. Texts exclude <, which would end them.
 
-    names: what each function begins with. parameter: before its key, between key and value, and after it. line: a
-    value ends its line. As a text may hold line breaks too, and is matched as far as it goes, it is matched with that.
+    names: beginning of each function's call. parameter: texts before the key, between key and value, and after the
+    value. line: a value ends its line; a text, which may have line breaks and is matched greedily, includes this one.
     """
     rules = [f"call: {around[0]} ({' | '.join(f'function{i}' for i in range(len(functions)))}) {around[1]}"]
     for i, (named, function) in enumerate(zip(names, functions, strict=True)):
@@ -108,9 +108,9 @@ def tagged_call(
 
 
 def _bodies(kind: Any, root: dict[str, Any], literal: Literal, schema: Schema, end: str, depth: int = 0) -> list[str]:
-    """Lark of a value between tags, for each reading of it that `weft.serve.chat.tool_values.value_for` tells apart.
+    """Return Lark of a value between tags, per reading that `weft.serve.chat.tool_values.value_for` distinguishes.
 
-    kind: its schema. root: that of all parameters. end: what ends it.
+    kind: schema of the value. root: schema of all parameters. end: text that ends the value.
     """
     kind = SchemaCheck(root).resolved(kind)
     if isinstance(kind, Mapping):

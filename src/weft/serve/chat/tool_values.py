@@ -1,4 +1,4 @@
-"""Values of arguments that a model writes as bare text: what the function's JSON schema allows decides their type."""
+"""Values of arguments in bare text: the function's JSON schema decides their type."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 CONSTANTS = {"True": True, "False": False, "None": None}
-"""Spelled as Python does: templates that write values with Jinja's `string` filter teach models to."""
+"""Constants in Python's spelling, which models learn from templates with Jinja's `string` filter."""
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
 MAX_STEPS = 10_000
-"""Schemas that are looked at for one value; the rest allows anything. References may otherwise take forever."""
+"""Maximum schemas to check for one value; further ones allow anything, as references may be endless."""
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def value_for(schema: Any, text: str, root: Any = None) -> Any:
-    """Return the value that a text stands for under a schema: what it is as JSON, or else the text itself.
+    """Return the value of a text under a schema: its JSON value if the schema allows it, otherwise the text.
 
-    A value that the schema does not allow is the nearest that there is: of an allowed type, or JSON, or the text.
+    If the schema allows neither, the nearest value: of an allowed type, or JSON, or the text.
 
     Args:
-        schema: a JSON schema; None, empty or True for a text.
-        root: the schema that its references (`#/$defs/…`) are looked up in; None: itself.
+        schema: JSON schema; None, empty or True for any text.
+        root: schema with the definitions of its references (`#/$defs/…`); None: `schema`.
     """
     if schema is None or schema is True or schema == {}:
         return text
     candidates: list[Any] = [text]
     try:
         parsed = parse_json(text)
-        candidates.insert(isinstance(parsed, str), parsed)  # a quoted text comes last: its quotes may be meant
+        candidates.insert(isinstance(parsed, str), parsed)  # a quoted text is last: its quotes may be intended
     except ValueError:
         if text in CONSTANTS:
             candidates.insert(0, CONSTANTS[text])
@@ -40,12 +40,12 @@ def value_for(schema: Any, text: str, root: Any = None) -> Any:
                 if SchemaCheck(schema if root is None else root, exact).allows(schema, value):
                     return value
     except RecursionError:
-        pass  # a schema that refers to itself without end
+        pass  # the schema refers to itself endlessly
     return candidates[0]
 
 
 def property_schema(parameters: Any, key: str) -> Any:
-    """Return the schema of one argument, from the schema of a function's parameters; None where that has none."""
+    """Return the schema of one argument from the schema of the parameters; None if it has none."""
     try:
         found = list(SchemaCheck(parameters).properties(parameters, key))
     except RecursionError:
@@ -54,7 +54,7 @@ def property_schema(parameters: Any, key: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Parse strict JSON. Raises ValueError, also for NaN, for infinite numbers, and where it is nested too deeply."""
+    """Parse strict JSON. Raises ValueError, also for NaN, infinite numbers and too deep nesting."""
     try:
         return json.loads(text, parse_constant=_finite, parse_float=_finite)
     except RecursionError as error:
@@ -62,31 +62,31 @@ def parse_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Write a value that `parse_json` or `value_for` returned, as JSON that UTF-8 can encode."""
+    """Return a value of `parse_json` or `value_for` as JSON that UTF-8 can encode."""
     text = json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if re.search("[\ud800-\udfff]", text) else text
 
 
 def write_scalar(text: str) -> str:
-    """Write what stands unquoted in JSON: a number or a constant as it is, anything else as a string."""
+    """Return the JSON of an unquoted text: a number or a constant unchanged, anything else as a string."""
     if text in ("true", "false", "null") or (NUMBER.fullmatch(text) and math.isfinite(float(text))):
         return text
     return json.dumps(CONSTANTS.get(text, text), ensure_ascii=False)
 
 
 class SchemaCheck:
-    """Checks values against schemas, as far as this tells one reading of a text from another.
+    """Check of values against schemas, as far as needed to choose between readings of a text.
 
     Args:
-        root: the schema that references are looked up in.
-        exact: check more than types: choices, limits, and what is inside of objects and arrays.
+        root: schema with the definitions of references.
+        exact: check choices, limits and members of objects and arrays in addition to types.
     """
 
     def __init__(self, root: Any, exact: bool = True):
         self._root, self._exact, self._steps = root, exact, 0
 
     def resolved(self, schema: Any) -> Any:
-        """Follow the references that a schema consists of; True where one leads nowhere."""
+        """Return the target of a schema's references; True if one has no target."""
         while isinstance(schema, Mapping) and isinstance(reference := schema.get("$ref"), str):
             schema, self._steps = self._root if self._steps < MAX_STEPS else True, self._steps + 1
             for part in reference.split("/")[1:]:
@@ -95,7 +95,7 @@ class SchemaCheck:
         return schema
 
     def properties(self, schema: Any, key: str) -> Iterator[Any]:
-        """Yield the schemas of one property, from each part of an object's schema that has one."""
+        """Yield the schemas of one property from each part of an object's schema."""
         schema, self._steps = self.resolved(schema), self._steps + 1
         if not isinstance(schema, Mapping) or self._steps > MAX_STEPS:
             return
@@ -109,7 +109,7 @@ class SchemaCheck:
                 yield from self.properties(part, key)
 
     def allows(self, schema: Any, value: Any) -> bool:
-        """Check one value. An unknown type, as the malformed parts of a schema, allows anything."""
+        """Return whether a schema allows a value. Unknown types and malformed parts allow anything."""
         schema, self._steps = self.resolved(schema), self._steps + 1
         if not isinstance(schema, Mapping) or self._steps > MAX_STEPS:
             return schema is not False
@@ -130,7 +130,7 @@ class SchemaCheck:
         return not self._exact or (_within(schema, value) and self._allows_inside(schema, value))
 
     def _is_choice(self, value: Any, choice: Any) -> bool:
-        """Compare as JSON does, where 1 is 1.0 and is not true; else types alone."""
+        """Compare like JSON, with 1 equal to 1.0 but not to true; compare only types unless `exact`."""
         if isinstance(value, bool) != isinstance(choice, bool):
             return False
         return bool(value == choice) if self._exact else _is_kind(value, KINDS.get(type(choice), "null"))
@@ -148,7 +148,7 @@ class SchemaCheck:
 
 
 def choices_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Return the values that a schema lists; None where it lists none."""
+    """Return the values that a schema lists; None if it lists none."""
     return [schema["const"]] if "const" in schema else _list(schema.get("enum")) or None
 
 
@@ -163,7 +163,7 @@ def _is_kind(value: Any, kind: Any) -> bool:
 
 
 def _within(schema: Mapping[str, Any], value: Any) -> bool:
-    """Check the limits of numbers, and the lengths of texts; no patterns, which may take any time."""
+    """Check limits of numbers and lengths of texts, but no patterns, which may take unlimited time."""
     names = ("minLength", "maxLength") if isinstance(value, str) else ("minimum", "maximum")
     measured = len(value) if isinstance(value, str) else value
     if isinstance(measured, bool) or not isinstance(measured, int | float):

@@ -1,4 +1,4 @@
-"""Parsers of the parts of a model's output as it streams: text and tool calls."""
+"""Parsers of streamed outputs into text and tool calls."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weft.serve.chat.tool_values import parse_json, write_json
 
 
 class OutputDelta(NamedTuple):
-    """What an increment of the output adds. arguments: more of those of the call that began last; the calls come after
-    it. thought: not meant for the user."""
+    """Additions of an increment. arguments: continue the last call of earlier increments, before `calls`. thought: text
+    that is not meant for the user."""
 
     text: str = ""
     calls: tuple[Call, ...] = ()
@@ -33,25 +33,25 @@ class OutputDelta(NamedTuple):
 
 
 class Parser(Protocol):
-    """Splits one output into its parts. What is no call in the end is text."""
+    """Parser of one output into its parts. Incomplete calls that cannot be recognised become text."""
 
     @property
     def ended(self) -> bool:
-        """Whether the output has as many calls as it may have. What follows is dropped."""
+        """True once the output has all allowed calls. Later text is dropped."""
         ...
 
     def push(self, text: str, last: bool) -> OutputDelta:
-        """What is whole now; last: nothing more comes."""
+        """Return the parts completed by `text`. last: true for the final increment."""
         ...
 
 
 def any_of(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches each of these, and nothing where there are none."""
+    """Return a pattern of these tokens, which matches nothing without any."""
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 class TextParser:
-    """There are no parts."""
+    """Parser of an output that is all text."""
 
     ended = False
 
@@ -63,7 +63,7 @@ class TextParser:
 
 
 class StateParser:
-    """A parser with states. Each reads some of the text that is held; False: it needs more, or there is no more."""
+    """Parser with states. Each state reads some held text, and returns False if it needs more or none is left."""
 
     def __init__(self, state: Callable[[bool], bool]):
         self._state, self._held, self._parts, self.ended = state, "", OutputDelta(), False
@@ -81,10 +81,9 @@ class StateParser:
 
 
 class CallParser(StateParser):
-    """Finds calls by their structure: where a call begins, its arguments say where they end.
+    """Parser that finds calls by their structure: the arguments of a call decide where they end.
 
-    A call that is cut comes as far as it is written. Tags that are missing or cut are not shown. Line breaks after a
-    call are no text.
+    A cut call is returned as far as it goes. Cut or missing tags are not shown. Line breaks after a call are not text.
     """
 
     def __init__(self, form: ToolFormat, functions: Functions, hidden: Collection[str] = (), one_call: bool = False):
@@ -92,15 +91,15 @@ class CallParser(StateParser):
         self._form, self._one_call = form, one_call
         self._parameters = {f["name"]: f.get("parameters") for f in functions}
         self._hidden = any_of(hidden)
-        self._before = "\n"  # the character before the text that is held
-        self._begun, self._tag = 0, 0  # length of what is text if no call follows, and of the tag in it
-        self._arguments: Arguments = JsonArguments()  # of the call, or of an object that may be one
-        self._object: list[tuple[str, str]] = []  # that object: as it is written, and as JSON
+        self._before = "\n"  # the character before the held text
+        self._begun, self._tag = 0, 0  # length of the text if no call follows, and of the tag in it
+        self._arguments: Arguments = JsonArguments()  # of the call, or of an object that may be a call
+        self._object: list[tuple[str, str]] = []  # pieces of this object: as written, and as JSON
         self._ids: set[str] = set()
         self._after_call = False
 
     def _at_start(self, last: bool) -> bool:
-        """A call may begin without a tag."""
+        """Read the start of the output, where a call may begin without a tag."""
         found, held = self._opening(last), self._held.strip()
         if found and not found.partial and found["name"].strip() in self._parameters:
             return self._open(found)
@@ -132,7 +131,7 @@ class CallParser(StateParser):
         return self._go(self._in_block)
 
     def _in_block(self, last: bool) -> bool:
-        """A call must begin."""
+        """Read the beginning of a call after a tag."""
         found = self._opening(last)
         if found and not found.partial and self._known(found["name"].strip()):
             return self._open(found)
@@ -155,12 +154,12 @@ class CallParser(StateParser):
         return self._whole()
 
     def _in_rest(self, last: bool) -> bool:
-        """Up to the end of the object that the arguments are in."""
+        """Skip to the end of the object that contains the arguments."""
         self._held = self._arguments.read(self._held, last)[1]
         return self._arguments.closed and self._whole()
 
     def _in_object(self, last: bool) -> bool:
-        """An object that is a call once it is whole: its keys are in another order, or its arguments a text."""
+        """Read an object that is a call once complete: its keys are in another order, or its arguments are text."""
         made, rest = self._arguments.read(self._held, last)
         self._object.append((self._held[: len(self._held) - len(rest)], made))
         self._held = rest
@@ -173,7 +172,7 @@ class CallParser(StateParser):
         if call is not None:
             self._parts += OutputDelta(calls=(call,))
             return self._whole()
-        if closed or not self._tag:  # else it is a call that is cut
+        if closed or not self._tag:  # otherwise it is a cut call
             self._held = written + rest
             self._text(len(written))
         return self._go(self._in_text)
@@ -194,10 +193,10 @@ class CallParser(StateParser):
             return last and self._cut(found[1])
         return self._go(self._in_text)
 
-    # What the states do
+    # Actions of the states
 
     def _text(self, length: int) -> None:
-        """What is held is text, up to this length."""
+        """Return `length` characters of the held text as text."""
         text, self._held = self._held[:length], self._held[length:]
         self._before = text[-1:] or self._before
         text = self._hidden.sub("", text)
@@ -206,9 +205,9 @@ class CallParser(StateParser):
         self._parts += OutputDelta(text)
 
     def _opening(self, last: bool) -> Any:
-        """The beginning of a call, or of what may become one, behind the tag."""
+        """Match the complete or partial beginning of a call after the tag."""
         found = self._form.opens.match(self._held, self._tag, partial=True)
-        if found and found.partial and self._form.tags and self._form.only_known:  # then only the name says so
+        if found and found.partial and self._form.tags and self._form.only_known:  # only the name decides then
             held = self._held[self._tag :].strip()
             if last and not self._tag and "<" not in held:
                 return None
@@ -221,7 +220,7 @@ class CallParser(StateParser):
         return name in self._parameters or not self._parameters or not self._form.only_known
 
     def _open(self, found: Any) -> bool:
-        """A call begins."""
+        """Start a call."""
         name, groups = found["name"].strip(), found.re.groupindex
         self._held = self._held[found.start("open") if "open" in groups else found.end() :]
         written = found["id"] if "id" in groups and found["id"] not in self._ids else ""
@@ -232,7 +231,7 @@ class CallParser(StateParser):
         return self._go(self._in_arguments)
 
     def _cut(self, found: Any) -> bool:
-        """The output ends before the arguments of a call begin: the call is known by its name, if that is whole."""
+        """End an output before a call's arguments: it is a call if its name is complete."""
         name = (found["name"] if found else "") or (self._held[self._tag :] if self._form.only_known else "")
         name = name.strip()
         begins_another = any(known != name and known.startswith(name) for known in self._parameters)
@@ -244,13 +243,13 @@ class CallParser(StateParser):
         return False
 
     def _whole(self) -> bool:
-        """A call ends."""
+        """End a call."""
         self._after_call, self._before, self.ended = True, "\n", self._one_call
         self._arguments, self._tag = JsonArguments(), 0
         return self._go(self._after_arguments)
 
     def _call_of(self, text: str) -> Call | None:
-        """The call that a JSON object is; arguments may be JSON as a text."""
+        """Return the call of a JSON object, or None; its arguments may be JSON text."""
         try:
             read = parse_json(text)
             arguments = read.get("arguments", read.get("parameters"))
@@ -264,9 +263,9 @@ class CallParser(StateParser):
 
 
 class ChannelParser(StateParser):
-    """GPT-OSS writes messages to several readers: `HEADER<|message|>BODY<|end|>`, where the header says to whom.
+    """Parser of GPT-OSS's messages, `HEADER<|message|>BODY<|end|>`, with the reader's name in the header.
 
-    Channel analysis is its thought; what is addressed to a function is a call; the rest is text.
+    Channel analysis is the thought, messages to a function are calls, and other messages are text.
     https://github.com/openai/harmony
     """
 
@@ -279,10 +278,10 @@ class ChannelParser(StateParser):
         super().__init__(self._in_header)
         self._functions, self._one_call = {f["name"] for f in functions}, one_call
         self._searched = 0
-        self._begun = False  # a message has
+        self._begun = False  # True once a message has begun
         self._thinks = False
         self._name = ""  # of the function that the message calls
-        self._arguments = JsonArguments()  # of that call
+        self._arguments = JsonArguments()  # of this call
 
     def _in_header(self, last: bool) -> bool:
         end = self._held.find(self.HEADER_END, self._searched)
@@ -291,7 +290,7 @@ class ChannelParser(StateParser):
             if last and (name := self._called(self._held)):
                 self._parts += OutputDelta(calls=(Call(name, ""),))
             elif last and not self._begun and "<|" not in self._held:
-                self._parts += OutputDelta(self._held)  # it does not write messages
+                self._parts += OutputDelta(self._held)  # the model does not write messages
             return False
         header, self._held, self._searched = self._held[:end], self._held[end + len(self.HEADER_END) :], 0
         self._begun, self._thinks = True, "<|channel|>analysis" in header
@@ -299,7 +298,7 @@ class ChannelParser(StateParser):
         return self._go(self._before_arguments if self._name else self._in_body)
 
     def _called(self, header: str) -> str:
-        """The function that a message is addressed to."""
+        """Return the function in a message's header; empty if it names none."""
         named = self.CALLED.search(header)
         return named[1] if named and named[1] in self._functions else ""
 
@@ -315,7 +314,7 @@ class ChannelParser(StateParser):
             return self._go(self._in_rest)
         if not last and any(mark.startswith(body) for mark in self.MARKS):
             return False
-        return self._go(self._in_body)  # what is no object is no call
+        return self._go(self._in_body)  # a body without an object is no call
 
     def _in_arguments(self, last: bool) -> bool:
         made, self._held = self._arguments.read(self._held, last)
@@ -324,7 +323,7 @@ class ChannelParser(StateParser):
         return self._arguments.closed and self._go(self._in_rest)
 
     def _in_rest(self, last: bool) -> bool:
-        """Behind the arguments of a call."""
+        """Skip the rest of a message after a call's arguments."""
         return self._until_end(last)[1]
 
     def _in_body(self, last: bool) -> bool:
@@ -333,10 +332,10 @@ class ChannelParser(StateParser):
         return ended
 
     def _until_end(self, last: bool) -> tuple[str, bool]:
-        """What the message holds so far, and whether it has ended."""
+        """Return the certain text of the message, and whether the message has ended."""
         found = self.END.search(self._held)
         kept = max(begun(self._held, mark) for mark in self.MARKS)
-        kept = 0 if last and kept == 1 else kept  # a mark that is cut is not shown, a single < may be meant
+        kept = 0 if last and kept == 1 else kept  # a cut mark is hidden, but a single < may be intended
         text = self._held[: found.start() if found else len(self._held) - kept]
         self._held = self._held[found.end() :] if found else self._held[len(text) :]
         if found:

@@ -1,4 +1,4 @@
-"""What stands beside the completions."""
+"""Further routes: tokens of texts, versions, and the prefix cache."""
 
 from __future__ import annotations
 

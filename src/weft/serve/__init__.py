@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server, and the commands."""
+"""OpenAI-compatible HTTP server, and the commands."""

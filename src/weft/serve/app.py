@@ -1,4 +1,4 @@
-"""The application and its routes."""
+"""HTTP application and its routes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from weft.serve.http.guard import Guard
 from weft.serve.http.options import Options
 
 MAX_WATCHED = 1000
-"""Steps in one trace, at most: it is written and read as a whole."""
+"""Maximum steps of a trace, which is written and read as a whole."""
 MAX_PLANNED = 2**20
-"""Tokens of the largest plan to ask for: far above any step, and numbers that the cost model can hold."""
+"""Maximum tokens of a requested plan: far above any step, and within the cost model's numbers."""
 
 
 def create_app(
@@ -39,11 +39,11 @@ def create_app(
 ) -> FastAPI:
     """Return the OpenAI-compatible application. ModelError for a chat template that takes too long.
 
-    The path of its schema needs the key too. Pages about it would load code from elsewhere, and are left out.
+    The path of its schema requires the key too. It has no pages about the schema, as they would load foreign code.
 
     Args:
-        model_name: the model's name, where the options have no other.
-        templates: those of this tokenizer, where another application has some.
+        model_name: name of the model, unless the options have one.
+        templates: templates of this tokenizer from another application.
     """
     engine = engine_client.engine
     app = FastAPI(
@@ -51,10 +51,10 @@ def create_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # they would lead to whatever the Host header says
+        redirect_slashes=False,  # redirects would go to the client's Host header
         responses=errors.described(errors.ErrorBody),
     )
-    app.root_path = options.root_path  # uvicorn's own would refuse paths that come with it
+    app.root_path = options.root_path  # uvicorn's own option would refuse paths with the prefix
     app.add_middleware(Guard, options=options, metrics=engine_client.metrics)
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         app.add_middleware(
@@ -81,7 +81,7 @@ def create_app(
 
 
 def _probe(tokenizer: Any, templates: Templates) -> None:
-    """Finds the shapes of the model's chat templates now, so that no request waits for that."""
+    """Find the shapes of the model's chat templates at the start, so that no request waits for it."""
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"": tokenizer.chat_template}
     try:
         for template in filter(None, named.values()):
@@ -91,7 +91,7 @@ def _probe(tokenizer: Any, templates: Templates) -> None:
 
 
 def _status_routes(service: Service) -> APIRouter:
-    """Health, the model, metrics: what may be asked while a step hangs."""
+    """Return the routes that respond even while a step hangs: health, models and metrics."""
     made, engine_client, engine = APIRouter(), service.engine_client, service.engine
     created = int(time.time())
     card = {"object": "model", "created": created, "owned_by": "weft", "max_model_len": engine.max_model_len}
@@ -114,7 +114,7 @@ def _status_routes(service: Service) -> APIRouter:
         service.check_model(name)
         return cards[name]
 
-    # Not on a thread: those may all wait for the engine (`_step_routes`).
+    # Not on a thread, as all threads may be waiting for the engine (`_step_routes`).
     @made.get("/metrics")
     async def prometheus() -> Response:
         return Response(engine_client.metrics.text(service.model_name), media_type=CONTENT_TYPE_LATEST)
@@ -123,8 +123,8 @@ def _status_routes(service: Service) -> APIRouter:
 
 
 def _step_routes(engine: Engine, options: Options) -> APIRouter:
-    """What the engine's steps exchange and take. They ask its thread, which waits for its current step, so they must
-    not hold up the event loop."""
+    """Return the routes about the exchanges and times of steps. They wait for the engine's thread and its current step,
+    so they run outside the event loop."""
     made, watching = APIRouter(), threading.Lock()
 
     @made.get("/weft/plan")

@@ -1,4 +1,4 @@
-"""The command line: one file a command."""
+"""Command line, with one file per command."""
 
 from __future__ import annotations
 

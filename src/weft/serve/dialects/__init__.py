@@ -1,1 +1,1 @@
-"""Dialects: the endpoints of OpenAI, of Anthropic and of routers, and the shapes of their events."""
+"""Dialects: endpoints of OpenAI, Anthropic and routers, and the shapes of their events."""

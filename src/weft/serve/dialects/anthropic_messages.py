@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's shape of a chat, as a translation of it and back; and how many tokens one has."""
+"""POST /v1/messages, Anthropic's shape of a chat, translated to a chat and back, and its count of tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BLOCKS: dict[PartKind, tuple[str, str, str]] = {
     "thought": ("thinking", "thinking_delta", "thinking"),
     "call": ("tool_use", "input_json_delta", "partial_json"),
 }
-"""The type of a part's content block, the type of its deltas, and their field."""
+"""Kind of a part → type of its content block, type of its deltas, and their field."""
 
 FIELDS = {
     "prompt": "messages",
@@ -39,13 +39,13 @@ FIELDS = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
 }
-"""The names that a chat's fields have here."""
+"""A chat's name → this endpoint's name of a field."""
 
 
 class Block(Body):
-    """A part of a message."""
+    """Content block of a message."""
 
-    harmless = frozenset({"cache_control", "citations", "caller"})  # for others, or what clients send back
+    harmless = frozenset({"cache_control", "citations", "caller"})  # other servers' fields, or echoed outputs
 
 
 class TextBlock(TextPart):
@@ -53,7 +53,7 @@ class TextBlock(TextPart):
 
 
 class ThinkingBlock(Block):
-    """What the assistant thought before. signature: empty here."""
+    """Earlier thought of the assistant. signature: ignored, as Weft's are empty."""
 
     harmless = Block.harmless | {"signature"}
 
@@ -62,7 +62,7 @@ class ThinkingBlock(Block):
 
 
 class ToolUse(Block):
-    """A call that the assistant made before."""
+    """Earlier call of the assistant."""
 
     type: Literal["tool_use"]
     id: Text
@@ -74,7 +74,7 @@ TextOrBlocks = Annotated[Text | list[TextBlock], BeforeValidator(only_text)]
 
 
 class ToolResult(Block):
-    """What came of a call. is_error: chats know no such mark; the content says it."""
+    """Result of a call. is_error: ignored, as chats have no such field and the content tells it."""
 
     harmless = Block.harmless | {"is_error"}
 
@@ -87,13 +87,13 @@ AnyBlock = Annotated[TextBlock | ThinkingBlock | ToolUse | ToolResult, Field(dis
 
 
 class InputMessage(Body):
-    """One message; a last one of the assistant is what the output continues."""
+    """Message of a conversation; the output continues a last message of the assistant."""
 
     role: Literal["user", "assistant", "system"]
     content: Text | list[AnyBlock]
 
     def add_to(self, made: ChatMessages, place: str) -> None:
-        """Appends it as chats have it: results of tools are messages of their own. place: its place in the request."""
+        """Append the message in a chat's shape, with a message per tool result. place: in the request."""
         if isinstance(self.content, str):
             return made.add({"role": self.role, "content": self.content}, place)
         before = len(made.made)
@@ -116,7 +116,7 @@ class InputMessage(Body):
 
 
 class InputTool(Body):
-    """A function that the model may call."""
+    """Function that the model may call."""
 
     harmless = frozenset({"cache_control", "eager_input_streaming"})
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"defer_loading": (False,), "input_examples": ([],)}
@@ -128,20 +128,20 @@ class InputTool(Body):
     strict: bool | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As chats have it."""
+        """Return the tool in a chat's shape."""
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function | {"strict": self.strict}}
 
 
 class ToolChoice(Body):
-    """name: of the tool, where the type is that."""
+    """Choice of tools. name: the tool's, for type `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: bool = False
 
     def plain(self) -> str | dict[str, Any]:
-        """As chats have it. ApiError 400 for a tool without its name."""
+        """Return the choice in a chat's shape. ApiError 400 for a tool without a name."""
         if self.type != "tool":
             return {"any": "required"}.get(self.type, self.type)
         if self.name is None:
@@ -150,7 +150,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks, and shows it. budget_tokens: no model here knows any, so it is taken without effect."""
+    """Options of thinking. display: show or omit the thought; budget_tokens: ignored, as no model supports it."""
 
     harmless = frozenset({"budget_tokens"})
 
@@ -164,14 +164,14 @@ class OutputFormat(Body):
 
 
 class OutputConfig(Body):
-    """effort: as a chat's reasoning_effort."""
+    """Options of the output. effort: a chat's reasoning_effort."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class CountRequest(Body):
-    """POST /v1/messages/count_tokens: a conversation."""
+    """Body of POST /v1/messages/count_tokens: a conversation."""
 
     harmless = frozenset({"cache_control", "context_management", "service_tier"})
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"speed": ("standard",)}
@@ -185,7 +185,7 @@ class CountRequest(Body):
     output_config: OutputConfig | None = None
 
     def chat(self, **body: Any) -> ChatRequest:
-        """Return the same as a chat. ApiError 400. body: fields of the chat."""
+        """Return the request as a chat. body: further fields of the chat. ApiError 400."""
         self.refuse_unsupported()
         made = ChatMessages()
         if self.system:
@@ -212,7 +212,7 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest, OutputRequest):
-    """POST /v1/messages. metadata: its user_id distinguishes clients in the queue."""
+    """Body of POST /v1/messages. metadata: its user_id distinguishes clients in the queue."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[Texts, limited_to(MAX_STOPS)] = Field(default_factory=list)
@@ -220,7 +220,7 @@ class MessagesRequest(CountRequest, OutputRequest):
 
     @property
     def slow(self) -> bool:
-        """As a chat."""
+        """True, like for a chat."""
         return True
 
     def chat(self, **body: Any) -> ChatRequest:
@@ -228,7 +228,7 @@ class MessagesRequest(CountRequest, OutputRequest):
 
 
 def router(service: Service) -> APIRouter:
-    """Return both routes."""
+    """Return the routes of messages and of their count."""
     made = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
 
     def of_chat(function: Callable[[ChatRequest], T]) -> Callable[[CountRequest], T]:
@@ -253,7 +253,7 @@ def router(service: Service) -> APIRouter:
 
 
 class MessageReply(Reply):
-    """A message of content blocks."""
+    """Reply with a message of content blocks."""
 
     def __init__(self, service: Service, job: ChatJob, body: MessagesRequest):
         super().__init__(service.model_name, [job.prompt], job.outputs())
@@ -261,7 +261,7 @@ class MessageReply(Reply):
         self._id = f"msg_{uuid.uuid4().hex}"
 
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
-        if begins:  # earlier its usage is not known
+        if begins:  # its usage is unknown before the first increment
             unended: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             yield typed_event("message_start", message=self._body() | unended)
         for event in events:
@@ -311,7 +311,7 @@ class MessageReply(Reply):
 
 
 def _block(part: OutputPart, text: str) -> dict[str, Any]:
-    """Return a content block with this text."""
+    """Return the content block of a part with this text."""
     if part.call is not None:
         return {"type": "tool_use", "id": part.call.id, "name": part.call.name, "input": _input(text)}
     kind = BLOCKS[part.kind][0]
@@ -319,7 +319,7 @@ def _block(part: OutputPart, text: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """Of a call that was cut short, as far as it came, as Anthropic's client reads it; empty for what is no JSON."""
+    """Return the arguments of a call, completed if they were cut, like in Anthropic's client; empty without JSON."""
     try:
         return from_json(arguments, allow_partial=True)
     except ValueError:

@@ -1,4 +1,4 @@
-"""POST /v1/completions and POST /v1/chat/completions: OpenAI's first two endpoints, with choices."""
+"""POST /v1/completions and POST /v1/chat/completions, OpenAI's endpoints with choices."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from weft.serve.http.wire import event, json_response
 UTF8 = codecs.getincrementaldecoder("utf-8")
 DONE = b"data: [DONE]\n\n"
 TEXT_FIELDS: dict[PartKind, tuple[str, ...]] = {"text": ("content",), "thought": ("reasoning_content", "reasoning")}
-"""Fields of a chat's message. A thought has the name that most clients know, and vLLM's newer one."""
+"""Kind of a part → its fields in a chat's message. A thought has the usual name and vLLM's newer one."""
 
 
 def router(service: Service) -> APIRouter:
-    """Return the two routes."""
+    """Return the routes of completions and chat completions."""
     made = APIRouter(route_class=JsonRoute)
 
     @made.post("/v1/completions", response_model=None)
@@ -50,7 +50,7 @@ def router(service: Service) -> APIRouter:
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
-    """Text in, text out."""
+    """Respond to a request for completions of prompts."""
 
     def prepared(body: CompletionRequest) -> tuple[SamplingParams, CompletionReply]:
         service.check(body)
@@ -68,10 +68,10 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
 
 
 class ChoicesReply(Reply):
-    """A list of choices.
+    """Reply with a list of choices.
 
     Attributes:
-        beside: fields next to the choices; in a stream, in its first chunk.
+        head_fields: fields next to the choices; in a stream, in its first chunk.
     """
 
     id_prefix: str
@@ -85,15 +85,15 @@ class ChoicesReply(Reply):
         self._asked, self._text_processor = body, service.engine.text_processor
         self._options = body.stream_options or StreamOptions()
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
-        self.beside: dict[str, Any] = {}
+        self.head_fields: dict[str, Any] = {}
 
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
         counts: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
         if self._options.continuous_usage_stats:
             counts = {"usage": self.usage()}
         for choice in self.chunks(index, output, events, begins):
-            yield self._chunk({**self.beside, "choices": [choice], **counts})
-            self.beside = {}
+            yield self._chunk({**self.head_fields, "choices": [choice], **counts})
+            self.head_fields = {}
 
     def end(self) -> Iterator[bytes]:
         if self._options.include_usage:
@@ -106,7 +106,7 @@ class ChoicesReply(Reply):
     def whole(self) -> Response:
         choices = [self.choice(index, output.whole) for index, output in enumerate(self.outputs)]
         return json_response(
-            self._head | self.beside | {"object": self.name, "choices": choices, "usage": self.usage()}
+            self._head | self.head_fields | {"object": self.name, "choices": choices, "usage": self.usage()}
         )
 
     def _chunk(self, fields: dict[str, Any]) -> bytes:
@@ -114,14 +114,14 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        """Return a finished choice. output: all its increments in one."""
+        """Return a finished choice. output: all its increments as one."""
 
     @abstractmethod
     def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
-        """Return an increment as zero or more streamed choices. Args: as `increment`."""
+        """Yield the streamed choices of an increment. Args: see `increment`."""
 
     def _prompt_logprobs(self, output: Output) -> dict[str, Any]:
-        """Return a table in vLLM's shape, but for ranks: each token of the prompt and the best in its place."""
+        """Return vLLM's table without ranks: each token of the prompt, and the best tokens at its position."""
         if (limit := self._asked.prompt_logprobs) is None:
             return {}
         names = self._text_processor.token_name
@@ -136,7 +136,7 @@ class ChoicesReply(Reply):
 
 
 class CompletionReply(ChoicesReply):
-    """/v1/completions. An echoed prompt goes before its choices' text, and has logprobs as that does."""
+    """Reply of /v1/completions. An echoed prompt precedes the text of its choices and has logprobs too."""
 
     id_prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
 
@@ -158,7 +158,7 @@ class CompletionReply(ChoicesReply):
         logprobs = None
         if self._limit is not None:
             logprobs = self._table(index, echoed, output.logprobs, self._limit)
-            if output.finish_reason:  # a stop string may have cut off the text of some tokens
+            if output.finish_reason:  # a stop string may have removed the text of some tokens
                 logprobs["text_offset"] = [min(at, self._returned[index]) for at in logprobs["text_offset"]]
         body = {
             "index": index,
@@ -174,21 +174,21 @@ class CompletionReply(ChoicesReply):
         return body | self._prompt_logprobs(output) if begins else body
 
     def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
-        # A token without whole text yet has its event too, as in vLLM: clients that measure count events.
+        # A token without complete text has an event too, as in vLLM: benchmarks count events.
         if output.token_ids or output.text or output.finish_reason or (begins and self._echoed):
             yield self.choice(index, output, begins)
 
     def _table(
         self, index: int, echoed: Sequence[TokenLogprob | int], output: Sequence[TokenLogprob], limit: int
     ) -> dict[str, Any]:
-        """A prompt's first token is a number alone: nothing comes before it that could say how likely it is."""
+        """Return the table of logprobs. echoed: the prompt's tokens; the first is a bare id, as nothing predicts it."""
         scores = [TokenLogprob(e, None) if isinstance(e, int) else e for e in (*echoed, *output)]
         offsets, characters = [], self._characters[index]
         for number, p in enumerate(scores):
             raw = b""
             if number < len(echoed) or p.token_id not in self._hidden:
                 raw = self._text_processor.grammars.tokens.decode_bytes([p.token_id])
-            # Where it does not go on with a character that was begun, one replacement character stands for that.
+            # A token that does not continue a begun character turns it into one replacement character.
             offsets.append(self._offsets[index] + _breaks(characters.getstate()[0], raw))
             self._offsets[index] += len(characters.decode(raw))
         names = self._text_processor.token_name
@@ -202,7 +202,7 @@ class CompletionReply(ChoicesReply):
 
 
 def _breaks(begun: bytes, more: bytes) -> bool:
-    """Whether a character that is begun cannot go on with these bytes."""
+    """Return whether `more` cannot continue a begun UTF-8 character."""
     try:
         UTF8("strict").decode(begun + more[:1])
     except UnicodeDecodeError:
@@ -211,14 +211,14 @@ def _breaks(begun: bytes, more: bytes) -> bool:
 
 
 class ChatReply(ChoicesReply):
-    """/v1/chat/completions."""
+    """Reply of /v1/chat/completions."""
 
     id_prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, service: Service, job: ChatJob):
         super().__init__(service, [job.prompt], job.outputs(), job.chat)
         self._logprobs = job.chat.logprobs
-        self.beside = {"prompt_token_ids": job.prompt} if job.chat.return_token_ids else {}
+        self.head_fields = {"prompt_token_ids": job.prompt} if job.chat.return_token_ids else {}
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         made = self.outputs[index]
@@ -248,13 +248,13 @@ class ChatReply(ChoicesReply):
         return self._entry(p.token_id, p.logprob) | {"top_logprobs": [self._entry(t, value) for t, value in p.top]}
 
     def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
-        # A token may be a part of a character, or hold none at all: so its bytes are given next to its text.
+        # A token may be a part of a character, or have no text: so its bytes are returned next to its text.
         raw = self._text_processor.grammars.tokens.decode_bytes([token])
         return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
 
 
 def _delta(events: Sequence[PartEvent]) -> dict[str, Any]:
-    """Return what an increment adds to a chat's message."""
+    """Return the additions of an increment to a chat's message."""
     made: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "tool_calls": []}
     calls: list[dict[str, Any]] = made["tool_calls"]
     for part_event in events:
@@ -263,7 +263,7 @@ def _delta(events: Sequence[PartEvent]) -> dict[str, Any]:
             for name in TEXT_FIELDS[part.kind]:
                 made[name] += part_event.text
         elif isinstance(part_event, Delta):
-            if not calls:  # it goes on with a call of an earlier increment
+            if not calls:  # it continues a call of an earlier increment
                 calls.append({"index": part.number, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += part_event.text
         elif isinstance(part_event, PartOpened) and part.call is not None:

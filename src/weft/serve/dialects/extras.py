@@ -1,4 +1,4 @@
-"""What stands beside the completions: tokens of a text and text of tokens, versions, and the prefix cache."""
+"""Further routes: tokens of a text and text of tokens, versions, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.serve.http.wire import json_response
 
 
 def router(service: Service) -> APIRouter:
-    """The routes, in vLLM's shapes."""
+    """Return the routes, in vLLM's shapes."""
     made, engine, prompts = APIRouter(route_class=JsonRoute), service.engine, service.prompts
 
     @made.get("/version")
@@ -46,7 +46,7 @@ def router(service: Service) -> APIRouter:
         found = [{"request_id": uuid.uuid4().hex, "token_ids": each} | named for each in tokens]
         return json_response(found[0] if isinstance(body, ChatRequest) else found)
 
-    # Routers that know which tokens each server has cached ask these for the tokens of a request.
+    # Routers that know the cached tokens of each server use these to tokenise requests.
 
     @made.post("/v1/completions/render", response_model=None)
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
@@ -56,7 +56,7 @@ def router(service: Service) -> APIRouter:
     async def render_chat(body: ChatRequest, request: Request) -> Response:
         return await work_on(request, rendered, body)
 
-    # One body or the other: a chat has messages, a text a prompt.
+    # The body is a chat with messages or a text with a prompt.
 
     @made.post("/tokenize", response_model=None)
     async def tokenize(body: ChatRequest | TokenizeRequest, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Objects inside a request of POST /v1/responses: its options, its items, and the messages that these stand for."""
+"""Objects inside a request of POST /v1/responses: options, items, and the messages of items."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weft.serve.http.errors import ApiError, field_errors
 
 
 class TextFormat(JsonSchema):
-    """As `weft.serve.chat.protocol.ResponseFormat`, but that what it says of a schema stands beside its type."""
+    """Like `weft.serve.chat.protocol.ResponseFormat`, but with the schema's fields next to the type."""
 
     type: Text
 
 
 class TextConfig(Body):
-    """verbosity: no model here knows any, so only the one that models know without it is taken."""
+    """Options of the text. verbosity: only the default is accepted, as no model supports others."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
@@ -28,7 +28,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """effort: as a chat's. The whole thought is returned, so there is no summary of it."""
+    """Options of reasoning. effort: see a chat's. The whole thought is returned, without a summary."""
 
     harmless = frozenset({"summary", "generate_summary"})
 
@@ -44,17 +44,17 @@ Include = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
 ]
-"""More of items that no model here writes, and thoughts in a form that clients cannot read: here they can."""
+"""Additions to the response: to items that no model here writes, and encrypted thoughts, which are readable here."""
 
 
 class Item(Body):
-    """One item. Clients send back what they were sent, with its id and status."""
+    """Item of a conversation. Clients return items of responses with their id and status."""
 
     harmless = frozenset({"id", "status"})
 
 
 class InputText(TextPart):
-    """A part of a message or of a function's output."""
+    """Part of a message or of a function's output."""
 
     type: Literal["input_text", "output_text", "text"]  # type: ignore[assignment]
 
@@ -69,7 +69,7 @@ class InputMessage(Item):
 
 
 class FunctionCall(Item):
-    """A call that the assistant made before. arguments: JSON, as text."""
+    """Earlier call of the assistant. arguments: JSON text."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -89,7 +89,7 @@ class ReasoningText(Body):
 
 
 class Reasoning(Item):
-    """What the assistant thought before; a summary says nothing more."""
+    """Earlier thought of the assistant; its summary is ignored."""
 
     harmless = Item.harmless | {"summary"}
 
@@ -106,11 +106,11 @@ ITEMS: dict[str, type[Item]] = {
 
 
 class ChatMessages:
-    """Messages of a chat, as `weft.serve.chat.chats.Message` takes them, that stand for items.
+    """Messages of a chat (`weft.serve.chat.chats.Message`) made of items.
 
     Attributes:
         made: the messages so far.
-        names: the client's names of their fields.
+        names: field of a message → the client's name.
     """
 
     def __init__(self) -> None:
@@ -118,13 +118,13 @@ class ChatMessages:
         self.names: dict[str, str] = {}
 
     def add(self, message: dict[str, Any], place: str, *, whole: bool = False) -> None:
-        """Appends a message that is at this place in the request. whole: as the place's value, without fields."""
+        """Append a message. place: in the request; whole: the place is the message's text, without fields."""
         field = f"messages.{len(self.made)}"
         self.names |= {field: place} | ({f"{field}.{name}": place for name in ("role", "content")} if whole else {})
         self.made.append(message)
 
     def add_items(self, items: Sequence[dict[str, Any]], place: str) -> None:
-        """Appends the messages of items, in a list at this place. ApiError 400 for an item that cannot be served."""
+        """Append the messages of a list of items. place: of the list. ApiError 400 for an unsupported item."""
         first = len(self.made)
         for at, value in enumerate(items):
             here = f"{place}.{at}"
@@ -147,7 +147,7 @@ class ChatMessages:
 
 
 def _continues(last: dict[str, Any], message: dict[str, Any]) -> bool:
-    """Return whether both are parts of one output: a thought, a text and calls. Two texts are two messages."""
+    """Return whether two messages are parts of one output: a thought, a text and calls. Two texts are two messages."""
     one = (last["role"], message["role"]) == ("assistant", "assistant")
     return one and ("tool_calls" in last or "tool_calls" in message or not last["content"])
 
@@ -165,7 +165,7 @@ def _checked(value: dict[str, Any], place: str) -> Item:
 
 
 def _message(item: Item) -> dict[str, Any]:
-    """Return its message, with a list of texts for each text: further items may add to it."""
+    """Return the message of an item, with lists of texts, as further items may extend them."""
     if isinstance(item, InputMessage):
         return {"role": item.role, "content": [text_of(item.content)] if item.content else []}
     if isinstance(item, Reasoning):  # the chat template may use it

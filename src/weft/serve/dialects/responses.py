@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer shape of a chat, with text and tools. Responses are stored for a while."""
+"""/v1/responses, OpenAI's newer shape of a chat, with text and tools. Responses are stored for a while."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ ITEMS: dict[PartKind, tuple[str, str, str]] = {
     "thought": ("reasoning", "rs", "reasoning_text"),
     "call": ("function_call", "fc", "function_call_arguments"),
 }
-"""The type of a part's item, the prefix of its id, and the name of its text in events."""
+"""Kind of a part → type of its item, prefix of its id, and name of its text in events."""
 
 BODY: tuple[str, ...] = ("id", "object", "created_at", "status", "error", "incomplete_details", "instructions")
 BODY += ("max_output_tokens", "model", "output", "parallel_tool_calls", "previous_response_id", "store", "temperature")
 BODY += ("text", "tool_choice", "tools", "top_p", "truncation", "reasoning", "metadata", "usage")
-"""Members of a response in their order. What is not computed is as it was asked for."""
+"""Members of a response in order. Members that are not computed are copied from the request."""
 
 FIELDS = {
     "messages": "input",
@@ -54,12 +54,12 @@ FIELDS = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
 }
-"""The names that a chat's fields have here."""
+"""A chat's name → this endpoint's name of a field."""
 
 
 class ResponsesRequest(SharedRequest, OutputRequest):
-    """The served fields. store: whether others may go on from the response by its id. previous_response_id: the
-    items of that response go before `input`; its `instructions` do not."""
+    """Body of POST /v1/responses. store: keep the response, so that requests can continue it by its id.
+    previous_response_id: response with items that precede `input`, without its `instructions`."""
 
     harmless = HARMLESS - {"metadata", "store"}
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -88,16 +88,16 @@ class ResponsesRequest(SharedRequest, OutputRequest):
 
     @property
     def slow(self) -> bool:
-        """As a chat; the items before may be many."""
+        """True, like for a chat; there may also be many earlier items."""
         return True
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """What it says."""
+        """Input items of this request."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     def chat(self, before: Sequence[bytes] = ()) -> ChatRequest:
-        """The same as a chat. before: items that go before its own, in JSON arrays. ApiError 400."""
+        """Return the request as a chat. before: earlier items, in JSON arrays. ApiError 400."""
         self.refuse_unsupported()
         messages = ChatMessages()
         if self.instructions:
@@ -127,7 +127,7 @@ class ResponsesRequest(SharedRequest, OutputRequest):
         return chat_of(self, FIELDS | tools | messages.names, **body)
 
     def _tool_choice(self) -> Any:
-        """As chats have it: what stands beside the type is an object of its own there."""
+        """Return tool_choice in a chat's shape, with the fields next to the type in an object."""
         choice = self.tool_choice
         if isinstance(choice, str) or choice.get("type") != "allowed_tools":
             return choice if isinstance(choice, str) else _nested(choice, "function")
@@ -142,12 +142,12 @@ def _nested(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def router(service: Service) -> APIRouter:
-    """Return the routes."""
+    """Return the routes of responses."""
     made, max_bytes = APIRouter(route_class=JsonRoute), service.options.max_stored_bytes
     store = Store(max_bytes) if max_bytes else None
 
     def earlier(body: ResponsesRequest) -> tuple[bytes, ...]:
-        """Return the items that a request goes on from."""
+        """Return the items of the previous response."""
         if store is None and (body.store or body.previous_response_id is not None):
             name = "store" if body.store else "previous_response_id"
             raise ApiError(400, f"{name} is not supported here; start weft serve with --max-stored-mb", param=name)
@@ -158,7 +158,7 @@ def router(service: Service) -> APIRouter:
         return found.items
 
     def prepared(before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
-        """Return the same as a chat, and the conversation's items with its own."""
+        """Return the job of the request as a chat, and all items of the conversation."""
         chat = body.chat(before)
         service.check_model(body.model)
         with client_names(chat.names):
@@ -186,12 +186,12 @@ def router(service: Service) -> APIRouter:
 
 
 class ResponseReply(Reply):
-    """A response of items.
+    """Reply with a response of items.
 
     Args:
         body: the request.
         before: items of the conversation up to the output, in JSON arrays.
-        store: what remembers the whole response; None: nothing does.
+        store: store of the whole response; None: it is not stored.
     """
 
     def __init__(
@@ -242,12 +242,12 @@ class ResponseReply(Reply):
         return JSONResponse(self._ended())
 
     def _message(self) -> list[PartEvent]:
-        """Make a message of an output without parts."""
+        """Open an empty message for an output without parts."""
         output = self.outputs[0]
         return [] if output.parts else [*output.opened("text"), *output.closed()]
 
     def _ended(self) -> dict[str, Any]:
-        """Return the whole response. It is stored before its client hears of the end."""
+        """Store and return the whole response, before its client learns that it has ended."""
         body = self._body()
         if self._store is not None and self.outputs[0].finished:
             self._store.put(self._id, Stored(_json(body), (*self._before, _json(body["output"]))))
@@ -282,7 +282,7 @@ class ResponseReply(Reply):
 
 
 def _item(part: OutputPart, closed: bool = True) -> dict[str, Any]:
-    """Return the item of a part: as it opens, or as it is in the end."""
+    """Return the item of a part. closed: complete; otherwise as it opens."""
     kind, prefix, _ = ITEMS[part.kind]
     item: dict[str, Any] = {"id": f"{prefix}_{part.id}", "type": kind}
     status = {"status": "completed" if closed else "in_progress"}

@@ -1,4 +1,4 @@
-"""What a router in front of several servers asks each of them: what it serves, how busy it is, whether it generates."""
+"""Routes for routers in front of several servers: the served model, the load, and a test of generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.serve.dialects.completions import complete
 
 
 def router(service: Service) -> APIRouter:
-    """The routes, in SGLang's shapes, which `sglang-router` and `vllm-router` know; each name and the one before it."""
+    """Return the routes in SGLang's shapes for `sglang-router` and `vllm-router`, under today's and earlier names."""
     made, engine, config = APIRouter(), service.engine, service.engine.config
 
     @made.get("/server_info")
@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
 
     @made.get("/health_generate")
     async def health_generate(request: Request) -> Response:
-        """200 once a token has been generated; else the status that a completion would have."""
+        """Return status 200 once a token has been generated, else the status of a completion's error."""
         request.state.small = True
         asked = CompletionRequest.model_validate({"prompt": [0], "max_tokens": 1, "temperature": 0})
         response = await complete(service, asked, request)

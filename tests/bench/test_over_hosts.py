@@ -105,8 +105,8 @@ def test_what_is_not_measured_over_hosts_is_refused() -> None:
     two = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--cluster-key", "k")
     for given, text in (
         (("tune", "--nnodes", "2"), "weft: --nnodes 2 requires --node-rank"),
-        (("tune", *two, "--ranks", "2", "4"), "weft: --nnodes measures ranks on CPUs, and takes one number"),
-        (("tune", *two, "--device", "cuda"), "weft: --nnodes measures ranks on CPUs, and takes one number"),
+        (("tune", *two, "--ranks", "2", "4"), "weft: --nnodes measures ranks on CPUs; give --ranks one number"),
+        (("tune", *two, "--device", "cuda"), "weft: --nnodes measures ranks on CPUs; give --ranks one number"),
         (("bench", "collectives", *two, "--baselines", "gloo"), "weft: --nnodes times ranks on CPUs"),
         (("bench", "collectives", *two, "--edges", "barrier"), "weft: no edge 'barrier'; one of all_reduce,"),
     ):

@@ -300,7 +300,7 @@ def test_options_of_a_file(tmp_path: Path) -> None:
         ("port: [1\n", "is not YAML: while parsing"),
         ("attn-dp: 0\n", "attn_dp is 0"),
         ("\x00\n", "is not YAML"),
-        ("port: 1\nattn_tp: 2\nattn-tp: 1\n", "line 3: attn-tp is there twice"),
+        ("port: 1\nattn_tp: 2\nattn-tp: 1\n", "line 3: attn-tp is given twice"),
         ("host: [127.0.0.1, other]\n", "line 1: host takes one value, not a list"),
         ("served-model-name: [a, --port, '9']\n", "holds '--port'; in a list no value may begin with a dash"),
         ("served-model-name: &a [*a]\n", "line 1: served-model-name holds a list in a list"),

@@ -107,7 +107,7 @@ def test_the_environment_of_huggingface_hub_holds(hub: Hub, tmp_path: Path) -> N
         (["plan", "org/tiny", "--revision", "v9"], "org/tiny on {hub} has no revision 'v9'; give a branch, a tag or a"),
         (["plan", "org/bare"], "org/bare on the hub has no config.json; for a GGUF file of it, run `hf"),
         (["plan", "or--g/..x"], "there is no directory or--g/..x, and it cannot be the name of a model on the hub"),
-        (["plan", "--revision", "main"], "--revision main is of a model on the hub, which is named by ORG/NAME"),
+        (["plan", "--revision", "main"], "--revision main requires a model on the hub, ORG/NAME"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

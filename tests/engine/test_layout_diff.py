@@ -259,7 +259,7 @@ def test_ranks_in_processes_on_a_real_transport() -> None:
         (("--layouts", "1x1"), "give two layouts or more"),
         (("--layouts", "1x1", "1x2,x"), "layout '1x2,x' is not ATTN_DPxATTN_TP"),
         (("--layouts", "1x1", "1x1 --dcp 2"), "dcp=2 does not divide attn_tp=1"),
-        (("--layouts", "1x1", "1x1 '"), "a quotation mark without its other"),
+        (("--layouts", "1x1", "1x1 '"), "an unclosed quotation mark"),
         (("--attn-tp", "2"), "give layouts by --layouts"),
         (("--max-tokens", "0"), "--max-tokens must be 1 or more"),
         (("--max-tokens", "5000"), "at most the model's 1024"),

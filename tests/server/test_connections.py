@@ -142,7 +142,7 @@ def test_what_is_no_http_gets_an_error_of_the_usual_shape(strict: Served, sent: 
         response = received(connection)
     assert response.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert error_of(response) == {
-        "message": "this is no HTTP/1.1 request that can be read",
+        "message": "this is not a valid HTTP/1.1 request",
         "type": "invalid_request_error",
         "param": None,
         "code": None,

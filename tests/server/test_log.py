@@ -36,7 +36,7 @@ def test_repeats_are_left_out_and_counted() -> None:
     assert sparse.filter(record("another")) and sparse.filter(record("full", logging.INFO))
     now = WINDOW_S
     later = record("full")
-    assert sparse.filter(later) and later.getMessage() == f"full ({100 - BURST} more like this were left out)"
+    assert sparse.filter(later) and later.getMessage() == f"full ({100 - BURST} more like this were omitted)"
 
 
 def test_a_line_is_text_or_json() -> None:

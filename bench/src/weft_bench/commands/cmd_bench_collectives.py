@@ -154,7 +154,7 @@ class Command:
     def _on_gpus(self) -> Iterator[Measurement]:
         have, known = torch.cuda.device_count(), ("nccl", "window", "symm", "flashinfer")
         if have < 2:
-            raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
+            raise UserError(f"--device cuda requires two GPUs or more; this machine has {have}")
         baselines = self._baselines(known if has_flashinfer() else known[:-1], known)
         if "flashinfer" in baselines and not has_flashinfer():
             raise UserError(f"--baselines flashinfer takes FlashInfer, which is not installed: {INSTALL_FLASHINFER}")
@@ -174,7 +174,7 @@ class Command:
 
     def _ranks(self, default: tuple[int, ...], limit: int) -> tuple[int, ...]:
         if not all(2 <= n <= limit for n in self.ranks):
-            raise UserError(f"--ranks takes numbers from 2 to {limit}")
+            raise UserError(f"--ranks accepts numbers from 2 to {limit}")
         return self.ranks or default
 
     def _edges(self, known: tuple[str, ...]) -> tuple[str, ...]:

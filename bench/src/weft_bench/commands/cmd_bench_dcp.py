@@ -52,7 +52,7 @@ class Command:
             check_writable(self.json, "--json")
         on_gpus, have = self.device == "cuda", torch.cuda.device_count()
         if on_gpus and have < 2:
-            raise UserError(f"--device cuda takes two GPUs or more; this machine has {have}")
+            raise UserError(f"--device cuda requires two GPUs or more; this machine has {have}")
         limit = min(have, PEER_RANKS) if on_gpus else SHM_RANKS
         ranks = self.ranks or ((limit,) if on_gpus else (2,))
         if not all(2 <= n <= limit and 64 % n == 0 for n in ranks):

@@ -39,7 +39,7 @@ def only_text(content: Any) -> Any:
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind not in TEXT_PARTS:
-            raise ValueError(f"a part of type {kind!r} cannot be read: this server takes text alone; leave it out")
+            raise ValueError(f"a part of type {kind!r} cannot be read: this server reads text alone; omit it")
     return content
 
 

@@ -57,7 +57,7 @@ class Prompts:
         """Return a chat's messages and tools, rendered by the chat template."""
         self.check_choices(body.n, "n")
         if body.chat_template is not None and not self._takes_templates:
-            message = "chat_template is not taken here; start weft serve with --trust-request-chat-template"
+            message = "chat_template is not accepted here; start weft serve with --trust-request-chat-template"
             raise ApiError(400, message, param="chat_template")
         whole = self._kept(body) is None
         if whole and (count := len(body.messages)) > self._engine.max_model_len:  # each has at least one token

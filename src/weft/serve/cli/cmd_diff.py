@@ -86,7 +86,7 @@ class Command:
         if not self.layouts or (len(self.layouts) == 1 and self.against is None):
             raise UserError("give two layouts or more, such as --layouts 1x1 2x2, or one and --against transformers")
         if self.engine.mesh.world > 1 or self.engine.mesh.hosts > 1:
-            raise UserError("give layouts by --layouts, without --attn-dp, --attn-tp or --nnodes; they are of one host")
+            raise UserError("give layouts by --layouts, without --attn-dp, --attn-tp or --nnodes; they run on one host")
         if self.against and (self.engine.load_format == "dummy" or self.engine.num_layers):
             raise UserError("transformers reads whole checkpoints: drop --load-format dummy and --num-layers")
 
@@ -95,7 +95,7 @@ class Command:
         try:
             layout, *options = shlex.split(text) or [""]
         except ValueError as error:
-            raise UserError(f"--layouts {text!r} has a quotation mark without its other: {error}") from error
+            raise UserError(f"--layouts {text!r} has an unclosed quotation mark: {error}") from error
         given = [*layout_arguments(layout), *options]
         engine = parse(EngineArguments, f"diff --layouts {layout}", given, self.engine)
         engine.check_with(self.model)

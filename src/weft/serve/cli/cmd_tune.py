@@ -80,13 +80,13 @@ class Command:
         check_writable(out, "--out")
         gpus = torch.cuda.device_count() if self.device == "cuda" else 0
         if hosts is None and self.device == "cuda" and gpus < 2:
-            raise UserError(f"--device cuda takes two GPUs or more; this machine has {gpus}")
+            raise UserError(f"--device cuda requires two GPUs or more; this machine has {gpus}")
         known, limit = transports(self.plugins), gpus or SHM_RANKS
         if unknown := [n for n in self.transports if n not in known or not known[n].runs_on(self.device)]:
             raise UserError(f"--transports {unknown[0]} does not run on --device {self.device}")
         ranks = sorted(self.ranks or ((gpus,) if gpus else (2, 4)))
         if hosts is None and not all(2 <= n <= limit for n in ranks):
-            raise UserError(f"--ranks takes numbers from 2 to {limit}")
+            raise UserError(f"--ranks accepts numbers from 2 to {limit}")
         stop_on_sigterm()
         sizes = GPU_SIZES if gpus else SIZES
         options = [str(n) for n in self.transports] or [e.option for e in automatic(known, self.device, 2)]
@@ -115,7 +115,7 @@ class Command:
         except ValueError as error:
             raise UserError(str(error)) from error
         if config is not None and (len(self.ranks) > 1 or self.device == "cuda"):
-            raise UserError("--nnodes measures ranks on CPUs, and takes one number with --ranks: of those on each host")
+            raise UserError("--nnodes measures ranks on CPUs; give --ranks one number, the ranks on each host")
         return config
 
     def _collect(self, found: Iterator[tuple[int, str, Any]], cases: int | None = None) -> dict[str, Any]:

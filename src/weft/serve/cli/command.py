@@ -251,7 +251,7 @@ def _without_hub(model: Path | None, preset: str | None, revision: str | None) -
     if model is not None and on_hub(model):
         return None
     if revision is not None:
-        raise UserError(f"--revision {revision} is of a model on the hub, which is named by ORG/NAME")
+        raise UserError(f"--revision {revision} requires a model on the hub, ORG/NAME")
     try:
         found = packaged(model or embedded_model_dir()) if preset is None else preset_dir(preset)
     except ValueError as error:

@@ -40,7 +40,7 @@ def file_arguments(file: Path, command: type) -> tuple[list[str], str | None]:
         name = RENAMED.get(name, name)
         try:
             if name in found:
-                raise ValueError(f"{name} is there twice; leave one out")
+                raise ValueError(f"{name} is given twice; drop one")
             found[name] = _arguments(name, kinds, value)
         except ValueError as error:
             faults.append(f"--config {file}, line {key.start_mark.line + 1}: {error}")

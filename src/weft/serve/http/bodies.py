@@ -171,7 +171,7 @@ def _parsed(data: bytes) -> Any:
             raise
     value = json.loads(data, parse_constant=_no_number)  # it names the place of an error, and accepts UTF-16
     if (place := _half_character(value)) is not None:
-        raise ApiError(400, f"{place or 'the body'}: half of a surrogate pair is no text", param=place or None)
+        raise ApiError(400, f"{place or 'the body'}: a lone surrogate is not valid text", param=place or None)
     return value
 
 

@@ -22,7 +22,7 @@ SPARE_DESCRIPTORS = 5 * ACCEPTED_AT_ONCE
 MAX_HEADERS = 2**16
 """Maximum bytes of a request's headers."""
 FULL = ApiError(503, "every connection to this server is in use; try again", headers={"Retry-After": "1"})
-NO_HTTP = ApiError(400, "this is no HTTP/1.1 request that can be read")
+NO_HTTP = ApiError(400, "this is not a valid HTTP/1.1 request")
 TOO_LONG = ApiError(431, f"the headers of a request are larger than {MAX_HEADERS} bytes, the limit here")
 
 

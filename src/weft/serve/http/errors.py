@@ -172,7 +172,7 @@ def install(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"there is no path {request.url.path} here; GET /openapi.json names those that there are"
+            message = f"there is no path {request.url.path} here; GET /openapi.json lists all paths"
         return refuse(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 

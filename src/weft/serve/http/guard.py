@@ -96,7 +96,7 @@ class Guard:
         """Return the error of a request that is refused before its body is read; None if it is accepted."""
         host, key = headers.get("host"), self._options.api_key
         if host is None and version == "1.1":
-            return ApiError(400, "a request of HTTP/1.1 has a Host header; add it")
+            return ApiError(400, "HTTP/1.1 requires a Host header; add one")
         if path not in OPEN_PATHS and not self._options.allows_host(host or ""):
             message = f"the host {host!r} is not served here; start weft serve with --allowed-hosts {host or 'NAME'}"
             return ApiError(400, message, code="host_not_allowed")

@@ -42,7 +42,7 @@ class Sparse(logging.Filter):
         began, count = self._seen.get(kind, (now, 0))
         if now - began >= WINDOW_S:
             if count > BURST:
-                record.msg = f"{record.msg} ({count - BURST} more like this were left out)"
+                record.msg = f"{record.msg} ({count - BURST} more like this were omitted)"
             began, count = now, 0
         if len(self._seen) > 1000:  # kinds are few, but kinds made of clients' input must not fill the memory
             self._seen.clear()

@@ -14,7 +14,7 @@ from test_layout import FILES, ROOT, name_of, parsed
 
 OPENINGS = re.compile(r"(?:Of|What|As|Those|The same|By|For|In|Whether|How|Where|With|That|Which)\b")
 TURNS = re.compile(r"\b(?:so many|beside|those of)\b")
-MAX_OPENINGS, MAX_TURNS = 400, 400
+MAX_OPENINGS, MAX_TURNS = 42, 86
 """Counts of today; they may only fall."""
 
 

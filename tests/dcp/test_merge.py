@@ -252,7 +252,7 @@ def test_a_recipe_that_is_asked_for_need_not_have_been_measured() -> None:
     for option in ("a2a", "fused"):
         assert plan_merge(merge, 2, 1, [offer], option).recipe.name == option
     untimed = Offer("peer", frozenset({"all_to_allv"}), frozenset(), table)
-    with pytest.raises(LayoutError, match="there is a2a on peer, none of which weft tune measured here"):
+    with pytest.raises(LayoutError, match="there is a2a on peer, not measured here by weft tune"):
         plan_merge(merge, 2, 1, [untimed])
 
 

@@ -54,7 +54,7 @@ def test_a_model_or_layout_that_cannot_be(model_dir: Path, tmp_path: Path, execu
     refused(LayoutError, "8 do not divide over (attn_tp|ep)=3", model_dir=model_dir, executor=executor, attn_tp=3, ep=3)
     both = dict(moe_exchange="dispatch", plan="naive", attn_dp=2, ep=2)
     refused(
-        LayoutError, "naive plan is one of all-reduces, by which exp", model_dir=model_dir, executor=executor, **both
+        LayoutError, "the naive plan uses all-reduces, by which exp", model_dir=model_dir, executor=executor, **both
     )
     with pytest.raises(LayoutError, match="must be the number of ranks"):
         config(model_dir, attn_tp=2, ep=3)

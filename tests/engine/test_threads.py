@@ -32,7 +32,9 @@ def test_a_thread_has_its_name_and_its_own_cpu_time() -> None:
     done.set()
     thread.join()
     assert names == ["weft-fifteen-by\n"] and Path(f"/proc/self/task/{os.getpid()}/comm").read_text() == others
-    assert 0.05 <= taken["weft-fifteen-by"] <= sum(taken.values()) and "weft-fifteen-by" not in cpu_by_thread()
+    assert 0.05 <= taken["weft-fifteen-by"] <= sum(taken.values())
+    while "weft-fifteen-by" in cpu_by_thread():  # join returns before the system has removed the thread
+        time.sleep(0.001)
     assert sum(taken.values()) <= time.process_time()
 
 

@@ -168,7 +168,7 @@ def test_an_exchange_without_times_is_not_chosen_unless_asked_for() -> None:
     for offers in ([offer(table)], [offer(kinds=EVERY)]):
         assert not exchanges(Planner(mesh, chain, offers).plan((4096,) * 4))
     only = replace(chain, reads=chain.others[0], others=())
-    untimed = "counts of dispatch .* all_to_allv on any, none of which weft tune measured here; leave --moe-exchange at"
+    untimed = "counts of dispatch .* all_to_allv on any, not measured here by weft tune; leave --moe-exchange at"
     with pytest.raises(LayoutError, match=untimed):
         Planner(mesh, only, [offer(table)]).plan((4,) * 4)
     with pytest.raises(LayoutError, match=r"counts of dispatch .*any has no all_to_allv\).*--moe-exchange at auto"):

@@ -241,17 +241,17 @@ class Driver:
         for sequence, scored in scheduled.scored(result):
             found = [TokenLogprob(int(value), value) for value, _ in scored.logprobs]
             sequence.scores[scored.first - 1 : scored.first - 1 + len(found)] = found
-        for sequence, tokens, _ in scheduled.take_tokens(result):
+        for sequence, token, _ in scheduled.take_tokens(result):
+            if sequence.allocation is None:
+                continue  # a token of its row after the one that ended it
             if sequence.params.prompt_logprobs is not None:
                 prompt = sequence.tokens[1 : sequence.prompt_tokens].tolist()
                 assert [score.token_id for score in sequence.scores] == prompt, (
                     "a prompt that is not scored, or wrongly"
                 )
-            for token in tokens:
-                sequence.tokens.append(token)
-                if token in sequence.end_ids or sequence.output_tokens >= sequence.max_tokens:
-                    self.outputs[sequence.request] = self.cancel(sequence.request)
-                    break
+            sequence.tokens.append(token)
+            if token in sequence.end_ids or sequence.output_tokens >= sequence.max_tokens:
+                self.outputs[sequence.request] = self.cancel(sequence.request)
 
     def finish_all(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left. AssertionError where that takes too long: somebody starves."""

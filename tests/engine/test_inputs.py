@@ -203,7 +203,7 @@ def test_logits_are_those_of_eager_steps(name: str, tmp_path: Path) -> None:
         number += 1
         tokens = ranks.step(number, group_rows, Shape(8, 6, True) if small else Shape(MAX_ROWS, 6, True))
         seen["small"] += small
-        for sequence, (token,), _ in scheduled.take_tokens(Result(0, None, tokens)):  # type: ignore[arg-type]
+        for sequence, token, _ in scheduled.take_tokens(Result(0, None, tokens)):  # type: ignore[arg-type]
             sequence.tokens.append(token)
             if len(sequence.tokens) == sequence.prompt_tokens + sequence.max_tokens:
                 scheduler.finish(sequence)

@@ -275,7 +275,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         in_flight.append((scheduled, worker.step(Step(number, (scheduled.rows,)))))
         if len(in_flight) > 1:
             before, finish = in_flight.popleft()
-            for sequence, (token,), _ in before.take_tokens(finish()):
+            for sequence, token, _ in before.take_tokens(finish()):
                 sequence.tokens.append(token)
 
     for request in range(3):
@@ -340,7 +340,7 @@ def test_no_kernel_is_compiled_while_requests_are_served(
             if not lengths:
                 break
             continue
-        for sequence, (token,), _ in scheduled.take_tokens(worker.step(Step(number, (scheduled.rows,)))()):
+        for sequence, token, _ in scheduled.take_tokens(worker.step(Step(number, (scheduled.rows,)))()):
             sequence.tokens.append(token)
             if len(sequence.tokens) == sequence.prompt_tokens + sequence.max_tokens:
                 scheduler.finish(sequence)

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
-from itertools import zip_longest
 
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.messages.rank_messages import Result
@@ -47,27 +46,24 @@ class OutputProcessor:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.request))
 
     def take(self, scheduled: Scheduled, result: Result) -> None:
-        """Process a step's tokens and prompt logprobs. `notify` then calls the callbacks, first tokens first: the work
-        on hundreds of other tokens would delay them by milliseconds.
-        """
+        """Process a step's tokens and prompt logprobs. `notify` then calls the callbacks."""
         for sequence, scored in scheduled.scored(result):
             self._open[sequence.request].score(scored)
         generated, first = 0, list[RequestOutput]()
-        for sequence, tokens, logprobs in scheduled.take_tokens(result):
-            output = self._open[sequence.request]
-            for token, known in zip_longest(tokens, logprobs):
-                count = output.accept(token, known)
-                generated += count > 0
-                if count <= 1:
-                    self.cached_tokens += sequence.cached or 0
-                    self.queue_seconds += sequence.queue_s
-                    first.append(output)
-                else:
-                    self._to_notify.append(output)
-                if output.end is not None:  # drop tokens after the end
-                    self._forget(output)
-                    break
-        self._to_notify.extendleft(reversed(first))
+        for sequence, token, known in scheduled.take_tokens(result):
+            if (output := self._open.get(sequence.request)) is None:
+                continue  # a token of its row after the one that ended it
+            count = output.accept(token, known)
+            generated += count > 0
+            if count <= 1:
+                self.cached_tokens += sequence.cached or 0
+                self.queue_seconds += sequence.queue_s
+                first.append(output)
+            else:
+                self._to_notify.append(output)
+            if output.end is not None:
+                self._forget(output)
+        self._to_notify.extendleft(reversed(first))  # work on hundreds of others would delay them by milliseconds
         self.generated_tokens += generated
 
     def notify(self) -> None:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_events import CacheEvents
@@ -69,13 +70,16 @@ class Scheduled:
     sampled: list[tuple[Sequence, CacheAllocation]]
     scores: list[tuple[Sequence, CacheAllocation]]
 
-    def take_tokens(self, result: Result) -> list[tuple[Sequence, tuple[int, ...], tuple[Logprobs, ...]]]:
-        """Return (sequence, tokens, logprobs) of sequences that still run; the tokens are no longer pending."""
-        sampled, logprobs = [], result.logprobs or [()] * len(result.tokens)
+    def take_tokens(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
+        """Return (sequence, token, its logprobs) of sequences that still run; the tokens are no longer pending."""
+        sampled, logprobs = list[tuple[Sequence, int, Logprobs | None]](), result.logprobs or [()] * len(result.tokens)
         for (sequence, allocation), tokens, known in zip(self.sampled, result.tokens, logprobs, strict=True):
             if sequence.allocation is allocation:
                 sequence.pending -= len(tokens)
-                sampled.append((sequence, tokens, known))
+                if len(tokens) == 1 and not known:  # nearly always, and in every step: no iterator for it
+                    sampled.append((sequence, tokens[0], None))
+                else:
+                    sampled += [(sequence, token, given) for token, given in zip_longest(tokens, known)]
         return sampled
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:

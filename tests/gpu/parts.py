@@ -62,6 +62,17 @@ def soak(name: str, model: str, *arguments: str) -> Command:
     return Command(name, ("-m", "chaos.soak", *small, *options, *served))
 
 
+def weft(name: str, *arguments: str) -> Command:
+    """Return a command of `weft`."""
+    return Command(name, ("-m", "weft.serve.cli.main", *arguments))
+
+
+def reproduce(name: str, layers: int, *options: str) -> Command:
+    """Return the measurement of a pull request, with a model's first layers, one round."""
+    figures = ("--num-layers", str(layers), "--rounds", "1", "--json", f"{{out}}/{name}.jsonl")
+    return weft(name, "reproduce", name, *figures, *options)
+
+
 ELSEWHERE = ("emulated", "merge_emulated", "lanes", "compile", "triton_compile")  # on CPUs
 ELSEWHERE += ("sanitizer", "plain", "engine", "http", "families")  # in parts of their own
 OTHER_TESTS = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ELSEWHERE))
@@ -121,20 +132,42 @@ PARTS = {
         (
             Command("step-cpu", ("bench/scripts/step_cpu.py", "--pause-ms", "2")),
             *(
-                Command(
-                    f"profile-{n}",
-                    (
-                        "-m",
-                        "weft.serve.cli.main",
-                        "profile",
-                        *PROFILED,
-                        "--batch",
-                        n,
-                        "--output",
-                        f"{{scratch}}/profile-{n}",
-                    ),
-                )
+                weft(f"profile-{n}", "profile", *PROFILED, "--batch", n, "--output", f"{{scratch}}/profile-{n}")
                 for n in ("1", "16", "64")
+            ),
+        ),
+    ),
+    "racecheck-4": Part(
+        "racecheck on four GPUs", 4, (tests("racecheck-4", "tests/gpu/test_sanitizer.py", "-k", "racecheck"),)
+    ),
+    "tune-4": Part(
+        "cost table of four GPUs, and every edge next to NCCL's and others'",
+        4,
+        (
+            weft("tune", "tune", "--device", "cuda", "--ranks", "4", "--out", "{out}/tune.json"),
+            weft("collectives", "bench", "collectives", "--device", "cuda", "--json", "{out}/collectives.json"),
+        ),
+    ),
+    **{
+        f"reproduce-{name}": Part(f"pull request {name} on four GPUs", 4, (reproduce(name, layers, *options),))
+        for name, layers, *options in (
+            ("mixed", 16),
+            ("reduce-scatterv", 12),
+            ("deferred", 16),
+            ("dcp", 3, "--variants", "triton:"),
+        )
+    },
+    "prompts-4": Part(
+        "share of exchanges in steps of 8,192 tokens of prompts",
+        4,
+        (
+            Command(
+                "prompts",
+                (
+                    "bench/scripts/prompt_exchanges.py",
+                    *("--preset", "qwen3-30b-a3b", "--num-layers", "16", "--layouts", "1x4", "2x2", "4x1"),
+                    *("--json", "{out}/prompts.json"),
+                ),
             ),
         ),
     ),

@@ -21,14 +21,14 @@ from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.caches import Caches
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
-from weft.engine.models.decoder import Decoder, DecoderLayer
-from weft.engine.models.layers import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.layers.basic import Builder, ColumnLinear, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.layers.decoder import Decoder, DecoderLayer
+from weft.engine.models.layers.mlp import GatedMLP
+from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.moe import SparseMoE
+from weft.engine.models.layers.routing import Router
 from weft.engine.models.load import build_model, load_model
-from weft.engine.models.mlp import GatedMLP
-from weft.engine.models.model_config import ModelConfig
-from weft.engine.models.moe import SparseMoE
 from weft.engine.models.registry import load_config, read_config
-from weft.engine.models.routing import Router
 from weft.engine.worker import planning
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.planning import trace

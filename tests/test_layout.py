@@ -151,7 +151,7 @@ def test_the_planner_imports_only_the_standard_library(path: Path) -> None:
         assert top in sys.stdlib_module_names or name.startswith("weft.planner"), name
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "engine" / "models").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((SOURCE / "engine" / "models").rglob("*.py")), ids=name_of)
 def test_models_hold_no_communication(path: Path) -> None:
     names = imports(path)
     assert not any(n.startswith(("torch.distributed", "weft.comm")) for n in names)

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from weft.engine.models.attention import Attention, Heads
-from weft.engine.models.layers import Embedding, Layer, RMSNorm
-from weft.engine.models.model_config import ModelConfig, common_fields
-from weft.engine.models.moe import MoEConfig, SparseMoE
-from weft.engine.models.rotary import Rotary
-from weft.engine.models.routing import Routing
+from weft.engine.models.config_json.common_fields import common_fields
+from weft.engine.models.layers.attention import Attention, Heads
+from weft.engine.models.layers.basic import Embedding, Layer, RMSNorm
+from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.rotary import Rotary
+from weft.engine.models.layers.routing import Routing
 from weft.stream.stream import GROUP
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from support import small_config
 
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import build_model
-from weft.engine.models.model_config import ModelConfig
 from weft.engine.models.registry import read_config
 from weft.kernels.float8 import FLOAT8
 from weft.planner.spec import Mesh

@@ -29,7 +29,7 @@ from e2e.here import weft_here
 from weft.engine.assets import embedded_model_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.engine_options import LayoutOptions
-from weft.engine.models import directory
+from weft.engine.models.config_json import directory
 from weft.planner.spec import Mesh
 from weft.serve.cli import cmd_serve
 from weft.serve.cli.command import EngineArguments, UserError, parse

@@ -71,7 +71,7 @@ def test_a_plan_needs_the_config_alone(hub: Hub) -> None:
 
 SNAPSHOT = """
 import sys
-from weft.engine.models.hub import snapshot
+from weft.engine.models.weights.hub import snapshot
 print(snapshot(sys.argv[1], None))
 assert "torch" not in sys.modules
 """

@@ -16,10 +16,12 @@ from torch.nn import functional as F
 from weft.engine.attention.caches import StepCaches
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.kv.cache_spec import Latent, Recurrent, Window
-from weft.engine.models.layers import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, RowLinear
-from weft.engine.models.mlp import GatedMLP
-from weft.engine.models.model_config import Fields, ModelConfig, common_fields
-from weft.engine.models.rotary import Rotary, RotaryTable
+from weft.engine.models.config_json.common_fields import common_fields
+from weft.engine.models.config_json.fields import Fields
+from weft.engine.models.layers.basic import Builder, ColumnLinear, Embedding, Layer, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.layers.mlp import GatedMLP
+from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.rotary import Rotary, RotaryTable
 from weft.stream.hidden import Hidden
 from weft.stream.stream import GROUP, WORLD
 

@@ -30,7 +30,7 @@ from weft.engine.controller.startup import resolve_defaults
 from weft.engine.hosts import addresses, agents, digests, secured
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.processes import rank_processes
 from weft.engine.processes.fork_client import ForkServer

@@ -19,7 +19,7 @@ from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
 from weft.engine.kv.cache_spec import Latent, Recurrent, Window
-from weft.engine.models.layers import Builder, Layer
+from weft.engine.models.layers.basic import Builder, Layer
 from weft.engine.models.registry import load_config, registry
 from weft.planner.spec import Mesh
 

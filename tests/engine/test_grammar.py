@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from weft.engine.assets import embedded_model_dir
 from weft.engine.grammar.grammar import grammar
 from weft.engine.messages.request import SamplingParams, Watch
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.output.request_output import prepare
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.scheduler.sampling_rows import adjust, sampling

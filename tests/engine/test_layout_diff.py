@@ -30,7 +30,7 @@ from weft.engine.controller.layout_diff import (
     record_transformers,
     tolerance_of,
 )
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.kernels import torch_reference
 from weft.planner.cost import Costs
 

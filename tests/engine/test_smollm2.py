@@ -14,7 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models.directory import packaged
+from weft.engine.models.config_json.directory import packaged
 
 CHATS = (
     "What is the capital of France?",

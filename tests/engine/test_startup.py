@@ -16,7 +16,7 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.rank_executors import ProcessExecutor, ThreadExecutor
 from weft.engine.controller.startup import check_plans, load_tokenizer, read_model
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.planner.spec import LayoutError
 
 

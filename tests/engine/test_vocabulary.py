@@ -15,7 +15,7 @@ from models.stepfun import small_step
 from weft.comm.transport import Transport, offer_of
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models.layers import vocabulary_share
+from weft.engine.models.layers.basic import vocabulary_share
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.planner.cost import costs
 from weft.planner.prices import BlockPrices

@@ -20,7 +20,7 @@ from weft.engine.assets import preset_dir
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.caches import cached_layers
 from weft.engine.kv.cache_spec import CacheGroup, rule
-from weft.engine.models import layers
+from weft.engine.models.layers import basic as layers
 from weft.engine.models.load import dummy_model, load_model
 from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner

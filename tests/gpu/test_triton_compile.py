@@ -48,7 +48,7 @@ from weft.engine.kernels.triton import (  # noqa: E402
 from weft.engine.kernels.triton import decode_step as step  # noqa: E402
 from weft.engine.kernels.triton import float8_linear as float8  # noqa: E402
 from weft.engine.kernels.triton.experts_tiles import tile_rows_of  # noqa: E402
-from weft.engine.models.routing import Routing  # noqa: E402
+from weft.engine.models.layers.routing import Routing  # noqa: E402
 from weft.kernels.float8 import FLOAT8, Fp8Vectors, Fp8Weight, Stored, unfilled  # noqa: E402
 from weft.kernels.torch_reference import packed_shards  # noqa: E402
 from weft.kernels.triton import launch, merge, overlap, rms_norm  # noqa: E402

@@ -18,7 +18,7 @@ from support import MODELS, small_model
 from tokenizers import pre_tokenizers
 from torch import Tensor
 
-from weft.engine.models.rotary import Rope
+from weft.engine.models.config_json.common_fields import Rope
 
 ARCHITECTURES = {
     "llama": "llama",

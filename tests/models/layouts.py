@@ -25,7 +25,7 @@ from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.caches import cached_layers
 from weft.engine.kernels import model_reference
 from weft.engine.kv.cache_spec import CacheGroup, rule
-from weft.engine.models.layers import Builder, Layer
+from weft.engine.models.layers.basic import Builder, Layer
 from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
 from weft.engine.worker.model_runner import ModelRunner

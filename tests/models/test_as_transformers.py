@@ -18,9 +18,9 @@ from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from models import glm, oss, qwen35, stepfun
 from models.layouts import check
 from weft.engine.assets import preset_dir
-from weft.engine.models.layers import Head
+from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.layers.basic import Head
 from weft.engine.models.load import build_model, load_model
-from weft.engine.models.model_config import ModelError
 from weft.engine.models.registry import load_config, read_config
 from weft.planner.spec import Mesh
 

@@ -13,10 +13,10 @@ from weft.comm.transport import Transport
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.caches import cached_layers
 from weft.engine.kv.cache_spec import CacheGroup, rule
-from weft.engine.models.layers import Builder
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.routing import Router, Routing
 from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
-from weft.engine.models.routing import Router, Routing
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.spec import Mesh, Rows
 from weft.stream.hidden import Hidden

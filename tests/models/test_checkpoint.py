@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from models.layouts import float8
-from weft.engine.models.checkpoint import Checkpoint
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.load import load_model
-from weft.engine.models.model_config import ModelError
 from weft.engine.models.registry import load_config
-from weft.engine.models.source import Fused, Source, Stacked, Transposed, View
+from weft.engine.models.weights.checkpoint import Checkpoint
+from weft.engine.models.weights.source import Fused, Source, Stacked, Transposed, View
 from weft.planner.spec import Mesh
 
 W = torch.arange(7 * 10.0).view(7, 10)

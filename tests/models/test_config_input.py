@@ -13,8 +13,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from models.test_registry import published
+from weft.engine.models.config_json.fields import HARMLESS, ModelError
 from weft.engine.models.load import build_model
-from weft.engine.models.model_config import HARMLESS, ModelError
 from weft.engine.models.registry import FAMILIES, load_config, read_config
 from weft.planner.spec import LayoutError, Mesh
 

@@ -17,11 +17,11 @@ from weft.engine.controller.engine import Engine
 from weft.engine.kv.cache_spec import Latent
 from weft.engine.messages.request import SamplingParams
 from weft.engine.models import load
-from weft.engine.models.deepseek import LatentAttention
-from weft.engine.models.layers import ColumnLinear, Linear
+from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.families.deepseek import LatentAttention
+from weft.engine.models.layers.basic import ColumnLinear, Linear
+from weft.engine.models.layers.moe import SparseMoE
 from weft.engine.models.load import build_model, dummy_checkpoint, dummy_model
-from weft.engine.models.model_config import ModelError
-from weft.engine.models.moe import SparseMoE
 from weft.engine.models.registry import load_config, read_config
 from weft.planner.spec import Mesh
 

@@ -23,9 +23,10 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.startup import float8_products
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models.layers import Layer
+from weft.engine.models.config_json.common_fields import Storage
+from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.layers.basic import Layer
 from weft.engine.models.load import build_model, dummy_model, float8_says, load_model
-from weft.engine.models.model_config import ModelError, Storage
 from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.planning import trace
 from weft.kernels import float8, stream_ops

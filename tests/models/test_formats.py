@@ -27,7 +27,7 @@ from weft.engine.controller import rank_executors as launch
 from weft.engine.controller.engine import Engine
 from weft.engine.kernels import model_reference, ops
 from weft.engine.kernels.model_reference import Chosen
-from weft.engine.models.routing import Router
+from weft.engine.models.layers.routing import Router
 from weft.engine.worker.model_runner import ModelRunner
 from weft.kernels import float8
 from weft.planner import plan as plan_module

@@ -12,12 +12,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueTy
 
 from models.gguf_files import small_gguf
 from models.layouts import check
-from weft.engine.models.directory import no_model
-from weft.engine.models.gguf_file import GgufFile
+from weft.engine.models.config_json.directory import no_model
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.load import load_model
-from weft.engine.models.model_config import ModelError
 from weft.engine.models.registry import load_config
-from weft.engine.models.source import Source
+from weft.engine.models.weights.gguf_file import GgufFile
+from weft.engine.models.weights.source import Source
 from weft.planner.spec import Mesh
 
 Kind = GGMLQuantizationType

@@ -13,7 +13,7 @@ from models.glm import Glm, small_config, small_glm
 from models.layouts import MESHES, check, nearness, stored_shapes
 from weft.engine.assets import preset_dir
 from weft.engine.controller.engine import Engine
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.registry import read_config
 from weft.planner.spec import Mesh
 

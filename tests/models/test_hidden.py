@@ -17,12 +17,12 @@ from comm.processes import run_threads
 from weft.comm.transport import Transport
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
-from weft.engine.models.layers import Builder, ColumnLinear, Embedding, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.layers.basic import Builder, ColumnLinear, Embedding, Linear, Out, RMSNorm, RowLinear
+from weft.engine.models.layers.mlp import GatedMLP, WholeMLP
+from weft.engine.models.layers.moe import Experts
+from weft.engine.models.layers.routing import Router, Routing
 from weft.engine.models.load import load_model
-from weft.engine.models.mlp import GatedMLP, WholeMLP
-from weft.engine.models.moe import Experts
 from weft.engine.models.registry import load_config
-from weft.engine.models.routing import Router, Routing
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.spec import Mesh, PlacementError, Rows
 from weft.stream.hidden import Hidden

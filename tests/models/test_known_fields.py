@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING
 
-from weft.engine.models.known_fields import READ_OF_ANY_CLASS, known_fields
-from weft.engine.models.model_config import HARMLESS
+from weft.engine.models.config_json.fields import HARMLESS
+from weft.engine.models.config_json.known_fields import READ_OF_ANY_CLASS, known_fields
 from weft.engine.models.registry import FAMILIES, IN_TRANSFORMERS
 
 SPEC = find_spec("transformers")

@@ -14,8 +14,8 @@ from support import small_model
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.load import load_model
-from weft.engine.models.model_config import ModelError
 from weft.engine.models.registry import load_config
 from weft.planner.spec import LayoutError, Mesh
 

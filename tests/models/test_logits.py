@@ -17,8 +17,8 @@ from planner.meshes import layouts
 from weft.comm.transport import Transport
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.layers.moe import SparseMoE
 from weft.engine.models.load import load_model
-from weft.engine.models.moe import SparseMoE
 from weft.engine.models.registry import load_config
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.exchange import Exchange

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 from weft.engine.kernels import ops
-from weft.engine.models.layers import Builder
-from weft.engine.models.moe import Experts
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.moe import Experts
 from weft.planner.spec import LayoutError, Mesh
 
 

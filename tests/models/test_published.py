@@ -15,7 +15,7 @@ from support import MODELS, small_model
 
 from models.layouts import stored_shapes
 from weft.engine.assets import preset_dir
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.registry import load_config
 
 Index = dict[str, tuple[int, ...]]

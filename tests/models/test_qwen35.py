@@ -16,8 +16,8 @@ from weft.engine.assets import preset_dir
 from weft.engine.attention.caches import cached_layers
 from weft.engine.kernels.delta_rule import delta_rule
 from weft.engine.kv.cache_spec import PagedKV, Recurrent
-from weft.engine.models.layers import Builder
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.layers.basic import Builder
 from weft.engine.models.registry import load_config, read_config
 from weft.planner.spec import LayoutError, Mesh
 

@@ -11,7 +11,7 @@ from models.layouts import check, check_float8, in_two_steps, nearness, stored_s
 from models.qwen3_next import Qwen3Next, small_config, small_qwen3_next
 from models.test_logits import splits
 from weft.engine.assets import preset_dir
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.registry import read_config
 from weft.planner.spec import Mesh
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING
 from models import glm, oss, qwen3_next, qwen35, stepfun
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.startup import check_plans
-from weft.engine.models.model_config import HARMLESS, ModelError
+from weft.engine.models.config_json.fields import HARMLESS, ModelError
 from weft.engine.models.registry import FAMILIES, IN_TRANSFORMERS, load_config, read_config, registry
 
 PLUGIN = """

@@ -11,9 +11,10 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from weft.engine.kernels.model_reference import choose
-from weft.engine.models.layers import Builder
-from weft.engine.models.rotary import Rope, Rotary
-from weft.engine.models.routing import Router, Routing
+from weft.engine.models.config_json.common_fields import Rope
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.rotary import Rotary
+from weft.engine.models.layers.routing import Router, Routing
 from weft.planner.spec import Mesh, Rows
 from weft.stream.hidden import Hidden
 

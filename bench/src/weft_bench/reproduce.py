@@ -23,7 +23,7 @@ from weft.engine.controller.engine import Engine
 from weft.engine.controller.profiling import NotWatched
 from weft.engine.controller.startup import resolve_defaults
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models.model_config import first_line
+from weft.engine.models.config_json.fields import first_line
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.worker.memory import weight_bytes
 from weft.planner.spec import LayoutError

@@ -7,10 +7,10 @@ import torch
 from weft.engine.attention.caches import cached_layers
 from weft.engine.kv.cache import token_bytes
 from weft.engine.kv.cache_spec import Recurrent, Window
-from weft.engine.models.layers import Embedding, Head, Layer
+from weft.engine.models.layers.basic import Embedding, Head, Layer
+from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.moe import Experts, SparseMoE
 from weft.engine.models.load import build_model
-from weft.engine.models.model_config import ModelConfig
-from weft.engine.models.moe import Experts, SparseMoE
 from weft.planner.spec import Mesh
 
 

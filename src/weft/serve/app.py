@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from weft import __version__
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.profiling import MIN_STEPS, NotWatched, record
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.serve.chat.service import Service
 from weft.serve.chat.templates import Templates
 from weft.serve.dialects import anthropic_messages, completions, extras, responses, router_routes

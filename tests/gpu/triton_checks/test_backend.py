@@ -23,8 +23,8 @@ from weft.engine.attention.captured_prompts import CapturedPrompts
 from weft.engine.attention.expansion import ALIGNMENT, pays
 from weft.engine.attention.projections import Absorbed, LatentSplit
 from weft.engine.kv.cache_spec import Latent, PagedKV, Window
-from weft.engine.models.layers import Builder, HeadNorm
-from weft.engine.models.rotary import RotaryTable
+from weft.engine.models.layers.basic import Builder, HeadNorm
+from weft.engine.models.layers.rotary import RotaryTable
 from weft.kernels.float8 import FLOAT8
 from weft.planner.spec import Mesh
 from weft.stream.group import ContextGroup

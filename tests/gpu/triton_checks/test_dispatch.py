@@ -18,8 +18,8 @@ from comm.test_dispatch import check as compare
 from gpu import definitions
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
-from weft.engine.models.layers import Builder
-from weft.engine.models.moe import Experts
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.moe import Experts
 from weft.kernels import stream_ops
 from weft.kernels.triton import moe_permute as kernels
 from weft.planner.exchange import all_to_allv

@@ -34,7 +34,7 @@ from weft.engine.controller.engine import Engine
 from weft.engine.kernels import delta_rule
 from weft.engine.kernels.triton import delta_chunks
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models import deltanet
+from weft.engine.models.layers import deltanet
 from weft.engine.models.load import dummy_model
 from weft.engine.worker import graph_inputs as inputs
 from weft.engine.worker import model_runner as runner

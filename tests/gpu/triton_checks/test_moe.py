@@ -18,10 +18,10 @@ from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kernels.triton import fused_experts, prompt_experts
 from weft.engine.kernels.triton import route as kernels
 from weft.engine.kernels.triton.experts_tiles import ExpertsTile, tile_rows_of
-from weft.engine.models import moe
-from weft.engine.models.layers import Builder
-from weft.engine.models.moe import MoEConfig, SparseMoE
-from weft.engine.models.routing import Router, Routing
+from weft.engine.models.layers import moe
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.routing import Router, Routing
 from weft.kernels import stream_ops
 from weft.planner.spec import Mesh, Placement, PlacementError, Rows
 from weft.stream.hidden import Hidden, ReadInfo

@@ -14,7 +14,7 @@ from weft.engine.kernels.model_reference import gated
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kernels.triton import gate_heads, split_norm
 from weft.engine.kernels.triton import norm_rope_cache as kernels
-from weft.engine.models.rotary import RotaryTable
+from weft.engine.models.layers.rotary import RotaryTable
 from weft.kernels import float8
 from weft.kernels.torch_reference import rms_norm as rms_norm_of_torch
 from weft.kernels.triton import rms_norm

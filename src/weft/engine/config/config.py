@@ -18,7 +18,7 @@ from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.stream.interleave import Interleave
 
 if TYPE_CHECKING:
-    from weft.engine.models.model_config import ModelConfig
+    from weft.engine.models.layers.model_config import ModelConfig
 
 
 class EngineError(RuntimeError):

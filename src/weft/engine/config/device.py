@@ -17,7 +17,7 @@ from weft.engine.attention.backend_registry import (
 )
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_spec import Spec
-from weft.engine.models.model_config import ModelConfig
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.kernels.build import OLDEST_GPU
 from weft.kernels.float8 import FLOAT8
 from weft.planner.spec import LayoutError

@@ -285,13 +285,7 @@ class ClusterOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class EngineOptions(
-    ClusterOptions,
-    CommunicationOptions,
-    RankOptions,
-    RequestOptions,
-    CacheOptions,
-    LayoutOptions,
-    ModelOptions,
+    ClusterOptions, CommunicationOptions, RankOptions, RequestOptions, CacheOptions, LayoutOptions, ModelOptions
 ):
     """All options of an engine; bases in reverse, since dataclasses order fields from the last base on."""
 

@@ -122,12 +122,7 @@ class Engine(OfOneProcess):
         return self.submit_all([(prompt, params, callback)], sharing=sharing, timeout_s=timeout_s)[0]
 
     def submit_all(
-        self,
-        requests: Seq[Request],
-        *,
-        sharing: Sharing = EQUALS,
-        timeout_s: float | None = None,
-        name: str = "",
+        self, requests: Seq[Request], *, sharing: Sharing = EQUALS, timeout_s: float | None = None, name: str = ""
     ) -> list[int]:
         """Queue requests, all or none, and return their ids.
 

@@ -29,7 +29,7 @@ from weft.engine.messages.rank_messages import (
     StopProfile,
     ToRank,
 )
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.processes.rank_processes import POLL_S
 from weft.planner.chain import Counts
 

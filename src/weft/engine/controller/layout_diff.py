@@ -30,7 +30,7 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, on_gpus
 from weft.engine.controller.startup import check_plans, read_model, resolve_defaults
 from weft.engine.messages.rank_messages import Progress
-from weft.engine.models.model_config import ModelError, first_line
+from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker
 from weft.kernels.float8 import dequantise

@@ -12,7 +12,7 @@ from weft.engine.controller.executor import Executor
 from weft.engine.controller.hosts_executor import HostsExecutor
 from weft.engine.controller.process_executor import ProcessExecutor
 from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.processes.rank_processes import POLL_S
 from weft.engine.worker.worker import Worker, failure
 from weft.planner.cost import costs

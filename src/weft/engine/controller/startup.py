@@ -16,10 +16,11 @@ from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import attention_backend, dtype_of, enabled_transports, on_gpus
 from weft.engine.kv.cache_spec import Spec
-from weft.engine.models.checkpoint import weight_files
-from weft.engine.models.directory import config_file
+from weft.engine.models.config_json.directory import config_file
+from weft.engine.models.config_json.fields import ModelError, first_line
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import build_model, float8_says
-from weft.engine.models.model_config import ModelConfig, ModelError, first_line
+from weft.engine.models.weights.checkpoint import weight_files
 from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.worker.batch_limits import with_batch_limits
 from weft.engine.worker.open_transports import cost_model

@@ -15,8 +15,8 @@ import torch
 import weft
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import on_gpus
-from weft.engine.models.checkpoint import weight_files
-from weft.engine.models.directory import config_file
+from weft.engine.models.config_json.directory import config_file
+from weft.engine.models.weights.checkpoint import weight_files
 
 BLOCK = 64 << 10
 """Bytes read at the beginning, the middle and the end of each weight file: its header, and samples."""

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.engine.models.attention import WholeNorms
-from weft.engine.models.checkpoint import Checkpoint, open_checkpoint
-from weft.engine.models.layers import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
-from weft.engine.models.model_config import LanguageModel, ModelConfig, ModelError, first_line
+from weft.engine.models.config_json.fields import ModelError, first_line
+from weft.engine.models.layers.attention import WholeNorms
+from weft.engine.models.layers.basic import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.registry import plugin_line
-from weft.engine.models.source import Source
+from weft.engine.models.weights.checkpoint import Checkpoint, open_checkpoint
+from weft.engine.models.weights.source import Source
 from weft.kernels.float8 import LARGEST
 from weft.planner.spec import LayoutError, Mesh, PlacementError
 
 if TYPE_CHECKING:
-    from weft.engine.models.gguf_file import GgufFile  # the package is an optional dependency
+    from weft.engine.models.weights.gguf_file import GgufFile  # the package is an optional dependency
 
 Progress = Callable[[int, int], None]
 NORMS = (RMSNorm, HeadNorm, WholeNorms)

@@ -16,11 +16,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.engine.models import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
-from weft.engine.models.directory import config_file, is_gguf, no_model
-from weft.engine.models.json_file import read_json
-from weft.engine.models.known_fields import known_fields
-from weft.engine.models.model_config import HARMLESS, MAX_LAYERS, Fields, ModelConfig, ModelError, first_line
+from weft.engine.models.config_json.directory import config_file, is_gguf, no_model
+from weft.engine.models.config_json.fields import HARMLESS, MAX_LAYERS, Fields, ModelError, first_line
+from weft.engine.models.config_json.json_file import read_json
+from weft.engine.models.config_json.known_fields import known_fields
+from weft.engine.models.families import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.plugins import PluginError, load_plugins
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -103,7 +104,7 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
 def _values(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json or of a GGUF file's metadata. Raises ModelError."""
     if is_gguf(path):
-        from weft.engine.models.gguf_file import GgufFile  # the package is an optional dependency
+        from weft.engine.models.weights.gguf_file import GgufFile  # the package is an optional dependency
 
         return GgufFile(path).values()
     return read_json(path)
@@ -136,9 +137,8 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
 def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return a config with transformers' defaults and names. Raises ModelError, which names the field."""
     given = {name: value for name, value in values.items() if name not in HARMLESS or name in ("dtype", "torch_dtype")}
-    Fields({**given, "model_type": kind}).size(
-        "num_hidden_layers", 1, high=MAX_LAYERS
-    )  # transformers fills lists per layer
+    # transformers fills lists per layer.
+    Fields({**given, "model_type": kind}).size("num_hidden_layers", 1, high=MAX_LAYERS)
 
     def fill(leave_out: str = "") -> dict[str, Any]:
         kept = {name: value for name, value in given.items() if name != leave_out}

@@ -54,11 +54,7 @@ class TextStream:
     """
 
     def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stop: Sequence[str],
-        keep_stop: bool = False,
-        keep_special: bool = False,
+        self, detokenizer: Detokenizer, stop: Sequence[str], keep_stop: bool = False, keep_special: bool = False
     ):
         self._shared, self._skip = detokenizer, not keep_special
         self._texts = detokenizer.texts[self._skip]

@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 from weft.engine.grammar.grammar import Grammars
 from weft.engine.messages.rank_messages import PARAMETERS
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models.directory import is_gguf
-from weft.engine.models.json_file import read_json
-from weft.engine.models.model_config import MAX_NUMBER, Fields, ModelError, first_line, tokens
+from weft.engine.models.config_json.common_fields import tokens
+from weft.engine.models.config_json.directory import is_gguf
+from weft.engine.models.config_json.fields import MAX_NUMBER, Fields, ModelError, first_line
+from weft.engine.models.config_json.json_file import read_json
 from weft.engine.output.detokenizer import Detokenizer
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
@@ -30,7 +31,7 @@ def read_tokenizer(source: Path | str) -> Any:
             read_json(path)  # raises ModelError for invalid JSON
     try:
         if is_gguf(Path(source)):
-            from weft.engine.models import gguf_file  # its package is optional
+            from weft.engine.models.weights import gguf_file  # its package is optional
 
             tokenizer: Any = gguf_file.read_tokenizer(Path(source))
         else:

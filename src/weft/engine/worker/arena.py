@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.config.config import EngineConfig
-from weft.engine.models.model_config import ModelConfig
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.worker.planning import trace
 from weft.planner.chain import bucket
 from weft.planner.experts import Dispatch

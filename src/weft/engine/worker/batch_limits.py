@@ -9,8 +9,8 @@ import torch
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, kv_dtype_of, on_gpus
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import build_model
-from weft.engine.models.model_config import ModelConfig
 from weft.engine.worker.memory import CacheNeed, parameter_bytes
 
 LARGE_BATCH_TOKENS = 8192

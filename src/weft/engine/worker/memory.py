@@ -23,8 +23,8 @@ from weft.engine.attention.paged import PagedAttention
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache import token_bytes
 from weft.engine.kv.cache_spec import CacheGroup, Latent, Recurrent, Spec, Window, cache_groups, rule
+from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.load import build_model
-from weft.engine.models.model_config import LanguageModel, ModelConfig
 from weft.engine.worker.graph_inputs import decode_capacities
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.exchange import all_gatherv

@@ -15,7 +15,7 @@ from weft.engine.attention.caches import Caches, cached_layers
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.messages.rank_messages import GroupRows, Planned
-from weft.engine.models.model_config import LanguageModel
+from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.exchange_times import exchange_times
 from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, Shape, captures_prompts

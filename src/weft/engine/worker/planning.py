@@ -13,9 +13,9 @@ from weft.engine.attention.caches import Caches, cached_layers
 from weft.engine.attention.gathered_tokens import gathered_bytes
 from weft.engine.kv.cache import token_bytes
 from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
-from weft.engine.models.layers import Workspace, torch_empty
+from weft.engine.models.layers.basic import Workspace, torch_empty
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import build_model
-from weft.engine.models.model_config import ModelConfig
 from weft.planner.chain import Chain
 from weft.planner.cost import Offer
 from weft.planner.dcp import ShardedContext
@@ -30,12 +30,7 @@ from weft.stream.interleave import Interleave
 from weft.stream.stream import TraceStream
 
 
-def trace(
-    config: ModelConfig,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    workspace: Workspace = torch_empty,
-) -> Chain:
+def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Workspace = torch_empty) -> Chain:
     """Return the model's chain, from a run on zero rows with weights without memory. Raises LayoutError.
 
     It runs on the CPU, since the `meta` device runs many operations in Python, with imports of seconds. workspace:

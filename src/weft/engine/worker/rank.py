@@ -22,7 +22,7 @@ from weft.engine.config.device import check_gpu, device_of
 from weft.engine.config.threads import name_thread
 from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank, decode_to_rank, encode
 from weft.engine.messages.rank_sockets import SOCKET, RankSocket
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker, failure
 from weft.kernels.build import BuildError

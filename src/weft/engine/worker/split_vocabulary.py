@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.engine.models.layers import vocabulary_share
+from weft.engine.models.layers.basic import vocabulary_share
 from weft.planner.chain import bucket
 from weft.planner.spec import LayoutError, Mesh
 from weft.planner.vocabulary import MAX_TOKENS, best_tokens, logit_rows

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.comm.transport import Transport
 from weft.engine.attention.caches import Caches
 from weft.engine.messages.rank_messages import CAPTURED, SHARED, GroupRows
-from weft.engine.models.model_config import LanguageModel
+from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Inputs, Shape
 from weft.engine.worker.pinned_tokens import PinnedTokenRing

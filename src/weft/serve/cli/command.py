@@ -29,7 +29,7 @@ from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, Trans
 from weft.engine.assets import embedded_model_dir, preset_dir
 from weft.engine.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
 from weft.engine.config.engine_options import EngineOptions, OptionGroup
-from weft.engine.models.directory import is_gguf, no_model, on_hub, packaged
+from weft.engine.models.config_json.directory import is_gguf, no_model, on_hub, packaged
 from weft.plugins import PluginError
 from weft.serve.cli.config_file import file_arguments
 from weft.serve.cli.other_engines import hint, renamed
@@ -227,7 +227,7 @@ def model_dir(
     """
     if (found := _without_hub(model, preset, revision)) is not None:
         return found
-    from weft.engine.models.hub import snapshot
+    from weft.engine.models.weights.hub import snapshot
 
     try:
         with start_said() as start:

@@ -69,7 +69,7 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
         # Imported late: `weft --help` and errors of options must not wait for torch.
         from weft.comm.transport import CommError
         from weft.engine.config.config import EngineError
-        from weft.engine.models.model_config import ModelError
+        from weft.engine.models.config_json.fields import ModelError
 
         if isinstance(error, CommError | EngineError | ModelError):
             print_error(error)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from weft.engine.assets import embedded_model_dir
 from weft.engine.config.config import EngineConfig, EngineError
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 from weft.planner.spec import LayoutError
 from weft.serve.cli.command import stop_on_sigterm
 from weft.serve.cli.several_hosts import run_agent

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.engine.models.attention import Attention, HeadNorms, Heads
-from weft.engine.models.decoder import DecoderConfig, DecoderLayer
-from weft.engine.models.deltanet import DeltaHeads, GatedDeltaNet
-from weft.engine.models.expert_sources import ExpertStorage
-from weft.engine.models.layers import Builder, Layer
-from weft.engine.models.model_config import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError, common_fields, rope_of
-from weft.engine.models.moe import MoEConfig, SparseMoE
-from weft.engine.models.routing import Routing
+from weft.engine.models.config_json.common_fields import common_fields, rope_of
+from weft.engine.models.config_json.fields import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError
+from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
+from weft.engine.models.layers.basic import Builder, Layer
+from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.layers.deltanet import DeltaHeads, GatedDeltaNet
+from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.routing import Routing
+from weft.engine.models.weights.expert_sources import ExpertStorage
 
 FULL, LINEAR = "full_attention", "linear_attention"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.engine.models.source import Fused, Source, Stacked, Transposed
+from weft.engine.models.weights.source import Fused, Source, Stacked, Transposed
 
 ExpertLayout = Literal["per_expert", "per_expert_w123", "stacked", "fused", "interleaved", "interleaved_transposed"]
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from weft.engine.models.model_config import ModelError
+from weft.engine.models.config_json.fields import ModelError
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from weft.engine.kernels import ops
 from weft.engine.kernels.model_reference import Chosen
 from weft.engine.kernels.side_stream import beside, nothing
-from weft.engine.models.expert_sources import (
+from weft.engine.models.layers.basic import Builder, Layer, Linear
+from weft.engine.models.layers.mlp import FeedForward, GatedMLP, WholeMLP
+from weft.engine.models.layers.routing import Router, Routing
+from weft.engine.models.weights.expert_sources import (
     EXPERT_STORAGE,
     ExpertLayout,
     ExpertStorage,
     expert_sources,
     gate_up_biases,
 )
-from weft.engine.models.layers import Builder, Layer, Linear
-from weft.engine.models.mlp import FeedForward, GatedMLP, WholeMLP
-from weft.engine.models.routing import Router, Routing
-from weft.engine.models.source import Source
+from weft.engine.models.weights.source import Source
 from weft.kernels import stream_ops
 from weft.kernels.float8 import Fp8Rows
 from weft.planner.spec import LayoutError, PlacementError, Rows
@@ -207,9 +207,8 @@ class SparseMoE(FeedForward):
 
     def _of_shared(self, x: Hidden) -> Hidden:
         assert self.shared is not None
-        if self.shared_gate is None or stream_ops.on_gpu(
-            x.value
-        ):  # on GPUs the gate's score needs no kernel of its own
+        # On GPUs the gate's score needs no kernel of its own.
+        if self.shared_gate is None or stream_ops.on_gpu(x.value):
             return self.shared(x, self.shared_gate)
         score: Hidden = self.shared_gate(x).elementwise(torch.sigmoid, self.shared_gate.path)
         return self.shared(x).scale(score)

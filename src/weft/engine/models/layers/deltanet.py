@@ -10,10 +10,10 @@ from torch import Tensor
 from weft.engine.attention.caches import StepCaches
 from weft.engine.kernels.ops import gated_delta
 from weft.engine.kv.cache_spec import Recurrent
-from weft.engine.models.decoder import on_group_rows
-from weft.engine.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
-from weft.engine.models.rotary import RotaryTable
-from weft.engine.models.source import Fused, PartOfGroups, Source
+from weft.engine.models.layers.basic import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
+from weft.engine.models.layers.decoder import on_group_rows
+from weft.engine.models.layers.rotary import RotaryTable
+from weft.engine.models.weights.source import Fused, PartOfGroups, Source
 from weft.stream.hidden import Hidden
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from weft.engine.kernels import ops
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.models.layers import Builder, Linear
-from weft.engine.models.model_config import ModelError
-from weft.engine.models.source import Source
+from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.layers.basic import Builder, Linear
+from weft.engine.models.weights.source import Source
 from weft.stream.hidden import Hidden
 
 

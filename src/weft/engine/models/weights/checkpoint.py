@@ -12,19 +12,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.engine.models.directory import is_gguf
-from weft.engine.models.json_file import read_json
-from weft.engine.models.model_config import FLOATS, ModelError, Storage
-from weft.engine.models.source import Shape, Slices, Source
+from weft.engine.models.config_json.common_fields import FLOATS, Storage
+from weft.engine.models.config_json.directory import is_gguf
+from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.config_json.json_file import read_json
+from weft.engine.models.weights.source import Shape, Slices, Source
 
 if TYPE_CHECKING:
-    from weft.engine.models.gguf_file import GgufFile
+    from weft.engine.models.weights.gguf_file import GgufFile
 
 MXFP4_BLOCK = 32
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of a four-bit float with two bits of exponent and one of mantissa; the fourth bit is the sign."""
-
-
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.uint8: "U8"}
 """Names of dtypes in safetensors."""
@@ -151,7 +150,7 @@ class Checkpoint:
 def open_checkpoint(model: Path, storage: Storage) -> Checkpoint | GgufFile:
     """Open the tensors of a directory or a GGUF file. Raises ModelError."""
     if is_gguf(model):
-        from weft.engine.models.gguf_file import GgufFile  # the package is an optional dependency
+        from weft.engine.models.weights.gguf_file import GgufFile  # the package is an optional dependency
 
         return GgufFile(model)
     return Checkpoint(model, storage.float8_block, storage.mxfp4)
@@ -168,7 +167,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     """Return the files of a checkpoint that transformers reads, in its order. Raises ModelError if there is none or one
     is missing."""
     if is_gguf(model_dir):
-        from weft.engine.models.gguf_file import GgufFile
+        from weft.engine.models.weights.gguf_file import GgufFile
 
         return [GgufFile(model_dir).path]
     single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.engine.models.attention import Attention, Heads
-from weft.engine.models.decoder import DecoderConfig, DecoderLayer
-from weft.engine.models.expert_sources import ExpertStorage
-from weft.engine.models.layers import Builder
-from weft.engine.models.model_config import MAX_EXPERTS, Fields, ModelError, common_fields
-from weft.engine.models.moe import MoEConfig, SparseMoE
-from weft.engine.models.routing import Routing
+from weft.engine.models.config_json.common_fields import common_fields
+from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields, ModelError
+from weft.engine.models.layers.attention import Attention, Heads
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.routing import Routing
+from weft.engine.models.weights.expert_sources import ExpertStorage
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

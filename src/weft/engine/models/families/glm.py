@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.engine.models.attention import Attention, HeadNorms, Heads
-from weft.engine.models.first_dense import FirstDenseConfig, first_dense_fields
-from weft.engine.models.layers import Builder, Layer
-from weft.engine.models.model_config import Fields, common_fields, rope_of
+from weft.engine.models.config_json.common_fields import common_fields, rope_of
+from weft.engine.models.config_json.fields import Fields
+from weft.engine.models.families.first_dense import FirstDenseConfig, first_dense_fields
+from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
+from weft.engine.models.layers.basic import Builder, Layer
 
 
 @dataclass(frozen=True)

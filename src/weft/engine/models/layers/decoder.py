@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from weft.engine.attention.caches import StepCaches
 from weft.engine.attention.forward_batch import Batch
-from weft.engine.models.layers import Builder, Embedding, Head, Layer, RMSNorm
-from weft.engine.models.mlp import FeedForward
-from weft.engine.models.model_config import LanguageModel, ModelConfig
-from weft.engine.models.rotary import Rope, Rotary, RotaryTable
+from weft.engine.models.config_json.common_fields import Rope
+from weft.engine.models.layers.basic import Builder, Embedding, Head, Layer, RMSNorm
+from weft.engine.models.layers.mlp import FeedForward
+from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
+from weft.engine.models.layers.rotary import Rotary, RotaryTable
 from weft.stream.hidden import Hidden
 from weft.stream.stream import GROUP, Stream, TraceStream
 

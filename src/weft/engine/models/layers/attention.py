@@ -13,10 +13,10 @@ from weft.engine.attention.projections import HeadSplit
 from weft.engine.kernels.ops import gate_heads, norm_by_squares, sums_of_squares
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kv.cache_spec import PagedKV, Window
-from weft.engine.models.decoder import on_group_rows
-from weft.engine.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
-from weft.engine.models.rotary import RotaryTable
-from weft.engine.models.source import PartOfGroups, Source
+from weft.engine.models.layers.basic import Builder, ColumnLinear, HeadNorm, Layer, Out, RowLinear
+from weft.engine.models.layers.decoder import on_group_rows
+from weft.engine.models.layers.rotary import RotaryTable
+from weft.engine.models.weights.source import PartOfGroups, Source
 from weft.planner.recipes import Gather
 from weft.stream.hidden import Hidden
 

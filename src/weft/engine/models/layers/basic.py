@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from weft.engine.kernels.ops import embed
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.models.products import BLOCK, product, product_or_partials, unit_of
-from weft.engine.models.source import LessOne, Source, View
+from weft.engine.models.layers.products import BLOCK, product, product_or_partials, unit_of
+from weft.engine.models.weights.source import LessOne, Source, View
 from weft.kernels.float8 import FLOAT8, Fp8Weight
 from weft.kernels.stream_ops import rms_norm
 from weft.planner.experts import Forms
@@ -137,7 +137,7 @@ class Layer(nn.Module):
         self.register_parameter(f"{name}_scales", b.empty(*blocks, dtype=torch.float32))
 
     def declared(self, name: str) -> Tensor | Fp8Weight:
-        """Return the weight in the form that `weft.engine.models.products.product` accepts."""
+        """Return the weight in the form that `weft.engine.models.layers.products.product` accepts."""
         weight, unit = getattr(self, name), self.units.get(name)
         return weight if unit is None else Fp8Weight(weight, getattr(self, f"{name}_scales"), unit)
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.engine.models.attention import Attention, Heads
-from weft.engine.models.decoder import DecoderConfig, DecoderLayer
-from weft.engine.models.expert_sources import ExpertStorage
-from weft.engine.models.layers import Builder
-from weft.engine.models.mlp import FeedForward, GatedMLP
-from weft.engine.models.model_config import MAX_EXPERTS, Fields, common_fields, full_attention
-from weft.engine.models.moe import MoEConfig, SparseMoE
-from weft.engine.models.routing import Routing
+from weft.engine.models.config_json.common_fields import common_fields, full_attention
+from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields
+from weft.engine.models.layers.attention import Attention, Heads
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.layers.mlp import FeedForward, GatedMLP
+from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.routing import Routing
+from weft.engine.models.weights.expert_sources import ExpertStorage
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.engine.kernels.ops import gated
-from weft.engine.models.layers import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
-from weft.engine.models.products import product
-from weft.engine.models.source import Source
+from weft.engine.models.layers.basic import Builder, ColumnLinear, Layer, Linear, Out, RowLinear
+from weft.engine.models.layers.products import product
+from weft.engine.models.weights.source import Source
 from weft.planner.spec import Rows
 from weft.stream.hidden import Hidden
 

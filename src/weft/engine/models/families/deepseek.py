@@ -9,12 +9,13 @@ from torch import Tensor
 from weft.engine.attention.caches import StepCaches
 from weft.engine.attention.projections import Absorbed, LatentSplit
 from weft.engine.kv.cache_spec import Latent
-from weft.engine.models.decoder import on_group_rows
-from weft.engine.models.first_dense import FirstDenseConfig, first_dense_fields
-from weft.engine.models.layers import Builder, ColumnLinear, HeadNorm, Layer, Out, RMSNorm, RowLinear
-from weft.engine.models.model_config import Fields, common_fields
-from weft.engine.models.rotary import RotaryTable
-from weft.engine.models.source import Source
+from weft.engine.models.config_json.common_fields import common_fields
+from weft.engine.models.config_json.fields import Fields
+from weft.engine.models.families.first_dense import FirstDenseConfig, first_dense_fields
+from weft.engine.models.layers.basic import Builder, ColumnLinear, HeadNorm, Layer, Out, RMSNorm, RowLinear
+from weft.engine.models.layers.decoder import on_group_rows
+from weft.engine.models.layers.rotary import RotaryTable
+from weft.engine.models.weights.source import Source
 from weft.stream.hidden import Hidden
 
 LATENT_EPS = 1e-6  # of the norms inside attention, whatever the config says

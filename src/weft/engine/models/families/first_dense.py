@@ -7,13 +7,13 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from weft.engine.models.decoder import DecoderConfig, DecoderLayer
-from weft.engine.models.expert_sources import ExpertStorage
-from weft.engine.models.layers import Builder, Layer
-from weft.engine.models.mlp import FeedForward, GatedMLP
-from weft.engine.models.model_config import MAX_EXPERTS, Fields
-from weft.engine.models.moe import MoEConfig, SparseMoE
-from weft.engine.models.routing import Routing
+from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields
+from weft.engine.models.layers.basic import Builder, Layer
+from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.layers.mlp import FeedForward, GatedMLP
+from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.routing import Routing
+from weft.engine.models.weights.expert_sources import ExpertStorage
 
 
 @dataclass(frozen=True)

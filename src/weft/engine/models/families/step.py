@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.engine.models.attention import Attention, HeadNorms, Heads
-from weft.engine.models.decoder import DecoderConfig, DecoderLayer
-from weft.engine.models.expert_sources import ExpertStorage
-from weft.engine.models.layers import Builder
-from weft.engine.models.mlp import FeedForward, GatedMLP
-from weft.engine.models.model_config import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError, common_fields, rope_of
-from weft.engine.models.moe import MoEConfig, SparseMoE
-from weft.engine.models.rotary import Rope
-from weft.engine.models.routing import Routing
+from weft.engine.models.config_json.common_fields import Rope, common_fields, rope_of
+from weft.engine.models.config_json.fields import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError
+from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
+from weft.engine.models.layers.basic import Builder
+from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.layers.mlp import FeedForward, GatedMLP
+from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.routing import Routing
+from weft.engine.models.weights.expert_sources import ExpertStorage
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 EXPERT_STORAGE = ExpertStorage("moe.gate", "moe.router_bias", "moe", "stacked", "share_expert")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.engine.models.model_config import Fields
-from weft.engine.models.qwen35 import Qwen35Config, read_text
+from weft.engine.models.config_json.fields import Fields
+from weft.engine.models.families.qwen35 import Qwen35Config, read_text
 
 
 @dataclass(frozen=True)

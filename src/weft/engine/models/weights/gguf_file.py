@@ -24,9 +24,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from weft.engine.models.model_config import ModelError, first_line
-from weft.engine.models.rotary import Rope
-from weft.engine.models.source import Source
+from weft.engine.models.config_json.common_fields import Rope
+from weft.engine.models.config_json.fields import ModelError, first_line
+from weft.engine.models.weights.source import Source
 
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 """Model type of each supported GGUF architecture."""
@@ -77,7 +77,7 @@ class _Reader(GGUFReader):
 
 class GgufFile:
     """Tensors of a GGUF file, by the names of Hugging Face's checkpoints. They are read slice by slice from the mapped
-    file and dequantised to float32. A context manager, like `weft.engine.models.checkpoint.Checkpoint`.
+    file and dequantised to float32. A context manager, like `weft.engine.models.weights.checkpoint.Checkpoint`.
 
     Raises ModelError for a file that cannot be read, another architecture, or a type that `gguf` cannot dequantise.
     """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.engine.kernels import ops
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.models.source import Source
+from weft.engine.models.weights.source import Source
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.planner.spec import LayoutError
 

@@ -1,0 +1,1 @@
+"""Readers of config.json and of other JSON files of a checkpoint."""

@@ -1,0 +1,1 @@
+"""Layers of all families, without collectives or rank arithmetic."""

@@ -1,0 +1,72 @@
+"""Configs and models of all families."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from weft.engine.models.config_json.common_fields import Rope, Storage
+from weft.engine.models.layers.basic import Builder, Embedding, Layer
+from weft.planner.experts import Forms
+
+
+@dataclass(frozen=True)
+class ModelConfig(ABC):
+    """Fields that all families have; each family adds its own. Widths are in elements.
+
+    Args:
+        norms_less_one: norms store their weights minus one.
+        prefix: prefix of the decoder's weights.
+        spares: prefixes of tensors that the model does not use, such as drafts and vision towers.
+        family: model type in the registry.
+        max_position: maximum tokens of a sequence.
+        dtype: dtype of the checkpoint.
+        rope: rotary embedding of queries and keys, unless a layer names another.
+        storage: storage format of the weights.
+        ignored: fields of config.json that cannot change what the model computes.
+
+    The layout sets these fields; config.json does not have them:
+        split_vocabulary: shard embedding and head over attn_tp by tokens of the vocabulary.
+        replicate_queries: each rank of a dcp group computes the queries of all its ranks.
+        experts: allowed exchanges of rows for mixtures of experts (`weft.planner.experts`).
+        float8: compute products with FP8 weights in FP8 (`weft.engine.models.layers.products`) instead of dequantising
+            the weights.
+    """
+
+    norms_less_one: ClassVar[bool] = False
+    prefix: ClassVar[str] = "model"
+    spares: ClassVar[tuple[str, ...]] = ("mtp.",)
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    rope: Rope
+    storage: Storage
+    ignored: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
+    split_vocabulary: bool = field(default=False, kw_only=True)
+    replicate_queries: bool = field(default=False, kw_only=True)
+    experts: Forms = field(default="gather", kw_only=True)
+    float8: bool = field(default=False, kw_only=True)
+
+    @abstractmethod
+    def build(self, b: Builder) -> LanguageModel:
+        """Build one rank's model with unfilled weights. Raises LayoutError if it does not divide over the layout."""
+
+
+class LanguageModel(Layer):
+    """Model on one rank. forward: (stream, batch, caches) → logits `[S, vocabulary]` of the sampled rows, or this
+    rank's share of a split vocabulary."""
+
+    config: ModelConfig
+    embed: Embedding

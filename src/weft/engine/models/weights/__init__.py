@@ -1,0 +1,1 @@
+"""Checkpoints, and the parts of them that a rank reads."""

@@ -78,7 +78,7 @@ class TimedRanks(Executor):
         self._free = max(now, self._free) + self._seconds(rows)
         self.without_step = self._pauses if rows.joins else self.without_step
         ran = Ran(message.number, message.counts, 7, 9)
-        self._replies.append((self._free, encode(Result(0, ran, ((TOKEN,),) * len(rows.sampled_rows)))))
+        self._replies.append((self._free, encode(Result(0, ran, (TOKEN,) * len(rows.sampled_rows)))))
 
     def _receive(self, *_: float) -> Any:
         if not self._replies:

@@ -36,7 +36,7 @@ from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import dtype_of, kv_dtype_of
 from weft.engine.kernels.triton import fused_experts
-from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, RowTokens, Sampling, StartProfile, Step
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling, StartProfile, Step
 from weft.engine.worker import graph_inputs, model_runner
 from weft.engine.worker.worker import Worker
 from weft.planner.cost import costs
@@ -158,11 +158,11 @@ class Rank:
     def rows(self, asked: int | Prompts) -> GroupRows:
         """Of a step: so many decode rows, or prompts. A prompt's row begins anew in each step."""
         if isinstance(asked, int):
-            return GroupRows(RowTokens(tuple(range(asked))))
+            return GroupRows(tuple(range(asked)))
         tokens = self.tokens(asked.sequences * asked.tokens).view(asked.sequences, -1)
         prompts = range(asked.decoding, asked.decoding + asked.sequences)
         chunks = [Chunk(row, each.numpy().tobytes(), True) for row, each in zip(prompts, tokens, strict=True)]
-        return GroupRows(RowTokens(tuple(range(asked.decoding))), tuple(chunks), self.joins(prompts, 0, asked.tokens))
+        return GroupRows(tuple(range(asked.decoding)), tuple(chunks), self.joins(prompts, 0, asked.tokens))
 
     def run(self, rows: GroupRows, steps: int) -> float:
         """Seconds of a step."""

@@ -98,7 +98,7 @@ class InstantRanks(Executor):
             group = self.mesh.group_of(rank)
             leads = rank == self.mesh.leader(group)
             ran = Ran(message.number, message.counts, 7, 9)
-            tokens = ((TOKEN,),) * len(message.groups[group].sampled_rows)
+            tokens = (TOKEN,) * len(message.groups[group].sampled_rows)
             replies.append(encode(Result(rank, ran, tokens if leads else ())))
         return replies
 

@@ -95,7 +95,7 @@ class FakeDevice:
             changes = self.rules[entry.group].state and all(map(operator.ne, table[place], entry.values))
             assert changes or entry.first == len(table), "entries that are no news, or beyond the table's end"
             table[place] = entry.values
-        rest = [(row, count, None, True, None) for row, count in rows.decode_rows.each]
+        rest = [(row, count, None, True, None) for row, count in rows.decode_each]
         rest += [(c.row, c.count, tuple(token_array(c.tokens)), c.samples, c.score) for c in rows.chunks]
         parts = []
         for row, count, tokens, sampled, score in rest:
@@ -107,8 +107,8 @@ class FakeDevice:
             self.length[row] += count
         return Parts(parts, [join.copy for join in rows.joins if join.copy])
 
-    def run(self, step: Parts) -> tuple[tuple[int, ...], ...]:
-        """The sampled tokens of each row. AssertionError for a step that no device could run right."""
+    def run(self, step: Parts) -> dict[str, tuple[int, ...]]:
+        """The fields of `Result` with the sampled tokens. AssertionError for a step that no device could run right."""
         for slots in (slots for slots, rule in zip(self.slots, self.rules, strict=True) if rule == Rule()):
             pages = [slots[a * self.page_size : (a + 1) * self.page_size] for a, _ in step.copies]
             for (_, to), page in zip(step.copies, pages, strict=True):
@@ -143,7 +143,8 @@ class FakeDevice:
                 if p.tables[g][0] != p.tables[g][1]
             }, "a state is written that another reads"
             self.states[group][slot] = history
-        return tuple(sampled)
+        several = any(len(tokens) > 1 for tokens in sampled)
+        return dict(tokens=sum(sampled, ()), accepted=tuple(map(len, sampled)) if several else ())
 
     def _decoded(self, part: Part) -> list[int]:
         """The tokens that a decode row runs: the last sampled one, and those that follow it, as a draft knows them."""
@@ -237,13 +238,11 @@ class Driver:
     def take_tokens(self) -> None:
         """Runs the oldest step under way."""
         scheduled, parts = self.in_flight.popleft()
-        result = Result(0, Ran(0, (), 0, 0), self.device.run(parts), scored=parts.scored)
+        result = Result(0, Ran(0, (), 0, 0), **self.device.run(parts), scored=parts.scored)
         for sequence, scored in scheduled.scored(result):
             found = [TokenLogprob(int(value), value) for value, _ in scored.logprobs]
             sequence.scores[scored.first - 1 : scored.first - 1 + len(found)] = found
         for sequence, token, _ in scheduled.take_tokens(result):
-            if sequence.allocation is None:
-                continue  # a token of its row after the one that ended it
             if sequence.params.prompt_logprobs is not None:
                 prompt = sequence.tokens[1 : sequence.prompt_tokens].tolist()
                 assert [score.token_id for score in sequence.scores] == prompt, (

@@ -76,7 +76,7 @@ class StubExecutor(Executor):
             raise EngineError("rank 2 was killed by signal 9")
         ran = Ran(step.number, tuple(parts.count for parts in step.groups), 0, 0)
         of_groups = enumerate(zip(step.groups, sampled, strict=True))
-        return [Result(self.mesh.leader(g), ran, tokens, scored=parts.scored) for g, (parts, tokens) in of_groups]
+        return [Result(self.mesh.leader(g), ran, scored=parts.scored, **tokens) for g, (parts, tokens) in of_groups]
 
     def report(self) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from weft.engine.assets import embedded_model_dir
 from weft.engine.controller.output_processor import OutputProcessor
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.messages.rank_messages import GroupRows, Ran, Result, Scored
-from weft.engine.messages.request import Output, SamplingParams
+from weft.engine.messages.request import Output, SamplingParams, Sequence
 from weft.engine.output.detokenizer import TextStream
 from weft.engine.output.request_output import RequestOutput, prepare
 from weft.engine.output.text_processor import TextProcessor
@@ -211,14 +212,16 @@ def test_first_tokens_of_a_step_are_handed_out_before_its_others() -> None:
     for number in range(4):
         params = SamplingParams(max_tokens=9)
         output = prepare(PROMPT, params, lambda output: called.append(output.sequence.request), 0, 400, TEXT_PROCESSOR)
-        output.sequence.request = number
+        output.sequence.request, output.sequence.allocation = number, object()
+        output.scheduler = SimpleNamespace(finish=Sequence.forget_pages)
         processor.begin(output)
         sequences.append(output.sequence)
 
     def step(*numbers: int, count: int = 1) -> list[int]:
         called.clear()
-        sampled: list[Any] = [(sequences[number], None) for number in numbers]
-        result = Result(0, Ran(1, (len(numbers),), 0, 0), ((TEXT[0],) * count,) * len(numbers))
+        sampled: list[Any] = [(sequences[number], sequences[number].allocation) for number in numbers]
+        tokens, accepted = (TEXT[0],) * count * len(numbers), (count,) * len(numbers) if count > 1 else ()
+        result = Result(0, Ran(1, (len(numbers),), 0, 0), tokens, accepted=accepted)
         processor.take(Scheduled(GroupRows(), sampled, []), result)
         processor.notify()
         return called

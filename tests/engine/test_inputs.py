@@ -109,7 +109,7 @@ class Ranks:
         self.inputs._copied.fill_(1 << 20)
 
     @torch.inference_mode()
-    def step(self, number: int, group_rows: GroupRows, shape: Shape) -> tuple[tuple[int, ...], ...]:
+    def step(self, number: int, group_rows: GroupRows, shape: Shape) -> tuple[int, ...]:
         """Runs it on both, compares what they are given and what they make of it, and gives the sampled tokens."""
         eager, ours = self.eager, self.roomy
         logits: list[torch.Tensor] = []
@@ -139,14 +139,14 @@ class Ranks:
         ours.table.advance(group_rows)
         for at, row in ours.table.rows.items():
             assert int(rows.length[at]) == row.length
-        assert group_rows.per_row(tokens[:live].tolist()) == result.tokens
+        assert tuple(tokens[:live].tolist()) == result.tokens
         return result.tokens
 
     def compare(self, wanted: Any, found: Any, group_rows: GroupRows) -> None:
         """Sequences come in another order: those of one row first."""
         live, counts = (
             group_rows.count,
-            [count for _, count in group_rows.decode_rows.each] + [chunk.count for chunk in group_rows.chunks],
+            [count for _, count in group_rows.decode_each] + [chunk.count for chunk in group_rows.chunks],
         )
         order = sorted(range(len(counts)), key=lambda at: counts[at] > 1)
         rows = torch.arange(live).split(counts)

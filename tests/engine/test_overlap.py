@@ -20,7 +20,7 @@ from weft.engine.config.config import EngineError
 from weft.engine.controller.engine import Engine
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.kv.tokens import token_bytes
-from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, RowTokens, Sampling
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling
 from weft.engine.messages.request import SamplingParams
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.sampler import Sampler
@@ -132,8 +132,8 @@ def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
     table.apply(second)
     table.forget_tokens(second)
     with pytest.raises(ValueError, match="one token of a decode row"):
-        table.apply(GroupRows(RowTokens((0, 2), (1, 2))))
-    decoding = GroupRows(RowTokens((0, 2)))
+        table.apply(GroupRows((0, 2), decode_tokens=(1, 2)))
+    decoding = GroupRows((0, 2))
     batch = table.batch(decoding)
     assert batch.tokens.tolist() == [7, 0] and batch.positions.tolist() == [0, 3]
     assert sampler.sample(decoding, logits).tolist() == [5, NO_TOKEN] and table.last_token.tolist() == [

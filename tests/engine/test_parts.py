@@ -29,7 +29,6 @@ from weft.engine.messages.rank_messages import (
     Join,
     Ran,
     Result,
-    RowTokens,
     Sampling,
     Scored,
     Step,
@@ -191,15 +190,15 @@ def test_a_prompt_is_one_object_in_a_message_however_long_it_is() -> None:
 
 def test_messages_survive_the_wire() -> None:
     group = GroupRows(
-        RowTokens((4, 2), (1, 3)),
+        (4, 2),
         chunks=(Chunk(3, token_bytes([5, 6]), True), Chunk(1, token_bytes([9]), False)),
         joins=(Join(3, 17, 5, ((1, 9), (4, 2)), Sampling(top_p=0.9, top_k=7, seed=2**62 - 1), (8, 9)),),
         entries=(Entries(4, 0, 2, (8,)),),
         adjust=((2, Adjust(2, (0,), mask=b"\x01")),),
+        decode_tokens=(1, 3),
     )
     step = Step(8, (group, GroupRows()))
     assert decode_to_rank(encode(step)) == step and step.counts == (7, 0) and group.sampled_rows == [4, 2, 2, 2, 3]
-    assert group.per_row("abcde") == (("a",), ("b", "c", "d"), ("e",))
     best = (-0.25, ((17, -0.25),))
-    result = Result(1, Ran(8, (2, 0), 2**32 - 1, 7), ((17, 2), (5,)), ((best, best), ()), (Scored(1, (best,)),))
+    result = Result(1, Ran(8, (2, 0), 2**32 - 1, 7), (17, 2, 5), (best, best, None), (Scored(1, (best,)),), (2, 1))
     assert decode_from_rank(encode(result)) == result

@@ -18,7 +18,6 @@ from weft.engine.messages.rank_messages import (
     GroupRows,
     Join,
     Result,
-    RowTokens,
     Sampling,
     Step,
     Stop,
@@ -81,17 +80,17 @@ def test_a_decode_step_that_changes_nothing_runs_no_operator(worker: Worker, mon
     rows, ops, sent = tuple(range(SEQUENCES)), CountedOps(), []
 
     def messages() -> Iterator[ToRank]:
-        yield Step(1, (GroupRows(RowTokens(rows), joins=joins(*rows)),))
+        yield Step(1, (GroupRows(rows, joins=joins(*rows)),))
         entered.clear()
         with ops:
             for number in range(2, 2 + STEPS):
-                yield Step(number, (GroupRows(RowTokens(rows)),))
-        yield Step(2 + STEPS, (GroupRows(RowTokens(rows[:1])),))
+                yield Step(number, (GroupRows(rows),))
+        yield Step(2 + STEPS, (GroupRows(rows[:1]),))
         yield Stop()
 
     worker.serve(messages().__next__, sent.append)
     results = [message for message in sent if isinstance(message, Result)]
-    assert [result.tokens for result in results] == [*[((70,),) * SEQUENCES] * (1 + STEPS), ((70,),)]
+    assert [result.tokens for result in results] == [*[(70,) * SEQUENCES] * (1 + STEPS), (70,)]
     assert worker.table.rows[0].length == 3 + 1 + STEPS + 1
     assert (ops.count, len(entered)) == (0, 0)
 
@@ -134,10 +133,10 @@ def test_changes_before_a_decode_step_take_one_launch_and_no_operator(worker: Wo
     writes._graphs = [Writes()] * PLACES  # type: ignore[list-item]
     pages = tuple(Entries(row, 0, 1, (10 + row, 20 + row)) for row in rows)
     steps = [
-        (GroupRows(RowTokens(rows), joins=joins(*rows)), 7 * SEQUENCES + SEQUENCES),
-        (GroupRows(RowTokens(rows), entries=pages), 2 * SEQUENCES),
-        (GroupRows(RowTokens(rows[1:])), len(rows[1:])),
-        (GroupRows(RowTokens(rows[1:3]), entries=(Entries(1, 0, 3, (30,)),), joins=joins(3)), 1 + 7),
+        (GroupRows(rows, joins=joins(*rows)), 7 * SEQUENCES + SEQUENCES),
+        (GroupRows(rows, entries=pages), 2 * SEQUENCES),
+        (GroupRows(rows[1:]), len(rows[1:])),
+        (GroupRows(rows[1:3], entries=(Entries(1, 0, 3, (30,)),), joins=joins(3)), 1 + 7),
     ]
     for _ in "ab":  # once for each number of rows, views of outputs are made
         replays.clear()
@@ -153,23 +152,23 @@ def test_changes_before_a_decode_step_take_one_launch_and_no_operator(worker: Wo
 def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is one replay, as each step is, also with new pages; what else differs from the last step is looked up."""
     runner, sent, calls, counted = worker.runner, list[Any](), list[tuple[str, int]](), list[int]()
-    two, three, cut = GroupRows(RowTokens((0, 1))), GroupRows(RowTokens((0, 1, 2))), Sampling(top_k=2, seed=1)
-    logprobs = GroupRows(RowTokens((0, 1)), adjust=((1, Adjust(logprobs=0)),))
+    two, three, cut = GroupRows((0, 1)), GroupRows((0, 1, 2)), Sampling(top_k=2, seed=1)
+    logprobs = GroupRows((0, 1), adjust=((1, Adjust(logprobs=0)),))
     steps = {
-        1: GroupRows(RowTokens((0, 1)), joins=joins(0, 1)),
-        2: GroupRows(RowTokens((0, 1)), joins=joins(0, 1)),  # they begin anew
+        1: GroupRows((0, 1), joins=joins(0, 1)),
+        2: GroupRows((0, 1), joins=joins(0, 1)),  # they begin anew
         3: two,
         4: two,
-        5: GroupRows(RowTokens((0, 1)), entries=(Entries(0, 0, 1, (5,)),)),
+        5: GroupRows((0, 1), entries=(Entries(0, 0, 1, (5,)),)),
         6: two,
         7: two,
-        8: GroupRows(RowTokens((1, 0))),
-        9: GroupRows(RowTokens((1, 0))),
+        8: GroupRows((1, 0)),
+        9: GroupRows((1, 0)),
         10: two,
         11: logprobs,
         12: logprobs,  # the same, but it takes more than a replay
         13: two,
-        14: GroupRows(RowTokens((0, 1, 2)), joins=joins(2, how=cut)),
+        14: GroupRows((0, 1, 2), joins=joins(2, how=cut)),
         15: three,
         16: three,  # row 2 is cut in each step
         17: two,
@@ -191,7 +190,7 @@ def test_a_step_like_the_last_one_looks_nothing_up(worker: Worker, monkeypatch: 
             numbers.append(number)
             yield Step(number, (rows,))
         yield AskReport()
-        yield Step(19, (GroupRows(RowTokens((2,))),))
+        yield Step(19, (GroupRows((2,)),))
         yield Stop()
 
     worker.serve(messages().__next__, sent.append)

@@ -9,7 +9,7 @@ import torch
 
 from gpu import definitions
 from weft.engine.kv.tokens import token_array
-from weft.engine.messages.rank_messages import Adjust, GroupRows, RowTokens, Sampling
+from weft.engine.messages.rank_messages import Adjust, GroupRows, Sampling
 from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.sampling_rows import adjust, bits
 from weft.engine.worker import sampler
@@ -64,12 +64,12 @@ def test_greedy_and_banned() -> None:
 
 
 def test_logprobs_are_of_the_raw_logits_for_those_who_ask() -> None:
-    rows = GroupRows(RowTokens((5, 4, 7)), adjust=((4, Adjust(2, banned=(0,))), (7, Adjust(0))))
+    rows = GroupRows((5, 4, 7), adjust=((4, Adjust(2, banned=(0,))), (7, Adjust(0))))
     output = StepOutput(rows, torch.tensor([0, 1, 2], dtype=torch.int32))
     output.note_logprobs(LOGITS.repeat(3, 1))
     output.copy()
-    (none, (second,), (third,)), scored = output.logprobs()
-    assert none == () and abs(second[0] - LOGITS[1]) < 1e-6 and [t for t, _ in second[1]] == [0, 1]
+    (none, second, third), scored = output.logprobs()
+    assert none is None and abs(second[0] - LOGITS[1]) < 1e-6 and [t for t, _ in second[1]] == [0, 1]
     assert abs(third[0] - LOGITS[2]) < 1e-6 and third[1] == () and scored == []
     with pytest.raises(AssertionError, match="row 4 of the table was stepped without a last token"):
         stale = StepOutput(rows, torch.tensor([0, -1, 2], dtype=torch.int32))

@@ -46,7 +46,7 @@ def rows_of(config: EngineConfig, longest: int = 64, **more: Any) -> list[Step]:
         for group in step.groups:
             joined = {join.row: join for join in group.joins}
             assert len(joined) == len(group.joins) <= config.batch_sequences and group.count <= config.batch_tokens
-            rows = dict(group.decode_rows.each) | {chunk.row: chunk.count for chunk in group.chunks}
+            rows = dict(group.decode_each) | {chunk.row: chunk.count for chunk in group.chunks}
             assert rows.keys() == joined.keys() and max(joined, default=0) < config.batch_sequences
             for row, count in rows.items():
                 tokens, (pages, slots) = joined[row].context + count, joined[row].tables

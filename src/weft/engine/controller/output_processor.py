@@ -51,8 +51,7 @@ class OutputProcessor:
             self._open[sequence.request].score(scored)
         generated, first = 0, list[RequestOutput]()
         for sequence, token, known in scheduled.take_tokens(result):
-            if (output := self._open.get(sequence.request)) is None:
-                continue  # a token of its row after the one that ended it
+            output = self._open[sequence.request]
             count = output.accept(token, known)
             generated += count > 0
             if count <= 1:

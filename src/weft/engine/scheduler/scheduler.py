@@ -23,26 +23,16 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import repeat
 
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_events import CacheEvents
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.manager import CacheAllocation, CacheManager
-from weft.engine.messages.rank_messages import (
-    Adjust,
-    Chunk,
-    Entries,
-    GroupRows,
-    Join,
-    Logprobs,
-    Result,
-    RowTokens,
-    Scored,
-)
+from weft.engine.messages.rank_messages import Adjust, Chunk, Entries, GroupRows, Join, Logprobs, Result, Scored
 from weft.engine.messages.request import Sequence
 from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
@@ -70,17 +60,16 @@ class Scheduled:
     sampled: list[tuple[Sequence, CacheAllocation]]
     scores: list[tuple[Sequence, CacheAllocation]]
 
-    def take_tokens(self, result: Result) -> list[tuple[Sequence, int, Logprobs | None]]:
-        """Return (sequence, token, its logprobs) of sequences that still run; the tokens are no longer pending."""
-        sampled, logprobs = list[tuple[Sequence, int, Logprobs | None]](), result.logprobs or [()] * len(result.tokens)
-        for (sequence, allocation), tokens, known in zip(self.sampled, result.tokens, logprobs, strict=True):
+    def take_tokens(self, result: Result) -> Iterator[tuple[Sequence, int, Logprobs | None]]:
+        """Yield (sequence, token, its logprobs) of sequences that still run; the tokens are no longer pending."""
+        sampled: Iterable[tuple[Sequence, CacheAllocation]] = self.sampled
+        if result.accepted:
+            sampled = (each for each, count in zip(sampled, result.accepted, strict=True) for _ in range(count))
+        logprobs = result.logprobs or repeat(None, len(result.tokens))
+        for (sequence, allocation), token, known in zip(sampled, result.tokens, logprobs, strict=True):
             if sequence.allocation is allocation:
-                sequence.pending -= len(tokens)
-                if len(tokens) == 1 and not known:  # nearly always, and in every step: no iterator for it
-                    sampled.append((sequence, tokens[0], None))
-                else:
-                    sampled += [(sequence, token, given) for token, given in zip_longest(tokens, known)]
-        return sampled
+                sequence.pending -= 1
+                yield sequence, token, known
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
         """Yield (sequence, prompt logprobs) of sequences that still run."""
@@ -153,8 +142,7 @@ class Scheduler:
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
-        ends = ((s, s.allocation, s.computed + s.decode_tokens) for s in decoding)
-        if any(allocation and end > allocation.capacity and not s.ending for s, allocation, end in ends):
+        if any((a := s.allocation) and s.computed + s.decode_tokens > a.capacity and not s.ending for s in decoding):
             self._grow_ahead(decoding)
         for sequence in decoding:  # in the order of `running`
             tokens = sequence.decode_tokens
@@ -195,7 +183,7 @@ class Scheduler:
     def _foresee(self, scheduled: Scheduled) -> None:
         """Note how often this step of one token a row can repeat, unless a sequence comes or goes."""
         rows, self._repeats = scheduled.rows, 0
-        changes = rows.decode_rows.tokens or rows.adjust or self.caches.frees_on_advance
+        changes = rows.decode_tokens or rows.adjust or self.caches.frees_on_advance
         if len(rows.decode_rows) == len(self.running) and not changes:
             left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
             self._repeats = min(left, default=0)
@@ -261,10 +249,9 @@ class Scheduler:
                 adjustment, sequence.fault = None, error
             if adjustment is not None:
                 adjusted.append((sequence.row, adjustment))
-        ragged = len(decode_rows) < sum(decode_tokens)
-        decode = RowTokens(tuple(decode_rows), tuple(decode_tokens) if ragged else ())
-        rows_of_step = GroupRows(decode, tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted))
-        return Scheduled(rows_of_step, sampled, scores)
+        counts = tuple(decode_tokens) if len(decode_rows) < sum(decode_tokens) else ()
+        parts = tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted), counts
+        return Scheduled(GroupRows(*parts), sampled, scores)
 
     def _new_entries(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entries]:
         """Yield the page table entries that the ranks do not have yet."""

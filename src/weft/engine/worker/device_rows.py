@@ -86,7 +86,7 @@ class DeviceRows:
 
     def ran(self, table: RowTable, group_rows: GroupRows) -> None:
         """Write the new lengths of a step's rows, after a step without a graph."""
-        rows = array("q", [*group_rows.decode_rows.rows, *(chunk.row for chunk in group_rows.chunks)])
+        rows = array("q", [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)])
         self.writes.write(self.length, rows, array("i", [table.rows[row].length for row in rows]))
         self.writes.flush()
 

@@ -123,7 +123,7 @@ class DecodeInputs:
 
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        decode_rows = group_rows.decode_rows.rows
+        decode_rows = group_rows.decode_rows
         if self._copied[: len(decode_rows)] != decode_rows:
             self._rows.writes.fill(self._decode_rows, decode_rows)
             self._copied = decode_rows
@@ -174,7 +174,7 @@ class PromptInputs:
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
         decode_rows, chunks = len(group_rows.decode_rows), sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1)
-        rows = [*group_rows.decode_rows.rows, *(chunk.row for chunk in chunks)]
+        rows = [*group_rows.decode_rows, *(chunk.row for chunk in chunks)]
         starts = [*range(decode_rows), *itertools.accumulate((c.count for c in chunks), initial=decode_rows)]
         place = {row: at for at, row in enumerate(rows)}
         sampled = [place[row] for row in group_rows.sampled_rows]

@@ -45,7 +45,7 @@ class RowTable:
     def apply(self, group_rows: GroupRows) -> None:
         """Apply a message's changes on the host, before the rows of its step. Raises ValueError for an entry beyond a
         table's end, and for decode rows of several tokens."""
-        if group_rows.decode_rows.tokens:  # `last_token`, `step_in`, `step_out` and the token ring hold one a row
+        if group_rows.decode_tokens:  # `last_token`, `step_in`, `step_out` and the token ring hold one a row
             raise ValueError("a rank runs one token of a decode row")
         for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
@@ -71,24 +71,24 @@ class RowTable:
 
     def batch(self, group_rows: GroupRows) -> Batch:
         """Return the batch of a step: decode rows first, then chunks."""
-        n, table = group_rows.decode_rows.count, self.rows
+        n, table = group_rows.decode_count, self.rows
         tokens = token_array([0] * n)
         for chunk in group_rows.chunks:
             tokens.frombytes(chunk.tokens)
-        seqs = [SeqRows(k, table[row].length, table[row].tables, k) for row, k in group_rows.decode_rows.each]
+        seqs = [SeqRows(k, table[row].length, table[row].tables, k) for row, k in group_rows.decode_each]
         for chunk in group_rows.chunks:
             wanted = chunk.count if chunk.score else int(chunk.samples)
             seqs.append(SeqRows(chunk.count, table[chunk.row].length, table[chunk.row].tables, wanted))
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
-            rows = on_device(group_rows.decode_rows.rows, torch.int64, self.device)
+            rows = on_device(group_rows.decode_rows, torch.int64, self.device)
             batch.tokens[:n] = self.last_token.index_select(0, rows).clamp(min=0)
         return batch
 
     def advance(self, group_rows: GroupRows, steps: int = 1) -> None:
         """Add the rows of `steps` equal steps to the lengths: a row's length is then the position of its sampled
         token."""
-        for row, tokens in group_rows.decode_rows.each:
+        for row, tokens in group_rows.decode_each:
             self.rows[row].length += steps * tokens
         for chunk in group_rows.chunks:
             self.rows[chunk.row].length += steps * chunk.count

@@ -68,7 +68,7 @@ class Sampler:
         places, at = on_device([again, rows], torch.int64, logits.device)
         if tokens is None:
             tokens = last_token.index_select(0, at)
-            tokens[group_rows.decode_rows.count :] = 0  # prompts have no last token
+            tokens[group_rows.decode_count :] = 0  # prompts have no last token
         here = [self._table.rows[row] for row in rows]
         how, positions = [row.sampling for row in here], [row.length for row in here]
         adjust = {i: asked[row] for i, row in enumerate(rows) if row in asked}

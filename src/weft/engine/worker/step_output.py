@@ -18,7 +18,7 @@ def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
     """Return the logits of sampled rows, from the logits of all wanted rows: only the last row of a scored chunk."""
     if not any(chunk.score for chunk in rows.chunks):
         return logits
-    first = rows.decode_rows.count
+    first = rows.decode_count
     at = list(range(first))
     for chunk in rows.chunks:
         first += chunk.count if chunk.score else int(chunk.samples)
@@ -46,7 +46,7 @@ class StepOutput:
 
     def note_prompt_logprobs(self, logits: Tensor) -> None:
         """Note logprobs of the chunks' own tokens. logits: of all wanted rows of the step."""
-        first = self._rows.decode_rows.count
+        first = self._rows.decode_count
         for chunk in self._rows.chunks:
             if chunk.score:
                 tokens = on_device(chunk.score.tokens, torch.int64, logits.device)
@@ -82,17 +82,17 @@ class StepOutput:
         if self._found:
             self._wait = to_host([tensor for found in self._found for tensor in found])
 
-    def tokens(self) -> tuple[tuple[tuple[int, ...], ...], int]:
-        """Wait for the tokens of each row and their checksum. Raises AssertionError for a row without a last token."""
+    def tokens(self) -> tuple[tuple[int, ...], int]:
+        """Wait for the tokens and their checksum. Raises AssertionError for a row without a last token."""
         assert self._read_tokens is not None, "nothing was copied"
         sampled = self._read_tokens()
         tokens = sampled.tolist()
         if NO_TOKEN in tokens:
             row = self._rows.sampled_rows[tokens.index(NO_TOKEN)]
             raise AssertionError(f"row {row} of the table was stepped without a last token")
-        return self._rows.per_row(tokens), zlib.crc32(sampled.tobytes())
+        return tuple(tokens), zlib.crc32(sampled.tobytes())
 
-    def logprobs(self) -> tuple[tuple[tuple[Logprobs, ...], ...], list[tuple[Logprobs, ...]]]:
+    def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
         """Wait for the logprobs of `Result`, and for a tuple of logprobs per scored chunk."""
         if not self._found:
             return (), []
@@ -103,7 +103,7 @@ class StepOutput:
             read.append(tuple((v, tuple(zip(best[:n], values[:n], strict=True))) for v, values, best, n in each))
         if not self._sampled_at:
             return (), read
-        sampled: list[tuple[Logprobs, ...]] = [()] * len(self._rows.sampled_rows)
+        sampled: list[Logprobs | None] = [None] * len(self._rows.sampled_rows)
         for at, logprobs in zip(self._sampled_at, read.pop(), strict=True):
-            sampled[at] = (logprobs,)
-        return tuple(sum(each, ()) for each in self._rows.per_row(sampled)), read
+            sampled[at] = logprobs
+        return tuple(sampled), read

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.tokens import token_bytes
-from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, RowTokens, Sampling, Step
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling, Step
 from weft.engine.worker.memory import made_up_tables
 
 OTHERS = (1023,)
@@ -83,4 +83,4 @@ def _rows(
         row = join(merged if merged + prompt <= longest else 0, prompt)
         chunks.append(Chunk(row, token_bytes([0] * prompt), samples or not decode_rows))
         left -= prompt
-    return GroupRows(RowTokens(decoded), tuple(chunks), tuple(joins))
+    return GroupRows(decoded, tuple(chunks), tuple(joins))

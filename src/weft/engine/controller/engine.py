@@ -366,14 +366,13 @@ class Engine(OfOneProcess):
         """Send the next step, if there is one, then collect the previous step (without overlap, this step)."""
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
         step = Step(self._steps + 1, tuple(s.rows for s in scheduled))
-        if sent := any(rows.decode_rows or rows.chunks for rows in step.groups):
-            rows = sum(step.counts)
+        if rows := sum(step.counts):
             self._steps, self._step_rows = self._steps + 1, self._step_rows + rows
             self._step_sizes[min((rows - 1).bit_length(), MAX_STEP_BITS - 1)] += 1
             self._executor.send(step)
             self._in_flight.append(scheduled)
         self._outputs.notify()
-        if self._in_flight and not (sent and self.config.overlap and len(self._in_flight) == 1):
+        if self._in_flight and not (rows and self.config.overlap and len(self._in_flight) == 1):
             results = self._executor.collect()
             self._faults.worked()
             for of_group, result in zip(self._in_flight.popleft(), results, strict=True):

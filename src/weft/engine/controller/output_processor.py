@@ -67,8 +67,10 @@ class OutputProcessor:
 
     def notify(self) -> None:
         """Call the callbacks for the tokens of the last step, mostly while the ranks run the next one."""
-        while self._to_notify:
-            if (output := self._to_notify.popleft()).notify():
+        waiting = self._to_notify
+        while waiting:
+            output = waiting.popleft()
+            if output.notify() and not (waiting and waiting[0] is output):  # tokens of a row are next to each other
                 self._end_seen(output)
 
     def cancel(self, request: int) -> None:
@@ -105,6 +107,7 @@ class OutputProcessor:
 
     def _end_seen(self, output: RequestOutput) -> None:
         """Note that the callback of the last increment was called."""
+        output.end_seen = True
         self._requests.ended()
         if output.sequence.request in self._open:  # it failed while steps in flight sample for it
             self._requests.put(partial(self.cancel, output.sequence.request))

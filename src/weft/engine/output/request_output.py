@@ -73,6 +73,7 @@ class RequestOutput:
         name: name of the request in the log.
         end: None while the output goes on.
         over: the last increment was taken.
+        end_seen: the callback of the last increment was called.
         watch: see `SamplingParams`.
     """
 
@@ -84,10 +85,9 @@ class RequestOutput:
     name: str = ""
     end: End | None = None
     over: bool = False
+    end_seen: bool = False
     watch: Watch | None = None
     _checks_tokens: bool = field(init=False)  # a token may complete a stop string or a grammar
-    _notified: bool = field(default=False, init=False)  # the callback was called for the end
-    _calls: int = field(default=0, init=False)  # calls of `notify`
     _taken: int = field(default=0, init=False)
     _known: deque[Logprobs] = field(default_factory=deque, init=False)  # logprobs of tokens not taken yet
     _pieces: deque[str] = field(default_factory=deque, init=False)  # texts of tokens not taken yet, if they are checked
@@ -156,13 +156,12 @@ class RequestOutput:
         self.end = End(self.sequence.output_tokens, reason, error=error, token=False)
 
     def notify(self) -> bool:
-        """Call the callback for an increment. Returns True for the last one; later calls do nothing.
+        """Call the callback for an increment, unless the end was seen. Returns whether the output has ended.
 
         An error of the callback ends this request alone.
         """
-        if self._notified:
+        if self.end_seen:
             return False
-        self._calls += 1
         try:
             if not self.over:  # else `take` failed, and its caller knows
                 self.callback(self)
@@ -172,8 +171,7 @@ class RequestOutput:
                 self.callback(self)
             if not self.over:
                 self.take()
-        self._notified = self.end is not None and (self.over or self._calls > self.end.at)
-        return self._notified
+        return self.end is not None
 
     # --- on any thread, one at a time -------------------------------------------------------------------------
 

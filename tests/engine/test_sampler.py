@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from gpu import definitions
+from weft.engine.kv.cache_spec import Rule
 from weft.engine.kv.tokens import token_array
-from weft.engine.messages.rank_messages import Adjust, GroupRows, Sampling
+from weft.engine.messages.rank_messages import Adjust, GroupRows, Join, Sampling
 from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.sampling_rows import adjust, bits
 from weft.engine.worker import sampler
-from weft.engine.worker.sampler import sample
+from weft.engine.worker.row_table import RowTable
+from weft.engine.worker.sampler import Sampler, sample
 from weft.engine.worker.step_output import StepOutput
 
 LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
@@ -83,6 +85,23 @@ def test_sampling_does_not_depend_on_the_batch() -> None:
     together = sample(logits, rows, [3] * 40, {}).tolist()
     alone = [sample(logits[i : i + 1], rows[i : i + 1], [3], {}).item() for i in range(40)]
     assert together == alone and len(set(together)) > 10
+
+
+def test_each_token_of_a_row_has_the_noise_of_its_own_position() -> None:
+    """A row of three tokens samples what three steps of one token would; a row behind it is not moved."""
+    table, logits = RowTable(2, [Rule()], 4, torch.device("cpu")), torch.randn(300).expand(4, -1)
+    table.apply(GroupRows(joins=tuple(Join(row, row, 5, ((row,),), Sampling(seed=9)) for row in (0, 1))))
+    table.last_token.fill_(1)
+    sampler_, step, alone = Sampler(table), GroupRows((0, 1), decode_tokens=(3, 1)), []
+    for position in (6, 7, 8):
+        table.rows[0].length = table.rows[1].length = position
+        alone.append(sampler_.sample(GroupRows((0,)), logits[:1]).item())
+    table.rows[0].length, table.rows[1].length = 5 + 3, 5 + 1
+    tokens = sampler_.sample(step, logits)
+    assert tokens.tolist() == [*alone, alone[0]] and len(set(alone)) == 3
+    table.rows[1].length = 8
+    again = sampler_.sample(step, logits[:2], tokens=torch.zeros_like(tokens), again=[1, 3])
+    assert again.tolist() == [0, alone[1], 0, alone[2]]
 
 
 def test_all_bits_of_a_seed_and_the_position_count_and_a_tiny_temperature_is_greedy() -> None:

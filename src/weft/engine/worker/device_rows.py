@@ -90,17 +90,18 @@ class DeviceRows:
         self.writes.write(self.length, rows, array("i", [table.rows[row].length for row in rows]))
         self.writes.flush()
 
-    def sample(self, logits: Tensor, rows: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, rows: Tensor, position: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:
         """Sample next tokens by the kernels of graphs. Returns (score float32 `[S]`, token int32 `[S]`).
 
         Args:
             logits: float32 `[S, vocabulary]`, or this rank's share `[S, own]`.
             rows: int64 `[S]`, of the table.
+            position: int64 `[S]`, of the sampled tokens in their sequences.
             first: first token of the share; then only `SHARED` parameters apply.
         """
         from weft.engine.kernels.triton.sample import sample  # a CPU need not have Triton
 
         table = rows.int()
         how = {name: self.parameters[name] for name in (PARAMETERS if first is None else SHARED)}
-        places = dict(position=self.length.index_select(0, rows), live=table.new_full((1,), len(rows)), table=table)
+        places = dict(position=position.int(), live=table.new_full((1,), len(rows)), table=table)
         return sample(logits.contiguous(), seed=self.seed, first=first or 0, **how, **places)

@@ -65,18 +65,20 @@ class Sampler:
         sampled, last_token, split = group_rows.sampled_rows, self._table.last_token, self._vocabulary
         again = again if tokens is not None else list(range(len(sampled)))
         rows, asked = [sampled[i] for i in again], dict(group_rows.adjust)
-        places, at = on_device([again, rows], torch.int64, logits.device)
+        how = [self._table.rows[row].sampling for row in rows]
+        behind = dict(enumerate(later for n in group_rows.decode_tokens for later in reversed(range(n))))
+        # A row's length is the position of its last token; `behind` counts later tokens of the row.
+        positions = [self._table.rows[sampled[i]].length - behind.get(i, 0) for i in again]
+        places, at, position = on_device([again, rows, positions], torch.int64, logits.device)
         if tokens is None:
             tokens = last_token.index_select(0, at)
             tokens[group_rows.decode_count :] = 0  # prompts have no last token
-        here = [self._table.rows[row] for row in rows]
-        how, positions = [row.sampling for row in here], [row.length for row in here]
         adjust = {i: asked[row] for i, row in enumerate(rows) if row in asked}
         if full or split is None:
-            state = self.state
-            found = state.sample(adjusted(logits, adjust), at)[1] if state else sample(logits, how, positions, adjust)
+            logits, state = adjusted(logits, adjust), self.state
+            found = state.sample(logits, at, position)[1] if state else sample(logits, how, positions, {})
         elif self.state:
-            found = split.best(*self.state.sample(logits, at, split.share.start))
+            found = split.best(*self.state.sample(logits, at, position, split.share.start))
         else:
             best = (scores := _scores(logits, how, positions, split)).argmax(-1, keepdim=True)
             found = split.best(scores.gather(-1, best)[:, 0], best[:, 0] + split.share.start)

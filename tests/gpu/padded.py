@@ -39,7 +39,7 @@ class Norm:
         return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-WIRE = Wire(Float8(GROUP), beside=4 * GROUP)
+WIRE = Wire(Float8(GROUP), extra=4 * GROUP)
 """Rows in FP8, with their first columns as they were beside them."""
 
 
@@ -80,20 +80,20 @@ def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) ->
     for read_plan, delta, norm in zip(plan.reads, deltas, norms, strict=True):
         [placement] = read_plan.read.deltas
         stream.add(Hidden(delta, placement, plan.mesh, norm.path))
-        x = stream.read(norm, read_plan.read.target.rows, beside)
+        x = stream.read(norm, read_plan.read.target.rows, extra)
         assert x.in_format is not None
         made = x.in_format(Float8(GROUP))
         rows = x.value
-        if x.beside is not None:
-            rows = torch.cat((x.beside.view(torch.float32), float8.dequantise(made)[:, GROUP:]), dim=1)
+        if x.extra is not None:
+            rows = torch.cat((x.extra.view(torch.float32), float8.dequantise(made)[:, GROUP:]), dim=1)
         out.append((rows, made.values.view(torch.uint8), made.scales))
     stream.finish()
     return out
 
 
-def beside(x: Hidden) -> Tensor:
+def extra(x: Hidden) -> Tensor:
     """The first columns."""
-    return x.require_complete("beside")[:, :GROUP].contiguous().view(torch.int32)
+    return x.require_complete("extra")[:, :GROUP].contiguous().view(torch.int32)
 
 
 def norms_of(plan: Plan, device: torch.device) -> list[Norm]:

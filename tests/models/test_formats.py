@@ -68,9 +68,9 @@ def travelled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often rows were laid out to travel, by their format."""
     true, found = formats.pack, Counter[str]()
 
-    def counted(value: Any, beside: Tensor | None, wire: Wire, width: int) -> Tensor:
+    def counted(value: Any, extra: Tensor | None, wire: Wire, width: int) -> Tensor:
         found[str(wire)] += 1
-        return true(value, beside, wire, width)
+        return true(value, extra, wire, width)
 
     monkeypatch.setattr(formats, "pack", counted)
     return found
@@ -127,7 +127,7 @@ def test_logits_are_those_of_rows_that_are_gathered_first(
 
     found = by(mesh, tmp_path / "formats", partial(logits, name="formats"))
     assert travelled["fp8/128"]
-    assert (len(travelled) > 1) == (family != "qwen3"), "what routers choose travels beside"
+    assert (len(travelled) > 1) == (family != "qwen3"), "what routers choose travels with the rows"
     travelled.clear()
     monkeypatch.setattr(plan_module, "wire_edges", lambda mesh, wire: {})
     wanted = by(mesh, tmp_path / "plain", partial(logits, name="plain"))
@@ -155,20 +155,20 @@ class Norm:
 
 
 def model(stream: Stream | TraceStream, mesh: Mesh, start: Tensor, kind: Format, plain: bool) -> Tensor:
-    """Reads WORLD rows in a format, with the row's sum beside; with `plain` as they are, too."""
+    """Reads WORLD rows in a format, with the row's sum appended; with `plain` as they are, too."""
     stream.add(Hidden(start, mesh.placement(Rows.GROUP), mesh, "embed"))
 
     def sums(x: Hidden) -> Tensor:
         return x.require_complete("sums").sum(1, keepdim=True).view(torch.int32)
 
-    x = stream.read(Norm(), Rows.WORLD, beside=sums)
-    beside = sums(x) if x.beside is None else x.beside
+    x = stream.read(Norm(), Rows.WORLD, extra=sums)
+    extra = sums(x) if x.extra is None else x.extra
     assert x.in_format is not None
     made = x.in_format(kind)
     rows = float8.dequantise(made) if isinstance(made, float8.Fp8Rows) else made.float()
     if plain:
         rows = rows + x.require_complete("plain")
-    return torch.cat((rows, beside.view(torch.float32)), dim=1)
+    return torch.cat((rows, extra.view(torch.float32)), dim=1)
 
 
 def read(kind: Format, plain: bool, counts: tuple[int, int] = (3, 0)) -> list[tuple[Tensor, Plan]]:

@@ -293,7 +293,7 @@ class Prices:
 
     def on_wire(self, wire: Wire) -> int:
         """The same as it travels: with what is beside, in units of 16."""
-        return 16 * math.ceil((self.eight(wire) + wire.beside) / 16)
+        return 16 * math.ceil((self.eight(wire) + wire.extra) / 16)
 
     def quantise(self, value: Value, wire: Wire, with_norm: bool) -> float:
         """A kernel that reads the rows and writes them in FP8; the norm's kernel only writes more."""
@@ -306,7 +306,7 @@ class Prices:
 
     def unpack(self, value: Value, wire: Wire, kernels: int = 0) -> float:
         """A kernel for values, scales, and what was beside."""
-        first, kernels = self.machines[0], kernels or 2 + (wire.beside > 0)
+        first, kernels = self.machines[0], kernels or 2 + (wire.extra > 0)
         touched = self.rows(value) * (self.eight(wire) + self.on_wire(wire))
         return first.kernel(touched) + (kernels - 1) * first.kernel(0)
 

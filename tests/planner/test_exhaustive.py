@@ -81,7 +81,7 @@ READERS = st.sampled_from(
         {},
         {"wire": Wire(Float8(4)), "plain": True},
         {"wire": Wire(Float8(4)), "plain": False},
-        {"wire": Wire(Float8(4), beside=12), "plain": False},
+        {"wire": Wire(Float8(4), extra=12), "plain": False},
     ]
 )
 """How a block takes its rows: as they are; in FP8 too; in FP8 alone; so, with something computed from them before."""

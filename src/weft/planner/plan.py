@@ -225,7 +225,7 @@ class Planner(StreamPrices):
             for edge in (edge for edge in edges if edge.kind in self._kinds):
                 moves[size + at].append((size + number[replace(edge.dst, wire=None)], self._move(NORMED, edge, tokens)))
             if rows == target.rows:
-                kernels = len(wire.format.parts(self.chain.width)) + bool(wire.beside)
+                kernels = len(wire.format.parts(self.chain.width)) + bool(wire.extra)
                 us = self._laid_out_us(rows, wire, tokens, kernels)
                 moves[size + at].append((goal, StreamOp("unpack", NORMED, rows=rows, us=us, wire=wire)))
         return Delivery(moves, goal, with_norm)

@@ -40,14 +40,14 @@ class Float8:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Row that travels in a format, followed by `beside` bytes that were computed from it before."""
+    """Row that travels in a format, followed by `extra` bytes that were computed from it before."""
 
     format: Format
-    beside: int = 0
+    extra: int = 0
 
     def __str__(self) -> str:
-        return f"{self.format}{f' + {self.beside} bytes' if self.beside else ''}"
+        return f"{self.format}{f' + {self.extra} bytes' if self.extra else ''}"
 
     def row_bytes(self, width: int) -> int:
         """Return the bytes on the wire of a row of `width` elements, padded to units of 16."""
-        return -(-(sum(self.format.parts(width)) + self.beside) // UNIT_BYTES) * UNIT_BYTES
+        return -(-(sum(self.format.parts(width)) + self.extra) // UNIT_BYTES) * UNIT_BYTES

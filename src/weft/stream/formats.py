@@ -49,21 +49,21 @@ def unfilled(x: Tensor, format: Format) -> float8.Fp8Rows | None:
     return kernels.unfilled and kernels.unfilled(x, format)
 
 
-def pack(value: Any, beside: Tensor | None, wire: Wire, width: int) -> Tensor:
+def pack(value: Any, extra: Tensor | None, wire: Wire, width: int) -> Tensor:
     """Return a value's rows as they travel, uint8 `[T, wire.row_bytes(width)]`.
 
-    beside: `[T, …]`, wire.beside bytes per row.
+    extra: `[T, …]`, wire.extra bytes per row.
     """
-    parts = [*FORMATS[type(wire.format)].tensors(value), *([] if beside is None else [beside])]
+    parts = [*FORMATS[type(wire.format)].tensors(value), *([] if extra is None else [extra])]
     flat = [part.contiguous().view(torch.uint8) for part in parts]
     unused = wire.row_bytes(width) - sum(part.shape[1] for part in flat)
     return torch.cat([*flat, flat[0].new_empty(len(flat[0]), unused)] if unused else flat, dim=1)
 
 
 def unpack(x: Tensor, wire: Wire, width: int) -> tuple[Any, Tensor | None]:
-    """Return the value of rows that `pack` made, and the rows' `beside` as int32 `[T, n]`."""
-    sizes = [*wire.format.parts(width), *([wire.beside] if wire.beside else [])]
+    """Return the value of rows that `pack` made, and the rows' `extra` as int32 `[T, n]`."""
+    sizes = [*wire.format.parts(width), *([wire.extra] if wire.extra else [])]
     # Even a single row is copied: its parts need not be aligned for their dtypes.
     parts = [part.clone(memory_format=torch.contiguous_format) for part in x[:, : sum(sizes)].split(sizes, dim=1)]
-    beside = parts.pop().view(torch.int32) if wire.beside else None
-    return FORMATS[type(wire.format)].value(wire.format, *parts), beside
+    extra = parts.pop().view(torch.int32) if wire.extra else None
+    return FORMATS[type(wire.format)].value(wire.format, *parts), extra

@@ -25,7 +25,7 @@ class ReadInfo:
 
     exchanges: BlockExchanges | None  # exchanges inside the block
     live: Tensor | None = None  # int32 `[1]` on the device: rows that are tokens, before padding; None: all
-    beside: Tensor | None = None  # int32 `[rows, n]`, sent with rows in a format (`Stream.read`)
+    extra: Tensor | None = None  # int32 `[rows, n]`, sent with rows in a format (`Stream.read`)
     made: dict[Format, Any] = field(default_factory=dict)  # the rows in each format that a reader used
     plain: bool = False  # a reader used the rows in the activations' dtype
 
@@ -49,8 +49,8 @@ class Hidden:
         return None if self.given is None else self.given.live
 
     @property
-    def beside(self) -> Tensor | None:
-        return None if self.given is None else self.given.beside
+    def extra(self) -> Tensor | None:
+        return None if self.given is None else self.given.extra
 
     @property
     def exchanges(self) -> BlockExchanges | None:

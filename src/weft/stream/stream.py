@@ -36,7 +36,7 @@ from weft.stream.step_rows import StepRows
 OWN, GROUP, WORLD = Rows.OWN, Rows.GROUP, Rows.WORLD
 Takes = Rows | tuple[Rows, ...]
 """Rows that a block reads; several: any of these, and the plan uses the one that serves the whole model best."""
-Beside = Callable[[Hidden], Tensor | None]
+Extra = Callable[[Hidden], Tensor | None]
 """Function of a block's input, row by row, to int32 `[rows, n]`, sent along with rows in a format. None: nothing."""
 Observer = Callable[[str, Hidden], None]
 """Callback with the site of a read and its rows, before the block gets them."""
@@ -107,7 +107,7 @@ class TraceStream:
         """Record nothing: plans are of all rows (see `Stream.keep`)."""
         return False
 
-    def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
+    def read(self, norm: Norm, rows: Takes, extra: Extra | None = None) -> Hidden:
         """Record a read. Raises PlacementError if nothing was added before."""
         if not self._reads and not self._deltas.values:
             raise PlacementError(f"{norm.path} reads a stream to which nothing was added")
@@ -117,8 +117,8 @@ class TraceStream:
         target = targets[min(self._form, len(targets) - 1)]
         self._reads.append(Read(norm.path, target, tuple(self._deltas.placements)))
         self._deltas = _Deltas()
-        made = beside(Hidden(self._empty, target, self.mesh, norm.path)) if beside else None
-        self._given.append(ReadInfo(self.exchanges, beside=made))
+        made = extra(Hidden(self._empty, target, self.mesh, norm.path)) if extra else None
+        self._given.append(ReadInfo(self.exchanges, extra=made))
         return Hidden(self._empty, target, self.mesh, norm.path, self._given[-1])
 
     def _end_read(self) -> None:
@@ -138,8 +138,8 @@ class TraceStream:
 def _taken(given: ReadInfo) -> dict[str, Any]:
     """Return the fields of a traced read: the format that its readers require, and whether they also read plain
     rows."""
-    beside = 0 if given.beside is None else given.beside.shape[1] * given.beside.element_size()
-    wire = next((Wire(format, beside) for format in given.made), None)
+    extra = 0 if given.extra is None else given.extra.shape[1] * given.extra.element_size()
+    wire = next((Wire(format, extra) for format in given.made), None)
     return {"wire": wire, "plain": given.plain or len(given.made) != 1}  # rows travel in one format at most
 
 
@@ -154,8 +154,8 @@ class Walk:
     received: Tensor | None = None  # int32 `[rows, n]`, sent along with rows in a format
     made: Any = None  # normalised rows in a format
 
-    def __init__(self, stream: Stream, site: str, norm: Norm, beside: Beside | None):
-        self._stream, self._site, self._norm, self._beside = stream, site, norm, beside
+    def __init__(self, stream: Stream, site: str, norm: Norm, extra: Extra | None):
+        self._stream, self._site, self._norm, self._extra = stream, site, norm, extra
         self.residual, self.deltas, self.origins = stream.residual, stream.deltas.values, stream.deltas.origins
 
     def sum(self) -> Tensor:
@@ -210,7 +210,7 @@ class Walk:
         self.quantise(op)
         assert op.wire is not None
         here = self._stream.hidden(self.normed, self._stream.mesh.placement(op.rows), self._norm.path)
-        listed = self._beside(here) if self._beside and op.wire.beside else None
+        listed = self._extra(here) if self._extra and op.wire.extra else None
         self.normed = formats.pack(self.made, listed, op.wire, self.normed.shape[1])
 
     def unpack(self, op: StreamOp) -> None:
@@ -286,11 +286,11 @@ class Stream:
         self._rows, self._all_live = StepRows(self.mesh, self._rows.rank, (len(rows),)), {}
         return True
 
-    def read(self, norm: Norm, rows: Takes, beside: Beside | None = None) -> Hidden:
+    def read(self, norm: Norm, rows: Takes, extra: Extra | None = None) -> Hidden:
         """Return the normalised residual with all deltas so far, complete, on the requested rows; of several, the
         plan's.
 
-        beside: its result for these rows is sent with them if the plan sends rows in a format (`Hidden.beside`).
+        extra: its result for these rows is sent with them if the plan sends rows in a format (`Hidden.extra`).
         """
         reads = self._plan.reads
         read_plan = reads[self._index] if self._index < len(reads) else None
@@ -309,14 +309,14 @@ class Stream:
         self._index += 1
         if self._exchanges is not None:
             self._exchanges.serve(read_plan)
-        walk, self.deltas = Walk(self, traced.site, norm, beside), _Deltas()
+        walk, self.deltas = Walk(self, traced.site, norm, extra), _Deltas()
         for op in read_plan.steps:
             getattr(walk, op.op)(op)
         self.residual = walk.residual
         travelled = read_plan.steps[-1].op == "unpack"
         placement = replace(traced.target, wire=traced.wire) if travelled else traced.target
         made = {traced.wire.format: walk.made} if traced.wire and walk.made is not None else {}
-        found = self.hidden(walk.normed, placement, norm.path, beside=walk.received, made=made)
+        found = self.hidden(walk.normed, placement, norm.path, extra=walk.received, made=made)
         if self._observer is not None:
             self._observer(norm.path, found)
         return found

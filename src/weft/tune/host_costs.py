@@ -61,12 +61,12 @@ def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str
     for entry in entries_of(said["options"], mesh, here.plugins):
         opened.append(meeting if entry is GLOO else entry.open(opening))
     on_host = mesh.peers("host", rank)
-    beside = next((t for t in opened if isinstance(t, ShmTransport)), None)
+    shm = next((t for t in opened if isinstance(t, ShmTransport)), None)
     gc.disable()
     for exchange, fresh, call, row in calls_to_price(mesh, rank, sizes, torch.empty(0, WIDTH, dtype=DTYPE)):
         for transport in (t for t in opened if _carries(t.entry, exchange, row)):
-            if row["hosts"] == 1 and beside is not None:  # its ranks meet without the network
-                us = call_us(beside, transport, fresh, partial(call, transport), on_host)
+            if row["hosts"] == 1 and shm is not None:  # its ranks meet without the network
+                us = call_us(shm, transport, fresh, partial(call, transport), on_host)
             else:
                 us = call_us(meeting, transport, fresh, partial(call, transport), mesh.groups[0])
             [us] = slowest([us], meeting, mesh.groups[0])

@@ -13,7 +13,7 @@ from gpu import definitions
 from gpu.triton_checks.worker import INTERPRETED
 from weft.engine.kernels import ops
 from weft.engine.kernels.model_reference import choose
-from weft.engine.kernels.side_stream import beside
+from weft.engine.kernels.side_stream import on_side_stream
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kernels.triton import fused_experts, prompt_experts
 from weft.engine.kernels.triton import route as kernels
@@ -368,7 +368,7 @@ def test_a_shared_experts_result_is_not_touched_before_the_wait(
 
         return made, wait
 
-    monkeypatch.setattr(moe, "beside", late)
+    monkeypatch.setattr(moe, "on_side_stream", late)
     assert torch.equal(block(x).value, wanted) and len(waits) == 1
 
 
@@ -386,7 +386,7 @@ def test_what_runs_beside_is_captured(device: torch.device) -> None:
             def branch(here: Tensor = here) -> Tensor:
                 return ops.linear(ops.linear(here, weights[0]), weights[1])
 
-            right, wait = beside(branch, here) if apart else (branch(), lambda: None)
+            right, wait = on_side_stream(branch, here) if apart else (branch(), lambda: None)
             left = ops.linear(here, weights[2])
             wait()
             left = (left + right) / 2
@@ -416,7 +416,7 @@ def test_what_a_router_chose_before_rows_travelled(device: torch.device, monkeyp
     weight, expert = block.router.choose(x)
     weight[3:], expert[3:] = float("nan"), torch.randint_like(expert[3:], -(1 << 20), 1 << 20)
     expert[3, 0] = 1
-    beside = torch.cat((weight.view(torch.int32), expert), dim=1)
-    found = block(replace(x, given=ReadInfo(None, live, beside)))
+    extra = torch.cat((weight.view(torch.int32), expert), dim=1)
+    found = block(replace(x, given=ReadInfo(None, live, extra)))
     assert found.placement == wanted.placement and torch.equal(found.value[:3], wanted.value[:3])
     assert not found.value[3:].any(), "padding goes to no expert"

@@ -28,7 +28,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def beside(function: Callable[[], T], like: Tensor) -> tuple[T, Callable[[], None]]:
+def on_side_stream(function: Callable[[], T], like: Tensor) -> tuple[T, Callable[[], None]]:
     """Return function's result, and a callable to call before the result is read or dropped.
 
     If like has few rows and is on a GPU, function's kernels run concurrently with the kernels that the caller launches

@@ -109,8 +109,8 @@ def check_tensors(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> Non
     whole = build_model(replace(config, float8=False), Mesh(), 0, torch.float32, torch.device("meta"))
     read = {source.name for _, _, source in _jobs(whole)}
     read |= {layer.source.name for layer in whole.modules() if isinstance(layer, Head)}
-    beside = ("_scale_inv", "_blocks", "_scales") if config.storage.mxfp4 else ("_scale_inv",)
-    read |= {name + end for name in list(read) for end in beside}
+    scales = ("_scale_inv", "_blocks", "_scales") if config.storage.mxfp4 else ("_scale_inv",)
+    read |= {name + end for name in list(read) for end in scales}
     layer = re.compile(rf"{re.escape(config.prefix)}\.layers\.(\d+)\.")
     for stored, path in checkpoint.names(read).items():
         for name in (stored, f"model.{stored}"):

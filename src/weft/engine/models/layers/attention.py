@@ -98,7 +98,7 @@ class Attention(Layer):
         super().__init__(path)
         self.dim, self.scale = heads.dim, heads.dim**-0.5
         queries, values = heads.query * heads.dim, heads.kv * heads.dim
-        beside = heads.gate == "element"
+        gate_per_element = heads.gate == "element"
         shared_by = b.queries_shared_by if heads.window is None else 1  # tokens of windows are not sharded
         self.gathered = shared_by > 1
         outs = [
@@ -106,7 +106,7 @@ class Attention(Layer):
                 f"{path}.q_proj",
                 queries,
                 unit=heads.dim,
-                views=(PartOfGroups(0, heads.dim, 2 * heads.dim),) if beside else (),
+                views=(PartOfGroups(0, heads.dim, 2 * heads.dim),) if gate_per_element else (),
                 shared_by=shared_by,
             ),
             Out(f"{path}.k_proj", values, unit=heads.dim, replicate=True),
@@ -114,7 +114,7 @@ class Attention(Layer):
         ]
         if heads.gate == "head":
             outs.append(Out(f"{path}.g_proj", heads.query))
-        elif beside:
+        elif gate_per_element:
             outs.append(
                 Out(
                     f"{path}.q_proj",

@@ -65,7 +65,7 @@ class DecoderLayer(Layer):
     ) -> bool:
         stream.add(self.attention(stream.read(self.input_norm, rows=GROUP), rotary, caches))
         kept = wanted is not None and stream.keep(wanted)
-        stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes, beside=self.mlp.beside)))
+        stream.add(self.mlp(stream.read(self.post_norm, rows=self.mlp.takes, extra=self.mlp.extra)))
         return kept
 
 

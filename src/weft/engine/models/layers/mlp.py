@@ -17,8 +17,8 @@ class FeedForward(Layer):
 
     takes: tuple[Rows, ...] = (Rows.WORLD,)
 
-    def beside(self, x: Hidden) -> Tensor | None:
-        """Compute values of the rows to send with them in another format (`weft.stream.stream.Beside`)."""
+    def extra(self, x: Hidden) -> Tensor | None:
+        """Compute values of the rows to send with them in another format (`weft.stream.stream.Extra`)."""
         return None
 
 

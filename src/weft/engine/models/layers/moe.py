@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from weft.engine.kernels import ops
 from weft.engine.kernels.model_reference import Chosen
-from weft.engine.kernels.side_stream import beside, nothing
+from weft.engine.kernels.side_stream import nothing, on_side_stream
 from weft.engine.models.layers.basic import Builder, Layer, Linear
 from weft.engine.models.layers.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.engine.models.layers.routing import Router, Routing
@@ -88,7 +88,7 @@ class Experts(Layer):
         undefined. shared: computes another term of the sum, which is overwritten."""
         if self._dispatches(x):
             assert x.exchanges is not None
-            added, wait = beside(shared, x.value) if shared else (None, nothing)
+            added, wait = on_side_stream(shared, x.value) if shared else (None, nothing)
             chosen = router.choose(x)
             out = x.exchanges.dispatch(x.require_complete(self.path), *chosen, self.experts, self._sum_of_chosen)
             owned = Hidden(out, x.placement, x.mesh, self.path)
@@ -97,14 +97,14 @@ class Experts(Layer):
                 owned += added
             return owned
         taken, placement = self._world_rows(x), x.mesh.placement(x.placement.rows, owes="world")
-        added, wait = beside(shared, x.value) if shared else (None, nothing)
+        added, wait = on_side_stream(shared, x.value) if shared else (None, nothing)
         in_float8 = bool(self.units)
         if added is not None:
             Hidden(x.value, placement, x.mesh, self.path).require_same(added)
-        if x.beside is None:
+        if x.extra is None:
             routed = ops.route(router.logits(x), router.routing, x.live, self.mine, in_float8, router.bias)
         else:
-            routed = ops.route_chosen(*router.listed(x.beside), x.live, self.mine, in_float8)
+            routed = ops.route_chosen(*router.listed(x.extra), x.live, self.mine, in_float8)
         out = self._sum(taken, x.value, routed, None if added is None else added.value, wait)
         return Hidden(out, placement, x.mesh, self.path)
 
@@ -199,8 +199,8 @@ class SparseMoE(FeedForward):
             Linear(b, f"{path}.{stored.shared}_gate", width, 1, plain=True) if shared and c.shared_gate else None
         )
 
-    def beside(self, x: Hidden) -> Tensor:
-        return self.router.beside(x)
+    def extra(self, x: Hidden) -> Tensor:
+        return self.router.extra(x)
 
     def forward(self, x: Hidden) -> Hidden:
         return self.experts(x, self.router, None if self.shared is None else partial(self._of_shared, x))

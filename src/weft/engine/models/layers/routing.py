@@ -81,13 +81,13 @@ class Router(Linear):
         """Return (weight float32 `[T, k]`, expert int32 or int64 `[T, k]`; on GPUs −1 for padding rows)."""
         return ops.choose(self.logits(x), self.routing, x.live, bias=self.bias)
 
-    def beside(self, x: Hidden) -> Tensor:
+    def extra(self, x: Hidden) -> Tensor:
         """Return the chosen experts and weights of x as int32 `[T, 2k]`, to send with rows
-        (`weft.stream.stream.Beside`)."""
+        (`weft.stream.stream.Extra`)."""
         weight, expert = self.choose(x)
         return torch.cat((weight.view(torch.int32), expert.int()), dim=1)
 
-    def listed(self, beside: Tensor) -> tuple[Tensor, Tensor]:
+    def listed(self, extra: Tensor) -> tuple[Tensor, Tensor]:
         """Return (weight float32, expert int32 `[T, k]`) of received rows."""
-        weight, expert = beside.split(self.routing.k, dim=1)
+        weight, expert = extra.split(self.routing.k, dim=1)
         return weight.contiguous().view(torch.float32), expert.contiguous()

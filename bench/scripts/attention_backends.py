@@ -1,12 +1,12 @@
-"""Attention backends beside each other on one GPU: decode rows and prompts, grouped queries and latents.
+"""Compare attention backends on one GPU: decode rows and prompts, grouped queries and latents.
 
     python bench/scripts/attention_backends.py --out bench/results/gpu_attention_backends.json
     python bench/scripts/attention_backends.py --small                 # a dry run, on CPUs too
 
-Every case is first held against attention in float32 at some rows, then timed through the engine's backend: the median
-of replays of a CUDA graph in which several layers attend, in microseconds a layer. A step's plan, which all layers
-share, is timed apart (`plan_us`: host and device, to the end). Bytes are those of keys and values, operations those of
-both products. Tokens lie in pages at random. A backend that lacks something is left out, with its words. Writes the
+Every case is first compared with attention in float32 at some rows, then timed through the engine's backend: the median
+of replays of a CUDA graph with several layers of attention, in microseconds per layer. A step's plan, which all layers
+share, is timed apart (`plan_us`: host and device, to the end). Bytes count keys and values, operations both products.
+Tokens lie in pages at random. A case that a backend does not support is omitted, with the backend's reason. Writes the
 JSON after each case, so that a time limit loses little.
 """
 
@@ -37,12 +37,12 @@ from weft.tune.host import describe_host
 
 PAGE = 16
 POOL_BYTES = 4 << 30
-"""Of a layer's pages at the most; longer caches use pages several times."""
+"""Maximum bytes of a layer's pages; longer caches use pages several times."""
 CACHED_BYTES = 200 << 20
-"""Layers follow one another until they have read so much, so that little is found in the L2 cache."""
+"""Bytes that successive layers read in a case, so that little is found in the L2 cache."""
 TOLERANCE = 1e-2
 TORCH_BYTES = 2 << 30
-"""The largest case of plain torch, which copies what it reads."""
+"""Bytes of the largest case of plain torch, which copies what it reads."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def pair_operations(self) -> int:
-        """Of a query, all its heads, and a token."""
+        """Operations of a query, with all its heads, per token."""
         spec = self.spec
         each = spec.width + spec.value_width if isinstance(spec, Latent) else 2 * spec.dim
         return 2 * self.heads * each
@@ -72,7 +72,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Step:
-    """Sequences of so many rows each, of which every one has `tokens` tokens with its last row."""
+    """Step of sequences with `rows` rows each; with its last row a sequence has `tokens` tokens."""
 
     sequences: int
     rows: int
@@ -80,7 +80,7 @@ class Step:
 
     @property
     def pairs(self) -> int:
-        """Queries and tokens that they see."""
+        """Pairs of a query and a token that it sees."""
         context = self.tokens - self.rows
         return self.sequences * (self.rows * context + self.rows * (self.rows + 1) // 2)
 
@@ -97,7 +97,7 @@ SMALL = [Step(3, 1, 40), Step(1, 24, 24), Step(2, 8, 30)]
 
 
 def make_batch(step: Step, pool_pages: int, device: torch.device) -> Batch:
-    """A step that the host knows, if it has prompts, and otherwise as a CUDA graph sees it."""
+    """Return the batch of a step: known to the host if it has prompts, otherwise as a CUDA graph sees it."""
     per_row = -(-step.tokens // PAGE)
     generator = torch.Generator().manual_seed(step.tokens + step.sequences)
     count = step.sequences * per_row
@@ -114,7 +114,7 @@ def make_batch(step: Step, pool_pages: int, device: torch.device) -> Batch:
 
 
 def error_of(shape: Shape, step: Step, batch: Batch, cache: KVCache, q: Tensor, out: Tensor, lse: Tensor) -> float:
-    """Of some rows of layer 0: the largest relative error of the output, and absolute one of the log-sum-exp."""
+    """Return the larger of the output's relative and the log-sum-exp's absolute error, at some rows of layer 0."""
     table, worst, rows = batch.tables[0], 0.0, step.sequences * step.rows
     assert isinstance(table, PageTables)
     for row in sorted({0, rows // 3, rows - 1}):
@@ -131,7 +131,7 @@ def error_of(shape: Shape, step: Step, batch: Batch, cache: KVCache, q: Tensor, 
 
 
 def elapsed_us(run: Callable[[], Any], calls: int, device: torch.device, replays: int) -> float:
-    """Median microseconds of a call, of which `run` makes `calls`: in a CUDA graph on GPUs."""
+    """Return the median microseconds of a call; `run` makes `calls` calls. On GPUs it runs in a CUDA graph."""
 
     def timed() -> float:
         begin = time.perf_counter()
@@ -152,7 +152,7 @@ def elapsed_us(run: Callable[[], Any], calls: int, device: torch.device, replays
 
 
 def measure(backend: PagedAttention, shape: Shape, step: Step, batch: Batch, q: Tensor, replays: int) -> dict[str, Any]:
-    """A case of a backend: its error, and times where that is small."""
+    """Return a backend's error in a case, and times if the error is small."""
     device, table, layers = q.device, batch.tables[0], backend.cache.keys.shape[0]
     assert isinstance(table, PageTables)
 
@@ -199,7 +199,7 @@ def host() -> dict[str, Any]:
 
 
 class Bench:
-    """All cases, in an order that leaves the least important ones to the end."""
+    """Runs of all cases, with the least important cases last."""
 
     def __init__(self, names: Sequence[str], device: torch.device, out: Path | None, limit_s: float, replays: int):
         self.device, self._out, self._replays = device, out, replays
@@ -257,7 +257,7 @@ class Bench:
         return Needs(kind, capability, "bfloat16", "auto", lambda: [shape.spec], PAGE, 1, "auto", graphs=False)
 
     def _ratios(self) -> None:
-        """Each row's time by Triton's of the same case: above 1, Triton is ahead."""
+        """Divide each row's time by Triton's in the same case: above 1, Triton is faster."""
         case = ("shape", "sequences", "rows", "tokens")
         triton = {tuple(r[k] for k in case): r["us"] for r in self.rows if r["backend"] == "triton"}
         for row in self.rows:
@@ -271,7 +271,7 @@ class Bench:
             self._out.write_text(json.dumps(found, indent=1) + "\n")
 
     def table(self) -> str:
-        """Microseconds a layer, with the multiple of Triton's; a case a line."""
+        """Format microseconds per layer, with the multiple of Triton's, a case per line."""
         names = [entry.option for entry in self.entries]
         lines = ["| shape | rows | tokens | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
         cases: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -290,17 +290,14 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--backends", nargs="+", default=["triton", "fa3", "flashinfer", "torch"], help="beside each other"
-    )
-    parser.add_argument("--out", type=Path, help="the JSON")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="begin no case after so many seconds")
-    parser.add_argument("--replays", type=int, default=15, help="of which the median is taken")
-    parser.add_argument("--only", choices=["decode", "prefill"], help="these cases alone")
-    parser.add_argument(
-        "--shapes", nargs="+", default=[s.name for s in SHAPES], metavar="NAME", help="these shapes alone"
-    )
-    parser.add_argument("--small", action="store_true", help="small cases, on a CPU where there is no GPU: a dry run")
+    parser.add_argument("--backends", nargs="+", default=["triton", "fa3", "flashinfer", "torch"], help="to compare")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which no case begins")
+    parser.add_argument("--replays", type=int, default=15, help="replays of a graph; figures are medians")
+    parser.add_argument("--only", choices=["decode", "prefill"], help="measure these cases alone")
+    shapes = [shape.name for shape in SHAPES]
+    parser.add_argument("--shapes", nargs="+", default=shapes, metavar="NAME", help="measure these shapes alone")
+    parser.add_argument("--small", action="store_true", help="dry run of small cases, on a CPU if there is no GPU")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.small:
@@ -318,7 +315,7 @@ def main() -> int:
     bench.write()
     print(bench.table())
     for what, why in bench.left_out.items():
-        print(f"left out: {what}: {why}")
+        print(f"omitted: {what}: {why}")
     wrong = [row for row in bench.rows if row["us"] is None]
     for row in wrong:
         print(f"wrong: {json.dumps(row)}")

@@ -1,11 +1,11 @@
-"""What first tokens wait for in the server when many prompts come at once, beside the steps themselves: no GPU.
+"""Measure what the server adds to the time to first tokens when many prompts arrive at once. No GPU.
 
-The server, its engine's thread and the scheduler are those of `weft serve`, with ranks that reply after a made-up time
-(as on an H200 with 24 layers of Qwen3-30B-A3B, unless --row-us and --step-ms say otherwise). The clients are `weft
-bench serving`, another process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and
-what they share if they come evenly; how long the ranks had no step until the last prompt was sent to them, and how long
-after the first request the first step came that is at least half full; CPU seconds of the server. --switch-ms sets the
-interval after which a thread that waits for Python's lock asks for it, which `weft serve` shortens.
+The server, its engine's thread and the scheduler are `weft serve`'s, with ranks that reply after a made-up time (as on
+an H200 with 24 layers of Qwen3-30B-A3B, unless --row-us and --step-ms say otherwise). The clients are `weft bench
+serving`, another process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and their
+mean if they come evenly; how long the ranks had no step until the last prompt was sent to them; how long after the
+first request the first step came that is at least half full; CPU seconds of the server. --switch-ms sets the interval
+after which a thread that waits for Python's lock asks for it, which `weft serve` shortens.
 
     python bench/scripts/burst.py --clients 256 --input-len 1024
 
@@ -51,10 +51,10 @@ TOKEN = 70
 
 
 class TimedRanks(Executor):
-    """One rank that replies with the same token for every row, when its step is over.
+    """Rank that replies with the same token for every row when its step is over.
 
-    without_step: seconds between steps, up to the step with the last prompt. full_step: when the first step that is at
-    least half full came.
+    without_step: seconds between steps, up to the step with the last prompt. full_step: time of the first step that is
+    at least half full.
     """
 
     def __init__(self, config: EngineConfig, seconds: Callable[[GroupRows], float]):
@@ -98,7 +98,7 @@ class TimedRanks(Executor):
 
 
 def measure(asked: argparse.Namespace) -> dict[str, float]:
-    """The figures of one burst."""
+    """Return the figures of one burst."""
     made: list[TimedRanks] = []
 
     def seconds(rows: GroupRows) -> float:
@@ -156,7 +156,7 @@ def _load(url: str, asked: argparse.Namespace) -> Any:
 
 
 def compare(asked: argparse.Namespace) -> None:
-    """Runs both trees in turn and prints the medians of their figures."""
+    """Run both trees in turn and print the medians of their figures."""
     options = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(asked).items()
@@ -176,11 +176,11 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--batch-tokens", type=int, default=8192)
-    parser.add_argument("--step-ms", type=float, default=3.0, help="of a step with prompts, beside its rows")
-    parser.add_argument("--row-us", type=float, default=4.5, help="of each row of a step with prompts")
-    parser.add_argument("--switch-ms", type=float, help="left out, that of weft serve; Python's own is 5")
+    parser.add_argument("--step-ms", type=float, default=3.0, help="time of a step with prompts, without its rows")
+    parser.add_argument("--row-us", type=float, default=4.5, help="time per row of a step with prompts")
+    parser.add_argument("--switch-ms", type=float, help="defaults to that of weft serve; Python's own is 5")
     parser.add_argument("--trees", type=Path, nargs=2, help="source folders of two checkouts: before, after")
-    parser.add_argument("--runs", type=int, default=3, help="of each tree")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each tree")
     asked = parser.parse_args()
     compare(asked) if asked.trees else print(json.dumps(measure(asked)))
 

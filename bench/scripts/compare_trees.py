@@ -1,11 +1,11 @@
-"""Times transport shm of two source trees in turn, and says which calls one of them makes faster.
+"""Time transport shm of two source trees in turn, and show which calls are faster with one of them.
 
     git worktree add ../before COMMIT
     python bench/scripts/compare_trees.py --before ../before/src --after src --runs 10 --json compare.json
 
-Runs alternate, so that a machine that changes its mind does so for both. A row is a call, a size and where the input
-lies; its figures are the median and the least over the runs of `weft bench collectives`' figure, in microseconds.
-Rows of the floor say how alike the trees' runs were: it is the same code in both.
+Runs alternate, so a disturbance of the machine affects both. A row is a call, a size and the place of the input; its
+figures are the median and the minimum over the runs of `weft bench collectives`' figure, in microseconds. Rows of the
+floor show how alike the trees' runs were: it is the same code in both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24])
     parser.add_argument("--edges", nargs="+", default=[])
     parser.add_argument("--dtypes", nargs="+", default=["bf16"])
-    parser.add_argument("--isa", default="auto", help="avx2, say, where the CPU has more")
+    parser.add_argument("--isa", default="auto", help="instruction set, such as avx2 if the CPU has more")
     parser.add_argument(
         "--spins", type=int, help="reads of a flag before a rank gives up its core: many where it is busy"
     )

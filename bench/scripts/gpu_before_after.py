@@ -1,9 +1,9 @@
-"""Times every edge of transport peer by two versions of Weft on the same GPUs, in turns: is any row slower than before?
+"""Time every edge of transport peer by two versions of Weft on the same GPUs, in turns: is any row slower than before?
 
     git worktree add ../before 528fa68
     python bench/scripts/gpu_before_after.py --before ../before/src --json before_after.json
 
-Each version has a process a GPU, which holds its transport for the whole run and waits while the other one measures.
+Each version has a process per GPU, which holds its transport for the whole run and waits while the other one measures.
 Every case is measured --turns times by each, in turns; a row's figure is the median of these, in µs a call (see
 `weft.tune.gpu_times`). Ends with status 1 if a row is slower by more than --slower.
 """
@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve()
 
 
 class Version:
-    """The processes of one version of Weft, a rank each."""
+    """Processes of one version of Weft, one per rank."""
 
     def __init__(self, source: Path, world: int, directory: Path, max_bytes: int):
         directory.mkdir()
@@ -39,7 +39,7 @@ class Version:
         ]
 
     def us(self, case: dict[str, Any]) -> float:
-        """µs a call, of the slowest rank."""
+        """Return µs per call, of the slowest rank."""
         for rank in self.ranks:
             assert rank.stdin is not None
             print(json.dumps(case), file=rank.stdin, flush=True)
@@ -53,7 +53,7 @@ class Version:
         raise SystemExit(f"a rank ended with status {rank.wait()}")
 
     def close(self) -> None:
-        """Ends the ranks: they have no more cases to wait for."""
+        """End the ranks: they have no more cases to wait for."""
         for rank in self.ranks:
             assert rank.stdin is not None
             rank.stdin.close()
@@ -62,7 +62,7 @@ class Version:
 
 
 def rank_main(rank: int, world: int, directory: Path, max_bytes: int) -> None:
-    """A rank of one version: measures the cases that come in on its standard input."""
+    """Run a rank of one version: it measures the cases from its standard input."""
     from weft.tune.gpu_times import Case, World, peer_us
 
     here = World.open(rank, world, directory, max_bytes)
@@ -73,10 +73,15 @@ def rank_main(rank: int, world: int, directory: Path, max_bytes: int) -> None:
 
 
 def main() -> int:
-    """Prints a line a case, then the slowest rows; returns 1 if any is too slow."""
+    """Print a line per case, then the slowest rows; return 1 if any is too slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="folder `src` of the earlier version")
-    parser.add_argument("--after", type=Path, default=HERE.parents[2] / "src", help="of the later one: this tree's")
+    parser.add_argument(
+        "--after",
+        type=Path,
+        default=HERE.parents[2] / "src",
+        help="folder `src` of the later version; defaults to this tree's",
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--turns", type=int, default=4)
@@ -119,7 +124,7 @@ def main() -> int:
 
 
 def ratio(row: dict[str, Any]) -> float:
-    """What a row takes, as a share of what it took before."""
+    """Return a row's time as a share of its earlier time."""
     return row["us"]["after"] / row["us"]["before"]
 
 

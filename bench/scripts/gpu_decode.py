@@ -1,24 +1,25 @@
-"""Time between tokens, and prompts read a second, of the engine on GPUs: a preset's shape with made-up weights.
+"""Measure time between tokens, and prompt tokens read per second, of the engine on GPUs: a preset's shape with made-up
+weights.
 
-Every case, a layout with what carries its exchanges and the plan that they follow, is a fresh engine, in a process of
-its own that is ended after `--case-timeout` seconds. Its sequences have `--context` tokens each and answer greedily
-without an end; the time between one step's tokens and the next is taken at the listener, once all of them answer.
-Prompts are read with answers of one token. Experts gather or dispatch (with carrier peer alone).
+Every case, a layout with transports and a plan, is a fresh engine in a process of its own, which is ended after
+`--case-timeout` seconds. Its sequences have `--context` tokens each and decode greedily without an end; the time
+between one step's tokens and the next is measured at the callback, once all sequences decode. Prompts are read with
+outputs of one token. Experts gather or dispatch (with carrier peer alone).
 
 Carriers are transports, or a plan: auto (peer and NCCL, chosen edge by edge), peer, nccl, `nccl_window` (NCCL on
-registered memory, whose captured kernels have been seen to race), or `naive`: the plan of all-reduces that every other
-is compared with, carried as auto. With NCCL every DP group exchanges its graph's whole capacity
+registered memory; its captured kernels have been seen to race), or `naive`: the plan of all-reduces that every other
+plan is compared with, on auto's transports. With NCCL every DP group exchanges its graph's whole capacity
 (`weft.stream.step_rows`).
 
-equal_tokens says for each carrier that ran before in the same layout, and for the same one in its turns before, how
-much of the answers was the same: of each answer, the part up to the first token that differs. All cases have the same
-weights and prompts, so a carrier that gives wrong sums shows. Right ones differ too, the later the less they differ:
-they round sums otherwise, and a token may hang on that.
+equal_tokens compares outputs with each carrier that ran before in the same layout, and with earlier turns: the share of
+tokens before the first that differs, in each output. All cases have the same weights and prompts, so a carrier that
+gives wrong sums shows. Right ones differ late: they round sums otherwise, and a token may depend on that.
 
-floor_ms is the least time of a step: the bytes of `weft_bench.step_bytes` at the bandwidth of a kernel that only reads.
+floor_ms is the minimum time of a step: the bytes of `weft_bench.step_bytes` at the bandwidth of a kernel that only
+reads.
 
-Prints a line of JSON a measurement, and writes them all, with the cases that failed. What a step is made of, `weft
-profile` says.
+Prints a line of JSON per measurement, and writes them all, with the cases that failed. `weft profile` shows the parts
+of a step.
 
     python bench/scripts/gpu_decode.py --layouts 1x2,2x1 2x1,2x1 --batches 1 16 64 256 --carriers auto nccl naive
     python bench/scripts/gpu_decode.py --layouts 2x1,2x1 --carriers peer --moe-exchange gather dispatch
@@ -59,14 +60,15 @@ Outputs = list[list[int]]
 
 
 def layout(text: str) -> dict[str, int]:
-    """`1x2,2x1`: attn_dp × attn_tp, ep × moe_tp."""
+    """Parse `1x2,2x1`: attn_dp × attn_tp, ep × moe_tp."""
     dp_tp, ep_tp = text.split(",")
     (dp, tp), (ep, moe_tp) = (map(int, half.split("x")) for half in (dp_tp, ep_tp))
     return {"attn_dp": dp, "attn_tp": tp, "ep": ep, "moe_tp": moe_tp}
 
 
 def reply(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]], Outputs]:
-    """Has prompts of random tokens answered: when that began, when each sequence's tokens came (seconds), and they."""
+    """Complete prompts of random tokens; return the start, the times of each sequence's tokens in seconds, and the
+    tokens."""
     prompts = random_prompts(engine, batch, context, seed=batch)
     times: list[list[float]] = [[] for _ in prompts]
     ended: dict[int, RequestOutput] = {}
@@ -91,7 +93,7 @@ def reply(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float,
 
 
 def read_bandwidth(device: str) -> float:
-    """Bytes a second at which one GPU reads 4 GiB of its memory; on CPUs, 256 MiB."""
+    """Return the bytes per second of reading 4 GiB of a GPU's memory; on CPUs, 256 MiB."""
     whole = torch.ones((1 << 28) if device == "cuda" else (1 << 24), 4, device=device)
     times = []
     for _ in range(8):
@@ -102,7 +104,7 @@ def read_bandwidth(device: str) -> float:
 
 
 def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[str, float], Outputs]:
-    """Milliseconds between the tokens of batch sequences, and tokens a second, once all of them answer; the tokens."""
+    """Return times between tokens in ms and tokens per second, while all sequences decode, and the tokens."""
     _, times, answers = reply(engine, batch, context, tokens)
     last_start = max(t[0] for t in times)
     gaps = [b - a for t in times for a, b in itertools.pairwise(t) if a > last_start]
@@ -113,14 +115,14 @@ def decode(engine: Engine, batch: int, context: int, tokens: int) -> tuple[dict[
 
 
 def prefill(engine: Engine, prompts: int, context: int) -> dict[str, float]:
-    """Prompt tokens read a second, from the first prompt's coming until the last one's first token."""
+    """Return prompt tokens read per second, from the first prompt's arrival until the last one's first token."""
     began, times, _ = reply(engine, prompts, context, 1)
     seconds = max(t[0] for t in times) - began
     return {"prefill_tokens_s": prompts * context / seconds}
 
 
 def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
-    """A case: sends a pair a measurement, its row and the answers; of prompts that were read there are none."""
+    """Run a case: send its row and the outputs for each measurement; outputs are None when prompts are read."""
     began, sizes, carrier = time.perf_counter(), layout(case["layout"]), case["carrier"]
     limit = max([*args.batches, args.prefill, 1])
     config = EngineConfig(
@@ -164,9 +166,9 @@ def measure(send: Send, args: argparse.Namespace, case: dict[str, Any]) -> None:
 
 
 def apart(timeout_s: float, work: Callable[..., None], *given: Any) -> Iterator[Any]:
-    """What `work(send, *given)` sends, in a process of its own, which is ended after timeout_s seconds.
+    """Yield what `work(send, *given)` sends from a process of its own, which is ended after timeout_s seconds.
 
-    Raises RuntimeError with the reason where it failed, TimeoutError where it was ended.
+    Raises RuntimeError with the reason if it failed, TimeoutError if it was ended.
     """
     context = multiprocessing.get_context("fork")  # with all that is imported; nothing runs yet, on no GPU either
     here, there = context.Pipe(duplex=False)
@@ -205,7 +207,7 @@ def _apart(there: Connection, work: Callable[..., None], given: tuple[Any, ...])
 
 
 def same(one: Outputs, other: Outputs) -> float:
-    """The share of all tokens that come before the first that differs, of each answer."""
+    """Return the share of all tokens that come before the first that differs, in each output."""
     before = 0
     for x, y in zip(one, other, strict=True):
         before += next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
@@ -221,15 +223,17 @@ def main() -> None:
     parser.add_argument("--carriers", nargs="+", default=["auto"], choices=TRANSPORTS)
     parser.add_argument("--moe-exchange", nargs="+", default=["auto"], choices=["auto", "gather", "dispatch"])
     parser.add_argument("--split-vocabulary", nargs="+", default=["off"], choices=["off", "on"])
-    parser.add_argument("--kv-dtypes", nargs="+", default=["auto"], choices=["auto", "fp8_e4m3"], help="of the cache")
+    parser.add_argument(
+        "--kv-dtypes", nargs="+", default=["auto"], choices=["auto", "fp8_e4m3"], help="dtypes of the cache"
+    )
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--prefill", type=int, default=0, help="prompts of the context's length to read; 0: none")
-    parser.add_argument("--turns", type=int, default=1, help="how often each measurement is made")
+    parser.add_argument("--turns", type=int, default=1, help="repetitions of each measurement")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--no-overlap", action="store_true", help="each step waits for the tokens of the one before")
-    parser.add_argument("--case-timeout", type=float, default=300.0, help="seconds")
+    parser.add_argument("--eager", action="store_true", help="use no CUDA graphs")
+    parser.add_argument("--no-overlap", action="store_true", help="let each step wait for the previous step's tokens")
+    parser.add_argument("--case-timeout", type=float, default=300.0, help="limit in seconds")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     stop_on_sigterm()

@@ -1,12 +1,14 @@
-"""Steps of one rank on one GPU, kernel by kernel: decode steps beside the least time of their bytes; of prompts.
+"""Measure steps of one rank on one GPU, kernel by kernel: decode steps, with the minimum time of their bytes, and
+prompts.
 
 Each preset's shape, with made-up weights, is a rank without an engine in a process of its own: graphs are captured for
-the sizes asked for alone, and nothing is warmed up beyond them. Caches hold random numbers, and sequences random last
-tokens. Steps are queued one ahead, as an engine's are.
+the requested sizes alone, and nothing else is warmed up. Caches hold random numbers, and sequences random last tokens.
+Steps are queued one ahead, as an engine's are.
 
-step_us: of a step, the least of two turns. floor_us: the bytes of `weft_bench.step_bytes` at the bandwidth of a kernel
-that only reads; of steps with prompts, null. hit: experts that the sequences chose, layer by layer. order: the kernels
-of a step in their order, with the median µs of each and of the pause before it. Prints a line for each preset and step.
+step_us: time of a step, the smaller of two turns. floor_us: the bytes of `weft_bench.step_bytes` at the bandwidth of a
+kernel that only reads; null for steps with prompts. hit: number of experts that the sequences chose, layer by layer.
+order: the kernels of a step in their order, with the median µs of each and of the pause before it. Prints a line for
+each preset and step.
 
     python bench/scripts/gpu_steps.py --presets qwen3-30b-a3b deepseek-v2-lite qwen3.5-35b-a3b gpt-oss-20b
     python bench/scripts/gpu_steps.py --batches 248 --prompts 8x1024 1x8192 8x993+248 --num-layers 16
@@ -50,7 +52,7 @@ STEPS, TRACED = 24, 10
 
 
 class Prompts(NamedTuple):
-    """A step of prompts without cached tokens, beside decode rows."""
+    """Step of prompts without cached tokens, and decode rows."""
 
     sequences: int
     tokens: int
@@ -62,7 +64,7 @@ class Prompts(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Prompts:
-        """`8x1024`: prompts × tokens of each; `8x993+248`: beside so many decode rows."""
+        """Parse `8x1024`, prompts × tokens of each, or `8x993+248`, with 248 decode rows."""
         prompts, _, decoding = text.partition("+")
         sequences, tokens = map(int, prompts.split("x"))
         return cls(sequences, tokens, int(decoding or 0))
@@ -70,7 +72,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured of each preset."""
+    """Measurements of each preset."""
 
     num_layers: int
     batches: Sequence[int]
@@ -80,7 +82,7 @@ class Asked:
 
 
 class Rank:
-    """A rank with graphs for steps of `asked.batches` sequences. model: a directory."""
+    """Rank with graphs for steps of `asked.batches` sequences. model: a directory."""
 
     def __init__(self, model: Path, asked: Asked):
         self.asked, self.gpu = asked, torch.cuda.is_available()
@@ -126,7 +128,7 @@ class Rank:
                 torch.cuda.synchronize()
 
     def joins(self, rows: range, context: int, more: int) -> tuple[Join, ...]:
-        """Sequences of `context` tokens, each with pages for these and `more`."""
+        """Return sequences of `context` tokens, each with pages for these and `more`."""
         joins = []
         pages = -(-(context + more) // self.config.page_size)
         for row in rows:
@@ -142,7 +144,7 @@ class Rank:
         return tuple(joins)
 
     def join(self, batch: int) -> None:
-        """Sequences of `context` tokens, each with pages and a last token."""
+        """Let `batch` sequences of `context` tokens join, each with pages and a last token."""
         rows, worker = GroupRows(joins=self.joins(range(batch), self.asked.context, SPARE)), self.worker
         worker.table.apply(rows)
         if worker.device_rows:
@@ -150,13 +152,13 @@ class Rank:
         worker.table.last_token[:batch] = self.tokens(batch).to(worker.table.device)
 
     def tokens(self, count: int) -> Tensor:
-        """Random tokens, int32."""
+        """Return random tokens, int32."""
         generator = torch.Generator().manual_seed(count)
         limit = min(5000, self.worker.runner.model.config.vocab_size)
         return torch.randint(10, limit, (count,), generator=generator, dtype=torch.int32)
 
     def rows(self, asked: int | Prompts) -> GroupRows:
-        """Of a step: so many decode rows, or prompts. A prompt's row begins anew in each step."""
+        """Return the rows of a step: decode rows, or prompts. A prompt's row begins anew in each step."""
         if isinstance(asked, int):
             return GroupRows(tuple(range(asked)))
         tokens = self.tokens(asked.sequences * asked.tokens).view(asked.sequences, -1)
@@ -165,7 +167,7 @@ class Rank:
         return GroupRows(tuple(range(asked.decoding)), tuple(chunks), self.joins(prompts, 0, asked.tokens))
 
     def run(self, rows: GroupRows, steps: int) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         before = None
         began = time.perf_counter()
         for _ in range(steps):
@@ -178,7 +180,7 @@ class Rank:
         return (time.perf_counter() - began) / steps
 
     def measure(self, asked: int | Prompts) -> dict[str, Any]:
-        """A row of figures: of a decode step, or of one with prompts."""
+        """Return a row of figures of a decode step, or of one with prompts."""
         self.join(asked if isinstance(asked, int) else asked.decoding)
         rows, config, row = self.rows(asked), self.config, dict[str, Any]()
         self.run(rows, 6)
@@ -211,7 +213,7 @@ class Rank:
 
 
 def of_preset(send: Send, model: Path, asked: Asked) -> None:
-    """Sends a row for each number of sequences."""
+    """Send a row for each number of sequences."""
     with torch.inference_mode():
         rank = Rank(model, asked)
         attention = rank.worker.runner.attention.option
@@ -226,7 +228,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=["qwen3-30b-a3b"])
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16, 64, 256])
-    shape = "8x1024, or 8x993+248: prompts × tokens of each, beside so many decode rows"
+    shape = "8x1024, or 8x993+248: prompts × tokens of each, with 248 decode rows"
     parser.add_argument("--prompts", nargs="+", type=Prompts.read, default=[], help=shape)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--attention-backend", default="auto")
@@ -242,8 +244,8 @@ def main() -> None:
         for row in apart(300.0, of_preset, model, asked):
             floor = row["bytes"] / bandwidth * 1e6 if "bytes" in row else None
             rows.append({"preset": preset, "floor_us": floor} | row)
-            beside = "of prompts" if floor is None else f"{row['step_us'] / floor:.2f} of the floor"
-            print(f"{preset:24}{row['batch']:5}{row['step_us']:9.0f} µs, {beside}", flush=True)
+            compared = "of prompts" if floor is None else f"{row['step_us'] / floor:.2f} of the floor"
+            print(f"{preset:24}{row['batch']:5}{row['step_us']:9.0f} µs, {compared}", flush=True)
             if args.json:  # after each row: a run that is ended early loses nothing else
                 lines = ",\n".join(map(json.dumps, rows))
                 args.json.write_text(f'{json.dumps(head)[:-1]}, "rows": [\n{lines}\n]}}\n')

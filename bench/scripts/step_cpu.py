@@ -1,23 +1,23 @@
-"""CPU time that a decode step takes of the controller and of a rank, without the model: nothing is computed.
+"""Measure the CPU time of a decode step in the controller and in a rank, without the model: nothing is computed.
 
-The controller's loop runs as it is, with messages encoded and decoded, against ranks that reply at once with a token a
-row; a rank runs the steps that the controller sent, with graphs that do nothing when replayed. Sockets, the kernels'
-launches and what listeners do are left out. Both are the CPU time of one thread, the least over rounds, as all else
-that the machine does only adds to it. Prints a line of JSON for each number of sequences.
+The controller's loop runs as it is, with messages encoded and decoded, against ranks that reply at once with a token
+per row; a rank runs the steps that the controller sent, with graphs that do nothing when replayed. Sockets, launches of
+kernels and the work of callbacks are omitted. Both are the CPU time of one thread, the minimum over rounds, as all
+other work of the machine only adds to it. Prints a line of JSON for each number of sequences.
 
---take: listeners take every increment at once, so that its making, which a server does on another thread, is in the
+--take: callbacks get every increment at once. Its making, which a server does on another thread, is then in the
 controller's time.
 
     python bench/scripts/step_cpu.py --sequences 1 16 64 256 --pause-ms 2
 
---pause-ms: both sleep so long before each step, as they do while a GPU runs; caches are cold then, and a step takes two
-or three times as long as without.
+--pause-ms: both sleep before each step, as they do while a GPU runs; caches are cold then, and a step takes two or
+three times as long as without.
 
     git worktree add ../before COMMIT
     python bench/scripts/step_cpu.py --trees ../before/src src --runs 4 --json step_cpu.json
 
-runs two source trees in turn, so that a machine that changes its mind does so for both, prints medians of their runs
-with the ratio, and writes what each run gave. Each tree is measured by its own checkout's copy of this script.
+runs two source trees in turn, so a disturbance of the machine affects both, prints medians of their runs with the
+ratio, and writes all runs. Each tree is measured by its own checkout's copy of this script.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from weft.tune.host import describe_host
 from weft_bench.trees import alternate, copy_of, run_python
 
 ROUND = 128
-"""Steps that are timed together: a whole number of times that sequences take pages."""
+"""Steps that are timed together: a multiple of the steps between two pages of a sequence."""
 TOKEN = 70
 
 
@@ -114,7 +114,7 @@ class InstantRanks(Executor):
 def controller(
     config: EngineConfig, sequences: int, rounds: int, pause_s: float, take: bool
 ) -> tuple[float, list[bytes]]:
-    """Seconds a step, and the first messages that were sent."""
+    """Return the seconds of a step, and the first messages that were sent."""
     made: list[InstantRanks] = []
 
     def make(given: EngineConfig) -> InstantRanks:
@@ -148,7 +148,7 @@ def no_capture(graphs: StepGraphs, progress: Any = None) -> None:
 
 @torch.inference_mode()
 def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: float) -> float:
-    """Seconds a step, of the first thread alone."""
+    """Return the seconds of a step, of the first thread alone."""
     StepGraphs.capture = no_capture  # type: ignore[method-assign]
     runner_module.exchange_times = lambda *_: {}  # type: ignore[assignment]
     world = ReferenceWorld(config.mesh.world)
@@ -178,7 +178,7 @@ def rank(config: EngineConfig, sequences: int, messages: list[bytes], pause_s: f
 
 
 def compare(asked: argparse.Namespace) -> None:
-    """Runs both trees in turn, prints the medians of their figures, and writes all runs."""
+    """Run both trees in turn, print the medians of their figures, and write all runs."""
     options = ["--rounds", str(asked.rounds), "--world", str(asked.world), "--pause-ms", str(asked.pause_ms)]
     options += ["--sequences", *map(str, asked.sequences), *["--take"] * asked.take]
 
@@ -204,9 +204,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world", type=int, default=2, help="ranks of the controller, attn_tp")
     parser.add_argument("--pause-ms", type=float, default=0.0)
-    parser.add_argument("--take", action="store_true", help="listeners take their increments")
+    parser.add_argument("--take", action="store_true", help="callbacks get their increments")
     parser.add_argument("--trees", type=Path, nargs=2, help="source folders of two checkouts: before, after")
-    parser.add_argument("--runs", type=int, default=4, help="of each tree")
+    parser.add_argument("--runs", type=int, default=4, help="runs of each tree")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.trees:

@@ -1,14 +1,14 @@
-"""Packs an engine, and what it needs, for a machine with Hopper GPUs that reaches no package index.
+"""Pack an engine with its packages, for a machine with Hopper GPUs that reaches no package index.
 
-Left out: what the packages of that machine have (--have names them, one a line), and what a Hopper GPU does not run in
-bfloat16. Most of a wheel is code for other GPUs: what cannot be left out of a library is zeroed, so that it compresses
-away. torch there must be 2.11.0. Prepare, with the Python version of that machine, for vLLM 0.25.1:
+The bundle omits packages that the machine has (--have names them, one a line), and code that a Hopper GPU does not run
+in bfloat16. Most of a wheel is code for other GPUs: it is zeroed inside a library, so that it compresses away. torch
+there must be 2.11.0. Prepare, with the Python version of that machine, for vLLM 0.25.1:
 
     python3.12 -m venv env && env/bin/pip install torch==2.11.0 -r bench/scripts/rivals/requirements-vllm-0.25.1.txt
     env/bin/pip install --no-deps vllm==0.25.1 flashinfer-python==0.6.13 cuda-tile tabulate
     env/bin/python bench/scripts/rivals/bundle.py vllm --have have.txt --out vllm.tar.xz
 
-and for SGLang 0.5.17, of whose requirements only those are installed that text in, text out imports:
+and for SGLang 0.5.17, with only the requirements that text generation imports:
 
     python3.12 -m venv env && env/bin/pip install torch==2.11.0 torchvision==0.26.0
     env/bin/pip install --no-deps -r bench/scripts/rivals/requirements-sglang-0.5.17.txt
@@ -18,8 +18,8 @@ Unpacked there into a folder, that folder is the PYTHONPATH: compare.py --path v
 FlashInfer's fused all-reduce compiles for minutes at the first start, unless --compiled names a folder with its
 NAME/NAME.so.
 
-NVLink multicast, which can put the GPUs of a shared host out of service, is refused in the bundle: what creates such
-objects raises, and a sitecustomize.py sets the variables that keep NCCL and torch from it.
+NVLink multicast, which can put the GPUs of a shared host out of service, is refused in the bundle: code that creates
+such objects raises, and a sitecustomize.py sets the variables that keep NCCL and torch from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pathlib import Path
 HOPPER = 90
 UNUSED_FILES = r"/tests?/|\.a$|xgrammar/.*(include|3rdparty)|^include/|__pycache__"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""The environment in which NCCL, torch and NVSHMEM create no multicast objects."""
+"""Environment that keeps NCCL, torch and NVSHMEM from creating multicast objects."""
 SITE = f'''"""No NVLink multicast in processes that have this folder on their path."""
 import os, sys
 from importlib.machinery import PathFinder
@@ -56,7 +56,7 @@ if following is not None and following.loader is not None:
 
 @dataclass(frozen=True)
 class Patch:
-    """Of a file: text that stands in it once, and what comes in its place."""
+    """Replacement of a text that a file has once."""
 
     file: str
     old: str
@@ -64,12 +64,13 @@ class Patch:
 
 
 def refused(file: str, line: str) -> Patch:
-    """What begins with this line raises."""
+    """Return a patch: the code that begins with this line raises."""
     return Patch(file, line, f'        raise RuntimeError("no multicast here")\n{line}')
 
 
 def guarded(file: str, line: str) -> Patch:
-    """What begins with this line asks torch for memory that has multicast unless this variable is set."""
+    """Return a patch: the code that begins with this line raises unless NO_MULTICAST is set, because it asks torch for
+    memory with multicast."""
     missing = '__import__("os").environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1"'
     return Patch(file, line, f'    if {missing}:\n        raise RuntimeError("no multicast here")\n{line}')
 
@@ -95,13 +96,17 @@ FLASHINFER = (
 
 @dataclass(frozen=True)
 class Contents:
-    """What of an environment an engine takes along.
+    """Contents of an engine's bundle.
 
-    replaced: packages that it needs in another version than most machines have them. unused, unused_files: packages,
-    and a pattern of files, that are left out. trimmed: a pattern of the libraries whose code for other GPUs is zeroed.
-    kernels: beside it, by library, a pattern of the kernels that are kept. without_ptx: a pattern of the libraries of
-    which bfloat16 runs machine code alone. stubs: modules that are imported and not used, and what is written instead.
-    patches: beside FlashInfer's.
+    Attributes:
+        replaced: packages that it needs in another version than most machines have.
+        unused: packages to omit.
+        unused_files: pattern of files to omit.
+        trimmed: pattern of the libraries whose code for other GPUs is zeroed.
+        kernels: pattern of the kernels to keep in these, by library.
+        without_ptx: pattern of the libraries that bfloat16 uses without their PTX.
+        stubs: text of modules that are imported and not used.
+        patches: in addition to FlashInfer's.
     """
 
     replaced: frozenset[str]
@@ -162,7 +167,7 @@ FATBIN, ELF = 0xBA55ED50, 2
 
 
 def collect(contents: Contents, have: set[str], out: Path, compiled: Path | None = None) -> None:
-    """Copies the packages of this environment that are not in `have`. compiled: a folder of FlashInfer's modules."""
+    """Copy the packages of this environment that are not in `have`. compiled: a folder of FlashInfer's modules."""
     unused_files, trimmed = re.compile(f"{UNUSED_FILES}|{contents.unused_files}"), re.compile(contents.trimmed)
     for package in importlib.metadata.distributions():
         if (name := plain(package.metadata["Name"])) in have - contents.replaced or name in contents.unused:
@@ -195,7 +200,7 @@ def _strip(library: Path) -> None:
 
 
 def plain(name: str) -> str:
-    """A package's name as all spellings of it."""
+    """Return a package's name in the spelling that all its spellings share."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
@@ -205,9 +210,11 @@ def _copy(source: Path, to: Path) -> None:
 
 
 def trim(library: bytearray, kernels: bytes = b"", ptx: bool = True) -> bytearray:
-    """Zeroes the GPU code in a shared library's fatbins that Hopper does not run: other machine code, and PTX where
-    there is machine code for Hopper, or it is for newer GPUs; and code in which the pattern `kernels` finds no name.
-    ptx: whether any is kept.
+    """Zero the GPU code in a shared library's fatbins that Hopper does not run, and code without a name that `kernels`
+    finds.
+
+    Hopper does not run other GPUs' machine code. It runs PTX only if there is no machine code for Hopper, and if the
+    PTX is not for newer GPUs. ptx: whether any PTX is kept.
     """
     kept = re.compile(kernels)
     for start, size in _fatbin_sections(library):
@@ -228,7 +235,7 @@ def trim(library: bytearray, kernels: bytes = b"", ptx: bool = True) -> bytearra
 
 
 def _fatbin_sections(library: bytearray) -> Iterator[tuple[int, int]]:
-    """Offsets and sizes, by the section headers of ELF64."""
+    """Yield offsets and sizes, by the section headers of ELF64."""
     (table,) = struct.unpack_from("<Q", library, 0x28)
     entry, count, names = struct.unpack_from("<HHH", library, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", library, table + number * entry) for number in range(count)]
@@ -239,7 +246,7 @@ def _fatbin_sections(library: bytearray) -> Iterator[tuple[int, int]]:
 
 
 def _entries(library: bytearray, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Kind, architecture, offset and size of each piece of code of a fatbin."""
+    """Yield kind, architecture, offset and size of each piece of code of a fatbin."""
     while at < end:
         kind, _, header, size = struct.unpack_from("<HHIQ", library, at)
         (arch,) = struct.unpack_from("<I", library, at + 28)
@@ -249,10 +256,10 @@ def _entries(library: bytearray, at: int, end: int) -> Iterator[tuple[int, int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=ENGINES, help="installed in this Python's environment")
-    parser.add_argument("--have", type=Path, required=True, help="a file: packages of that machine, one a line")
-    parser.add_argument("--compiled", type=Path, help="a folder of FlashInfer's modules: NAME/NAME.so")
-    parser.add_argument("--out", type=Path, help="left out, ENGINE.tar.xz")
+    parser.add_argument("engine", choices=ENGINES, help="engine in this Python's environment")
+    parser.add_argument("--have", type=Path, required=True, help="file with the packages of that machine, one a line")
+    parser.add_argument("--compiled", type=Path, help="folder of FlashInfer's modules: NAME/NAME.so")
+    parser.add_argument("--out", type=Path, help="defaults to ENGINE.tar.xz")
     args = parser.parse_args()
     out = args.out or Path(f"{args.engine}.tar.xz")
     with tempfile.TemporaryDirectory() as folder:

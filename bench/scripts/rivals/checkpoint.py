@@ -1,6 +1,6 @@
-"""Writes a checkpoint with made-up weights, as Hugging Face lays it out, for engines that are compared.
+"""Write a checkpoint with made-up weights, in Hugging Face's layout, for engines to compare.
 
-Its weights are those of `weft serve --load-format dummy`. Experts are chosen by weights, so engines that serve the same
+Its weights are as with `weft serve --load-format dummy`. Experts are chosen by weights, so engines that serve the same
 checkpoint route alike. Its tokenizer has a token for every number of the vocabulary. A GPU makes the tensors, if there
 is one, and several files are written at once.
 
@@ -28,14 +28,15 @@ from weft.engine.models.registry import FAMILIES, load_config
 
 DTYPE = torch.bfloat16
 FILE_BYTES = 1 << 30
-"""Of a file's tensors, at least."""
+"""Minimum bytes of a file's tensors."""
 THREADS = 8
 
 
 def write_checkpoint(folder: Path, source: Path, num_layers: int | None = None) -> int:
-    """Writes the model of source's config.json, with its first so many layers (None: all). Returns bytes of weights.
+    """Write the model of source's config.json, with its first num_layers layers (None: all). Return the bytes of
+    weights.
 
-    Raises ModelError for a model that cannot be written, OSError where the folder has too little space.
+    Raises ModelError for a model that cannot be written, OSError if the folder has too little space.
     """
     tensors = dummy_checkpoint(load_config(source, FAMILIES, num_layers))
     total = sum(map(_bytes, tensors))
@@ -80,7 +81,7 @@ def _write(path: Path, tensors: Sequence[DummyTensor]) -> None:
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """The bytes, as every byte-level tokenizer has them, then a word for each further number."""
+    """Write a tokenizer: the bytes, as in every byte-level tokenizer, then a word for each further number."""
     tokens = {text: number for number, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokens |= {f"Ġ{number}": number for number in range(len(tokens), vocabulary)}
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
@@ -91,9 +92,9 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what it writes; a tmpfs such as /dev/shm/model is quickest")
-    parser.add_argument("--preset", default="qwen3-30b-a3b", help="the shape")
-    parser.add_argument("--num-layers", type=int, help="the first so many layers; left out, all")
+    parser.add_argument("folder", type=Path, help="folder to write; a tmpfs such as /dev/shm/model is quickest")
+    parser.add_argument("--preset", default="qwen3-30b-a3b", help="shape of the model")
+    parser.add_argument("--num-layers", type=int, help="number of layers; defaults to all")
     args = parser.parse_args()
     began = time.perf_counter()
     total = write_checkpoint(args.folder, preset_dir(args.preset), args.num_layers)

@@ -1,16 +1,16 @@
-"""Weft beside vLLM and SGLang: each serves the same checkpoint, and gets the same prompts over HTTP.
+"""Compare Weft with vLLM and SGLang: each serves the same checkpoint, and gets the same prompts over HTTP.
 
 Writes a checkpoint with made-up weights, unless --model names one, starts each engine as its documentation says, and
 loads it with the clients of `weft bench serving`: prompts of token ids that it has not seen, so that no prefix cache
 helps; greedy outputs of full length. Rounds alternate: A B, B A. Engines are placed in one of two ways:
 
-- one after the other: each has the GPUs to itself, and starts anew where another ran between;
+- one after the other: each has the GPUs to itself, and starts anew if another ran in between;
 - --together: all start first, each with its share of the memory, and the load alternates point by point.
 
-All engines have the same limits of sequences and tokens a step, or with --defaults each its own. The table has times
-per output token (TPOT), between tokens (ITL) and to the first token (TTFT), tokens a second, seconds to start, tokens
-that a cache holds, and what the first engine has of the best of the others. It is in --out, with JSON that names the
-host, and with the engines' logs. All are written after each point, so that what --limit-s ends early is not lost.
+All engines have the same limits of sequences and tokens per step, or with --defaults each its own. The table has times
+per output token (TPOT), between tokens (ITL) and to the first token (TTFT), tokens per second, seconds to start, tokens
+that a cache holds, and the first engine's multiple of the best other. It is in --out, with JSON that names the host,
+and with the engines' logs. All are written after each point, so that --limit-s loses nothing when it ends a run early.
 
     python bench/scripts/rivals/compare.py --engines weft vllm --num-layers 24 --python vllm=/opt/vllm/bin/python
     python bench/scripts/rivals/compare.py --dry-run
@@ -43,11 +43,11 @@ POINTS = ["1x1024x128x8", "16x1024x128x48", "64x1024x128x128", "256x1024x128x256
 POINTS += ["1x8192x16x4", "16x8192x16x16", "64x8192x16x64", "256x8192x16x256"]
 DRY_POINTS = ["1x32x8x2", "40x64x4x40"]
 MAX_TOKEN = 100_000
-"""Token ids are below: vocabularies end in special ones."""
+"""Upper bound of token ids: vocabularies end in special ones."""
 WARM_INPUT, WARM_OUTPUT = 1 << 17, 8
-"""Tokens before a point is measured: of all prompts at most, and of an output."""
+"""Tokens before a point is measured: the maximum of all prompts, and the number of an output."""
 WARM_SEED = 1 << 20
-"""Of the prompts that warm the first point. (Python's Random takes a number and its negative for the same seed.)"""
+"""Seed of the prompts that warm the first point. (Python's Random uses the same seed for a number and its negative.)"""
 
 
 class OutOfTime(Exception):
@@ -56,7 +56,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True)
 class Point:
-    """A load: so many clients, each of which sends its next request when the last has ended."""
+    """Load of `clients` clients; each sends its next request when the last has ended."""
 
     clients: int
     input_tokens: int
@@ -65,26 +65,26 @@ class Point:
 
     @classmethod
     def parse(cls, text: str) -> Point:
-        """CLIENTSxINPUTxOUTPUTxREQUESTS. Raises ValueError."""
+        """Parse CLIENTSxINPUTxOUTPUTxREQUESTS. Raises ValueError."""
         clients, input_tokens, output_tokens, requests = map(int, text.split("x"))
         return cls(clients, input_tokens, output_tokens, requests)
 
     def prompts(self, vocabulary: int, seed: int) -> list[RequestSpec]:
-        """The requests: those of a seed are the same for every engine."""
+        """Return the requests; a seed's are the same for every engine."""
         return Workload(self.requests, self.input_tokens, self.output_tokens, seed=seed).asks(vocabulary)
 
 
 async def load(url: str, model: str, prompts: list[RequestSpec], clients: int) -> tuple[list[Outcome], float]:
-    """Sends requests as so many clients. Gives the outcomes, and seconds from the start to the last output."""
+    """Send requests from `clients` clients. Return the outcomes, and seconds from the start to the last output."""
     async with LoadedServer(url, extra={"temperature": 0.0, "ignore_eos": True}) as server:
         jobs = [server.job(model, prompt) for prompt in prompts]
         return await send_from(processes_for(clients), server, jobs, clients)
 
 
 class Comparison:
-    """Engines by label, each with its kind and where it is installed. Loads them with the points, in rounds.
+    """Engines by label, each with its kind and installation, loaded with the points in rounds.
 
-    vocabulary: token ids of prompts are below. deadline: of everything, on time.monotonic.
+    vocabulary: upper bound of token ids in prompts. deadline: end of the whole run, on time.monotonic.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Comparison:
         self._start_limit_s, self._deadline = start_limit_s, deadline
 
     def one_after_the_other(self) -> None:
-        """An engine at a time. Raises OutOfTime."""
+        """Measure one engine at a time. Raises OutOfTime."""
         order = [(label, number) for number in range(self._rounds) for label in self._in_turn(number)]
         for label, rounds in itertools.groupby(order, key=lambda each: each[0]):
             with ExitStack() as stack:
@@ -114,7 +114,7 @@ class Comparison:
                             self._measure(label, engine, at, number)
 
     def together(self) -> None:
-        """All engines at once. Raises OutOfTime."""
+        """Measure all engines at once. Raises OutOfTime."""
         with ExitStack() as stack:
             running: dict[str, RunningEngine] = {}
             for label in self._engines:
@@ -168,7 +168,7 @@ class Comparison:
         self._results.add(found)
 
     def _load(self, engine: RunningEngine, point: Point, prompts: list[RequestSpec]) -> tuple[list[Outcome], float]:
-        """As `load`. Raises OutOfTime."""
+        """Run `load`. Raises OutOfTime."""
         left_s = self._left_s()
         try:
             return asyncio.run(asyncio.wait_for(load(engine.url, engine.model, prompts, point.clients), left_s))
@@ -177,38 +177,36 @@ class Comparison:
 
 
 PLACES = {"python", "path", "model", "write_to", "caches", "out"}
-"""Arguments that are of this machine alone, and so are not in what is written down."""
+"""Arguments that only this machine has; they are not written down."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["weft", "vllm"], choices=list(KINDS))
-    parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=PYTHON", help="left out, this one")
-    parser.add_argument("--path", nargs="*", default=[], metavar="ENGINE=PYTHONPATH", help="left out, this process's")
-    parser.add_argument(
-        "--model", type=Path, help="a directory with a checkpoint; left out, one is written to --write-to"
-    )
-    parser.add_argument(
-        "--write-to", type=Path, default=Path("/dev/shm/weft-rivals"), help="used again where it exists"
-    )
-    parser.add_argument("--preset", default="qwen3-30b-a3b", help="the shape of what is written")
-    parser.add_argument("--num-layers", type=int, help="its first so many layers; left out, all")
+    parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=PYTHON", help="defaults to this one")
+    parser.add_argument("--path", nargs="*", default=[], metavar="ENGINE=PYTHONPATH", help="defaults to this process's")
+    parser.add_argument("--model", type=Path, help="directory with a checkpoint; defaults to a new one in --write-to")
+    parser.add_argument("--write-to", type=Path, default=Path("/dev/shm/weft-rivals"), help="reused if it exists")
+    parser.add_argument("--preset", default="qwen3-30b-a3b", help="shape of the new checkpoint")
+    parser.add_argument("--num-layers", type=int, help="number of its layers; defaults to all")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel size")
-    parser.add_argument(
-        "--together", action="store_true", help="all engines at once, each with its share of the memory"
-    )
-    parser.add_argument("--memory", type=float, default=0.9, help="share of a GPU's memory, of all engines that run")
-    parser.add_argument("--sequences", type=int, default=256, help="at most at once")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a step")
-    parser.add_argument("--defaults", action="store_true", help="each engine's own --sequences and --tokens")
+    parser.add_argument("--together", action="store_true", help="run all engines at once, each with a share of memory")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of a GPU's memory for all running engines")
+    parser.add_argument("--sequences", type=int, default=256, help="maximum at once")
+    parser.add_argument("--tokens", type=int, default=8192, help="maximum of a step")
+    parser.add_argument("--defaults", action="store_true", help="use each engine's own --sequences and --tokens")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="CLIENTSxINPUTxOUTPUTxREQUESTS")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--start-limit-s", type=float, default=300.0, help="for one start")
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="for everything")
-    parser.add_argument("--caches", type=Path, default=Path(tempfile.gettempdir(), "weft-rivals"), help="of compilers")
+    parser.add_argument("--start-limit-s", type=float, default=300.0, help="limit for one start")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="limit for everything")
+    parser.add_argument(
+        "--caches", type=Path, default=Path(tempfile.gettempdir(), "weft-rivals"), help="caches of compilers"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/rivals"))
-    parser.add_argument("--dry-run", action="store_true", help="two Weft servers of the embedded model, on CPUs")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="compare two Weft servers of the embedded model, on CPUs"
+    )
     args = parser.parse_args()
     if args.dry_run:
         dry = {"engines": ["weft", "weft"], "model": embedded_model_dir(), "device": "cpu", "points": DRY_POINTS}
@@ -226,7 +224,7 @@ def arguments() -> argparse.Namespace:
 
 
 def apart(*command: str) -> str:
-    """What a Python program prints; in a process of its own, so that this one keeps no memory of a GPU."""
+    """Return the output of a Python program, run in a process of its own so that this one keeps no memory of a GPU."""
     return subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

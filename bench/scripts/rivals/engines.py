@@ -1,4 +1,4 @@
-"""Starts each engine as its documentation says, and knows where it names the size of its cache."""
+"""Engines started as their documentation says, with the place where each names the size of its cache."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bundle import NO_MULTICAST
 
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 TAIL = 25
-"""Lines of a log that are shown where an engine fails."""
+"""Lines of a log that are shown if an engine fails."""
 END_S = 30.0
-"""Between the request to end and the end by force."""
+"""Seconds between the request to end and the end by force."""
 
 
 class EngineFailed(RuntimeError):
@@ -31,10 +31,12 @@ class EngineFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Options:
-    """What every engine is started with, under its own names.
+    """Options of every engine, under its own names.
 
-    memory: share of each GPU's memory. before: what engines that run already have of it. sequences, tokens: at most at
-    once, and of a step; None: the engine's default.
+    Attributes:
+        memory: share of each GPU's memory.
+        before: share that running engines already have.
+        sequences, tokens: maximum at once, and of a step; None: the engine's default.
     """
 
     model: Path
@@ -89,8 +91,12 @@ def _sglang_cache(get: Callable[[str], str]) -> float:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """command: the arguments of its Python. cache: tokens of its cache, by a function that gets a path of its server.
-    environment: what it is given beside this process's, `{caches}` being a folder of its own.
+    """Engine's command, cache and environment.
+
+    Attributes:
+        command: arguments of its Python.
+        cache: function from a getter of paths on its server to the tokens of its cache.
+        environment: additional variables, `{caches}` being a folder of its own.
     """
 
     command: Callable[[Options], list[str]]
@@ -118,7 +124,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Installation:
-    """Where an engine is: its Python, its PYTHONPATH (None: this process's), and a folder for what it compiles."""
+    """Installation of an engine: its Python, its PYTHONPATH (None: this process's), and a folder for its compilers."""
 
     python: str
     path: str | None
@@ -126,12 +132,12 @@ class Installation:
 
 
 class RunningEngine:
-    """A server of an engine, from its start until `end`.
+    """Server of an engine, from its start until `end`.
 
-    start_s: seconds from its start until it was healthy. model: its name for clients. shown: its command as it is
-    written down, without what is of this machine alone.
+    start_s: seconds from its start until it was healthy. model: its name for clients. shown: its command without this
+    machine's paths and ports.
 
-    Raises EngineFailed where it ends or is not healthy within limit_s.
+    Raises EngineFailed if it ends or is not healthy within limit_s.
     """
 
     def __init__(self, kind: EngineKind, installed: Installation, options: Options, log: Path, limit_s: float):
@@ -175,21 +181,21 @@ class RunningEngine:
                 time.sleep(0.2)
 
     def get(self, path: str) -> str:
-        """The body of a path of the server. Raises OSError."""
+        """Return the body of a path of the server. Raises OSError."""
         with LOCAL.open(self.url + path, timeout=10) as response:
             body: bytes = response.read()
         return body.decode(errors="replace")
 
     def cache_tokens(self) -> int:
-        """Tokens that its cache holds."""
+        """Return the tokens that its cache holds."""
         return round(self._kind.cache(self.get))
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL:])
 
     def end(self) -> None:
-        """Ends it, and all processes that it started."""
+        """End it, and all processes that it started."""
         self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)

@@ -1,4 +1,4 @@
-"""What a comparison finds: JSON and a table, written after each measurement."""
+"""Results of a comparison: JSON and a table, written after each measurement."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ POINT = ("clients", "input", "output")
 
 @dataclass(frozen=True)
 class Figure:
-    """A column of the table: a key of `weft_bench.serving.summary`. smaller: less of it is better."""
+    """Column of the table: a key of `weft_bench.serving.summary`. smaller: less of it is better."""
 
     title: str
     key: str
     smaller: bool
 
     def mean(self, rows: Sequence[Row]) -> float | None:
-        """Of rounds; None where one has no such figure."""
+        """Return the mean over rounds; None if a round has no such figure."""
         values = [row[self.key] for row in rows]
         return None if None in values else statistics.mean(values)
 
@@ -45,7 +45,7 @@ SHOWN += tuple(figure.key for figure in FIGURES)
 
 
 class Results:
-    """compare.json and table.txt of a folder. about: the head of the JSON. labels: of the engines, in their order."""
+    """compare.json and table.txt in a folder. about: head of the JSON. labels: the engines' labels, in their order."""
 
     def __init__(self, folder: Path, about: Row, labels: Sequence[str]):
         self._folder, self._about, self._labels = folder, about, labels
@@ -53,11 +53,11 @@ class Results:
         self.rows: list[Row] = []
 
     def add_start(self, row: Row) -> None:
-        """An engine has started, or failed to."""
+        """Add an engine that has started, or failed to."""
         self._add(self.starts, row)
 
     def add(self, row: Row) -> None:
-        """A point was measured, or failed."""
+        """Add a point that was measured, or failed."""
         self._add(self.rows, row)
 
     def _add(self, to: list[Row], row: Row) -> None:
@@ -72,7 +72,7 @@ class Results:
         (self._folder / "table.txt").write_text(self.table() + "\n")
 
     def table(self) -> str:
-        """Means over rounds, and the first engine's multiples of the best of the others."""
+        """Format means over rounds, and the first engine's multiples of the best other."""
         starts = [f"{start['engine']}: {_start_text(start)}" for start in self.starts]
         rows: list[tuple[str, ...]] = [("engine", *POINT, *(figure.title for figure in FIGURES))]
         for point in dict.fromkeys(tuple(row[name] for name in POINT) for row in self.rows):

@@ -1,4 +1,4 @@
-"""The same exchanges as others do them: torch.distributed over gloo, and DeepSpeed's shared-memory all_reduce."""
+"""Other libraries' exchanges on CPUs: torch.distributed over gloo, and DeepSpeed's shared-memory all_reduce."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Gloo:
         self._mesh, self._rank, self._groups = mesh, rank, groups_of(mesh, rank)
 
     def call(self, edge: str, x: Tensor, shares: tuple[int, ...]) -> Callable[[], object] | None:
-        """The exchange of x as a call; shares: rows of each rank. None where gloo has none to compare with."""
+        """Return a call that exchanges x, or None if gloo has none to compare with. shares: rows per rank."""
         n, tp = len(shares), self._mesh.attn_tp
         if edge == "all_reduce":
             return lambda: dist.all_reduce(x)
@@ -62,14 +62,14 @@ class Gloo:
         return None
 
     def close(self) -> None:
-        """Leaves the group."""
+        """Leave the group."""
         dist.destroy_process_group()
 
 
 def build_deepspeed(rank: int, directory: Path, report: Report) -> None:
-    """Compiles DeepSpeed's kernel where that has not been done, in a process of its own; see `run_ranks`.
+    """Compile DeepSpeed's kernel in a process of its own, unless it is compiled; see `run_ranks`.
 
-    It may take longer than ranks wait for each other. Raises CommError where DeepSpeed is not installed.
+    Compilation may exceed the time that ranks wait for each other. Raises CommError if DeepSpeed is not installed.
     """
     _load_deepspeed()
 
@@ -107,8 +107,8 @@ class DeepSpeed:
         self._all_reduce = torch.ops.deepspeed.inference_all_reduce_.default
 
     def call(self, edge: str, x: Tensor, shares: tuple[int, ...]) -> Callable[[], object] | None:
-        """The exchange of x as a call; None for all but all_reduce."""
+        """Return a call that exchanges x; None for all edges but all_reduce."""
         return (lambda: self._all_reduce(x)) if edge == "all_reduce" else None
 
     def close(self) -> None:
-        """Nothing that it could give back."""
+        """Do nothing: DeepSpeed cannot release its segments."""

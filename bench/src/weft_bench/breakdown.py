@@ -1,9 +1,8 @@
-"""What the steps of a running engine are made of: kernels by kind, collectives with their waiting, and idle time.
+"""Parts of the steps of a running engine: kernels by kind, collectives with their waiting, and idle time.
 
-Every rank is watched by torch's profiler for the same steps (`weft.engine.controller.profiling`). On a GPU a step is
-what was launched in it: its kernels and copies; on a CPU, the outermost operators and the exchanges. The k-th exchange
-of a step is the same one on every rank, so that its waiting is known: what passes on a rank before the last one has
-entered.
+torch's profiler watches every rank for the same steps (`weft.engine.controller.profiling`). A GPU's step is the kernels
+and copies launched in it; a CPU's step is the outermost operators and the exchanges. The k-th exchange of a step is the
+same one on every rank, so its waiting is known: the time on a rank until the last rank has entered it.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from weft.engine.worker.rank_profiler import STEP
 from weft.planner.spec import Mesh
 
 SPARE_TOKENS = 512
-"""Tokens by which outputs are longer where the model allows it, as a busy machine runs many steps while a profiler
-starts."""
+"""Additional tokens of outputs, where the model allows it: a busy machine runs many steps while a profiler starts."""
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
     "collectives": r"^weft collective |exchange<|weft::merge<|^nccl",
@@ -43,26 +41,31 @@ KINDS = {
     "dense products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
     "copies": r"memcpy|memset|copy|aten::(to|cat|index_put_?|index_copy_?|fill_|stack|empty|zero_)$",
 }
-"""Kinds of kernels, with the pattern of their names: the first that matches counts; the rest is `other`."""
+"""Kinds of kernels, with the pattern of their names. The first match counts; the rest is `other`."""
 
 
 def kind_of(name: str) -> str:
-    """What a kernel does, by its name."""
+    """Return a kernel's kind, by its name."""
     plain = name.removeprefix("void ")
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, plain, re.IGNORECASE)), "other")
 
 
 def short(name: str) -> str:
-    """A kernel's name without its arguments, template or other."""
+    """Return a kernel's name without its arguments, template or other."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     return re.split(r"[<(]", plain, maxsplit=1)[0].rpartition("::")[2] or name
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank ran. begin, end: µs; step: its number. what: of a collective, its step in the plan, else the kernel.
+    """Event of a rank: a kernel, an operator or an exchange.
 
-    ranks: those that a collective is among; moved: bytes that the busiest of them receives; waiting: µs.
+    Attributes:
+        begin, end: in µs.
+        what: step in the plan of a collective, otherwise name of the kernel.
+        step: number of its step.
+        ranks, moved: ranks of a collective, and the bytes that the busiest of them receives.
+        waiting: µs until the last rank entered it.
     """
 
     step: int
@@ -76,10 +79,10 @@ class Event:
 
 
 def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[Event]:
-    """A rank's events in order of their beginning, without the first steps. trace, about: what the rank wrote.
+    """Return a rank's events in order of their beginning, without the first steps.
 
-    A kernel that was started while the one before it on its stream still ran (`kernels/triton/overlap.py`) has waited
-    for that one's end, and begins there.
+    trace, about: the rank's files. A kernel may start while its predecessor on the stream still runs
+    (`kernels/triton/overlap.py`): it has waited until the predecessor's end, and begins there.
     """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     base = trace["baseTimeNanoseconds"] / 1e3
@@ -123,7 +126,7 @@ def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[
 
 
 def _name_collectives(events: list[Event], moves: dict[int, Any], mesh: Mesh, rank: int) -> list[Event]:
-    """The plan says what the exchanges of a step are, in their order: a kernel's name does not."""
+    """Name exchanges by the plan, in the order of a step: a kernel's name does not tell them apart."""
     places: dict[int, list[int]] = defaultdict(list)
     for at, event in enumerate(events):
         if event.kind == "collectives":
@@ -139,11 +142,11 @@ def _name_collectives(events: list[Event], moves: dict[int, Any], mesh: Mesh, ra
 
 
 CollectiveKey = tuple[int, tuple[int, ...], int]
-"""A collective of all ranks: its step, its ranks, and how many of theirs come before it in that step."""
+"""A collective of all ranks: its step, its ranks, and the number of their earlier ones in that step."""
 
 
 def _collectives(events: Iterable[Event]) -> dict[CollectiveKey, Event]:
-    """By what is the same on every rank that takes part: others may run more or fewer in between."""
+    """Return collectives by a key that is equal on all their ranks; other ranks may run more or fewer in between."""
     found: dict[CollectiveKey, Event] = {}
     seen: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
     for event in events:
@@ -155,7 +158,7 @@ def _collectives(events: Iterable[Event]) -> dict[CollectiveKey, Event]:
 
 
 def clock_shifts(ranks: Sequence[Sequence[Event]]) -> list[float]:
-    """µs to add to each rank's clock, so that exchanges end together: in the median, they do, whoever came last."""
+    """Return µs to add to each rank's clock. Median ends of exchanges coincide, whoever entered last."""
     by_rank = [_collectives(events) for events in ranks]
     shifts: dict[int, float] = {0: 0.0}
     while len(shifts) < len(ranks):
@@ -177,7 +180,7 @@ def clock_shifts(ranks: Sequence[Sequence[Event]]) -> list[float]:
 
 
 def with_waiting(ranks: Sequence[Sequence[Event]], shifts: Sequence[float]) -> list[list[Event]]:
-    """The events on one clock; each collective with what passed on its rank before the last one entered it."""
+    """Return the events on one clock, each collective with the time until the last rank entered it."""
     moved = [[replace(e, begin=e.begin + s, end=e.end + s) for e in es] for es, s in zip(ranks, shifts, strict=True)]
     by_rank = [_collectives(events) for events in moved]
     out = []
@@ -195,10 +198,10 @@ def with_waiting(ranks: Sequence[Sequence[Event]], shifts: Sequence[float]) -> l
 
 
 def summarise(ranks: Sequence[Sequence[Event]]) -> dict[str, Any]:
-    """Figures of a step, in the mean over steps and ranks: times in µs, shares of the step's time.
+    """Return means over steps and ranks: times of a step in µs, and shares of the step's time.
 
-    step_us; idle_between, idle_within: shares in which a rank's device ran nothing, between two steps' work and within;
-    kinds, kernels, collectives: rows, largest first. Raises ValueError where a rank ran nothing.
+    step_us; idle_between, idle_within: idle shares of a rank's device, between two steps' work and within; kinds,
+    kernels, collectives: rows, largest first. Raises ValueError if a rank ran nothing.
     """
     spans, between, within = [], [], []
     for events in ranks:
@@ -243,7 +246,7 @@ def summarise(ranks: Sequence[Sequence[Event]]) -> dict[str, Any]:
 
 
 def _busy(events: Sequence[Event]) -> float:
-    """µs in which at least one of them ran."""
+    """Return the µs with at least one event running."""
     total, until = 0.0, float("-inf")
     for event in sorted(events, key=lambda e: e.begin):
         total += max(0.0, event.end - max(event.begin, until))
@@ -253,12 +256,12 @@ def _busy(events: Sequence[Event]) -> float:
 
 @dataclass(frozen=True)
 class Found:
-    """A recording that was read.
+    """Recording that was read.
 
     Attributes:
-        recording: the windows behind it.
-        figures: those of `summarise`.
-        ranks: the events behind the figures.
+        recording: its windows.
+        figures: result of `summarise`.
+        ranks: events behind the figures.
     """
 
     recording: Recording
@@ -267,14 +270,14 @@ class Found:
 
     @property
     def report(self) -> dict[str, Any]:
-        """All figures, for JSON."""
+        """Return all figures, for JSON."""
         return self.recording.report | self.figures
 
 
 def output_length(steps: int, chunks: int) -> int:
-    """The fewest tokens that each output of `run` must have, so that none ends before both windows are over.
+    """Return the minimum tokens of each output of `run`, so that none ends before both windows are over.
 
-    chunks: steps in which prompts are read, while the first sequences decode already. See SPARE_TOKENS.
+    chunks: steps that read prompts, while the first sequences decode already. See SPARE_TOKENS.
     """
     return 3 * (steps + SKIPPED) + chunks
 
@@ -303,9 +306,9 @@ def random_prompts(engine: Engine, count: int, tokens: int, seed: int) -> list[l
 
 
 def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folder: Path) -> Found:
-    """Lets an engine complete so many prompts of random tokens, and watches steps in which all of them decode.
+    """Let an engine complete `batch` prompts of random tokens, and watch `steps` steps with all of them decoding.
 
-    tokens: of each output, see `output_length`. Otherwise as `record` and `break_down`.
+    tokens: length of each output, see `output_length`. Otherwise as `record` and `break_down`.
     """
     prompts = random_prompts(engine, batch, context, seed=batch)
     begun: set[int] = set()

@@ -16,7 +16,7 @@ COLOURS = {kind: f"C{i}" for i, kind in enumerate([*KINDS, "other"])} | {"waitin
 
 
 def draw(ranks: Sequence[Sequence[Event]], step_us: float, title: str, out: Path) -> None:
-    """Writes a picture in the format that out's suffix names. ranks: the events of each, on one clock."""
+    """Write a picture in the format that out's suffix names. ranks: events of each rank, on one clock."""
     matplotlib.use("Agg")
     figure, (bars, line) = pyplot.subplots(2, 1, figsize=(11, 2.5 + 0.9 * len(ranks)), layout="constrained")
     names = [f"rank {rank}" for rank in range(len(ranks))]
@@ -53,7 +53,7 @@ def _us_of(events: Sequence[Event], kind: str) -> float:
 
 
 def _spans(event: Event, kind: str, first: float) -> list[tuple[float, float]]:
-    """Beginning and length of an event's part of this kind: a collective waits first."""
+    """Return beginning and length of an event's part of this kind: a collective waits first."""
     if kind == "waiting":
         return [(event.begin - first, event.waiting)] if event.waiting else []
     if event.kind != kind:
@@ -62,7 +62,7 @@ def _spans(event: Event, kind: str, first: float) -> list[tuple[float, float]]:
 
 
 def _median_step(events: Sequence[Event]) -> int:
-    """The step of median length."""
+    """Return the number of the step of median length."""
     length = {
         step: max(e.end for e in events if e.step == step) - min(e.begin for e in events if e.step == step)
         for step in {e.step for e in events}

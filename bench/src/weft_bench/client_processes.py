@@ -1,6 +1,5 @@
-"""The clients of `weft_bench.serving`, in several processes where they are many: one process reads some 25,000 tokens a
-second at most, and long before that it would be the clients that are measured.
-"""
+"""Clients of `weft_bench.serving`, spread over processes. One process reads some 25,000 tokens a second at most; long
+before that, the clients would be measured instead of the server."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from weft_bench.serving import LoadedServer, Outcome, Posted, send
 from weft_bench.streamed_completion import LoadError
 
 CLIENTS = 32
-"""Of a process, if there are cores for more processes."""
+"""Clients of a process, if there are cores for more processes."""
 CORES = 4
-"""Of this host for each process: a server beside it needs most of them."""
+"""Cores of this host per process: a server on the same host needs most of them."""
 HEAD_START_S = 0.02
-"""In which all processes hear of the start."""
+"""Seconds until the start, so that all processes hear of it."""
 
 
 def processes_for(clients: int) -> int:
-    """How many processes so many clients take on this host."""
+    """Return the number of processes for `clients` clients on this host."""
     return max(1, min(math.ceil(clients / CLIENTS), len(os.sched_getaffinity(0)) // CORES))
 
 
@@ -35,8 +34,10 @@ async def send_from(
     max_concurrency: int | None = None,
     done: Callable[[int, Outcome], None] = lambda at, outcome: None,
 ) -> tuple[list[Outcome], float]:
-    """As `weft_bench.serving.send`, from so many processes, each with its share of the requests and of those that are
-    open at once. Raises LoadError where a process ends."""
+    """Send requests as `weft_bench.serving.send` does, from several processes that share requests and max_concurrency.
+
+    Raises LoadError if a process ends.
+    """
     if processes == 1:
         return await send(server, jobs, max_concurrency, done)
     context, found = mp.get_context("spawn"), dict[int, Outcome]()

@@ -1,8 +1,7 @@
-"""Times every edge of transport shm beside others, and the floor, in one run.
+"""Times of every edge of transport shm, of other libraries, and of the floor, in one run.
 
 Before each timed call every rank rewrites its input, as a model would, and all meet at a barrier. A figure is the
-median over a rank's calls, the slowest rank's. Implementations take turns: what disturbs the machine for a while
-disturbs all.
+slowest rank's median over its calls. Implementations take turns, so a disturbance of the machine affects all.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FLOOR = "floor"
 
 @dataclass(frozen=True)
 class CpuCase:
-    """bytes: of the largest tensor of the exchange: the input of sums and all_to_allv, the result of gathers."""
+    """Case on CPUs. bytes: size of the largest tensor: the input of sums and all_to_allv, the result of gathers."""
 
     ranks: int
     edge: str
@@ -54,7 +53,7 @@ class CpuCase:
 def measure(
     rank: int, directory: Path, report: Report, cases: list[CpuCase], baselines: list[str], tuning: ShmTuning
 ) -> None:
-    """A rank's part; rank 0 reports a Timing for each case."""
+    """Run a rank's part; rank 0 reports a Timing for each case."""
     mesh, capacity = mesh_of(cases[0].ranks), max(1 << 20, *(2 * c.bytes for c in cases))
     ranks = CpuRank(mesh, rank, directory, tuning=tuning, block_bytes=capacity)
     others: list[Gloo | DeepSpeed] = []
@@ -74,7 +73,7 @@ def measure(
 
 
 def _case(ranks: CpuRank, mesh: Mesh, others: list[Gloo | DeepSpeed], case: CpuCase) -> dict[str, float]:
-    """µs by implementation; the shm of three: any input, zero copy (input in the arena), in place."""
+    """Return µs by implementation. shm has three: any input, zero copy (input in the arena), in place."""
     shm, rank, n = ranks.shm, ranks.shm.rank, mesh.world
     group, dtype = ranks.group, DTYPES[case.dtype]
     elements = case.bytes // dtype.itemsize
@@ -144,8 +143,7 @@ def _floors(
     per_group: tuple[int, ...],
     width: int,
 ) -> list[list[Thunk]]:
-    """Moves an edge's bytes with no protocol at all, in one or more orders, each a list of phases. The fastest is the
-    floor."""
+    """Return calls that move an edge's bytes without a protocol, in one or more orders; the fastest is the floor."""
     rank, n = shm.rank, mesh.world
     group, row_bytes = tuple(range(n)), width * arena.element_size()
     rows = sum(shares)
@@ -156,7 +154,7 @@ def _floors(
     starts = [sum(shares[:i]) for i in range(n)]
 
     def sum_of(begin: int, count: int, ranks: tuple[int, ...] = group, base: int = 0) -> Thunk:
-        """Rows begin … begin + count from the inputs of `ranks`; their first row is row `base`."""
+        """Add rows begin … begin + count of the inputs of `ranks`; the first row of an input is row `base`."""
         sources = tuple(xs[r] - base * row_bytes for r in ranks)
         return lambda: shm.direct_sum(out, sources, begin * width, count * width)
 
@@ -189,5 +187,5 @@ def _floors(
 
 
 def show_size(size: int) -> str:
-    """65536 → `64K`."""
+    """Format a size: 65536 → `64K`."""
     return next((f"{size // n}{u}" for u, n in reversed(UNITS.items()) if size % n == 0), str(size))

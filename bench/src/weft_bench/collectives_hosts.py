@@ -1,8 +1,8 @@
-"""Times what plans over hosts exchange beside flat collectives, by ranks on CPUs, and beside what was predicted.
+"""Times of the exchanges of plans over hosts, compared with flat collectives and with predictions, by ranks on CPUs.
 
 Flat: each exchange is one call of gloo over all ranks. Planned: the cheapest path of shm inside hosts and gloo across
-them. Each is run as a model runs it, with the additions and norms between. They take turns, so that what disturbs the
-hosts for a while disturbs both.
+them. Each runs as in a model, with the additions and norms in between. They take turns, so a disturbance of the hosts
+affects both.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ from weft.tune.ranks import Here, Report, all_cores, slowest
 from weft_bench.collectives import show_size
 
 EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "layer")
-"""Over all ranks; layer: what a layer of attention and experts exchanges."""
+"""Exchanges over all ranks; layer: the exchanges of a layer of attention and experts."""
 FLAT, PLANNED = "flat", "planned"
 CALLS, ROUNDS = 5, 5
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """bytes: of all ranks' rows together. us: medians of µs, of the slowest rank, in each round. predicted_us: by the
-    cost model. steps: of the plan.
+    """Times of an exchange by one kind of plan.
+
+    Attributes:
+        bytes: size of all ranks' rows together.
+        steps: steps of the plan.
+        us: the slowest rank's median of each round, in µs.
+        predicted_us: time by the cost model.
     """
 
     exchange: str
@@ -55,13 +60,13 @@ class RoundTimes:
     predicted_us: float
 
     def row(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the row for JSON."""
         return vars(self) | {"us": [round(us, 1) for us in self.us], "predicted_us": round(self.predicted_us, 1)}
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A cost of collectives over all ranks; those of fewer take infinitely long, so that no plan takes one."""
+    """Cost of collectives over all ranks. Collectives over fewer ranks cost infinity, so that no plan uses them."""
 
     cost: Cost
     world: int
@@ -71,21 +76,18 @@ class Flat:
         return self.cost.name
 
     def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
-        """As `Cost` says."""
         return self.cost.collective_us(kind, ranks, bytes_moved, hosts) if ranks == self.world else math.inf
 
     def local_us(self, bytes_touched: float) -> float:
-        """As `Cost` says."""
         return self.cost.local_us(bytes_touched)
 
     def epilogue_us(self, bytes_touched: float) -> float:
-        """As `Cost` says."""
         return self.cost.epilogue_us(bytes_touched)
 
 
 @dataclass
 class ReadNorm:
-    """A read's norm."""
+    """Norm of a read."""
 
     path: str
     weight: Tensor
@@ -93,7 +95,7 @@ class ReadNorm:
 
 
 def chain_of(exchange: str, mesh: Mesh) -> Chain:
-    """The reads and adds that take an exchange."""
+    """Return the reads and adds of an exchange."""
     group, world, own = (mesh.placement(rows) for rows in (Rows.GROUP, Rows.WORLD, Rows.OWN))
     attention, experts = mesh.placement(Rows.GROUP, owes="attn_tp"), mesh.placement(Rows.WORLD, owes="world")
     reads = {
@@ -110,7 +112,7 @@ def chain_of(exchange: str, mesh: Mesh) -> Chain:
 
 
 def plans_of(exchange: str, size: int, mesh: Mesh, table: str) -> dict[str, Plan]:
-    """The plan of each kind. table: a cost model by name or path."""
+    """Return the plan of each kind. table: a cost model by name or path."""
     model, chain = over_network(costs(table), ETHERNET), chain_of(exchange, mesh)
     shm, gloo = (offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in (SHM, GLOO))
     tokens = max(1, size // ROW_BYTES // mesh.attn_dp)
@@ -119,12 +121,12 @@ def plans_of(exchange: str, size: int, mesh: Mesh, table: str) -> dict[str, Plan
 
 
 def described(config: EngineConfig, cases: Sequence[tuple[str, int]], rounds: int = ROUNDS) -> dict[str, Any]:
-    """What node 0 says to all ranks: see `measure`. Raises LayoutError."""
+    """Return node 0's message to all ranks: see `measure`. Raises LayoutError."""
     return cost_described(config) | {"cases": cases, "rounds": rounds}
 
 
 def cost_described(config: EngineConfig) -> dict[str, Any]:
-    """cost, table and tuning, as `measure` takes them. Raises LayoutError."""
+    """Return cost, table and tuning, as `measure` requires them. Raises LayoutError."""
     path, model = table_file(config), cost_model(config)
     table = path.read_text() if path is not None and model.name == str(path) else None
     tuning = ShmTuning() if path is None else read_tuning(path, "shm_tuning", ShmTuning)
@@ -132,7 +134,7 @@ def cost_described(config: EngineConfig) -> dict[str, Any]:
 
 
 def line(flat: RoundTimes, planned: RoundTimes) -> str:
-    """A line for reading: µs of both, beside what was predicted, and how many times the planned one flat takes."""
+    """Format a line: µs of both kinds, the predictions, and the ratio of flat to planned."""
     flat_us, us = statistics.median(flat.us), statistics.median(planned.us)
     ratio = statistics.median(a / b for a, b in zip(flat.us, planned.us, strict=True))
     case = f"{planned.exchange:14} {show_size(planned.bytes):>5}"
@@ -141,10 +143,10 @@ def line(flat: RoundTimes, planned: RoundTimes) -> str:
 
 
 def measure(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
-    """A rank's part; rank 0 reports RoundTimes of each kind for each case.
+    """Run a rank's part; rank 0 reports RoundTimes of each kind for each case.
 
-    said: cases as pairs of exchange and bytes, rounds, tuning of shm, cost: a cost model's name, table: the text of one
-    in its place.
+    said: cases as pairs of exchange and bytes, rounds, tuning of shm, cost: a cost model's name, table: text of a cost
+    table that replaces it.
     """
     mesh, cases, cost = here.mesh, said["cases"], said["cost"]
     if said["table"] is not None:
@@ -204,7 +206,7 @@ def _run(plan: Plan, rank: int, transports: dict[str, Transport]) -> Callable[[]
 
 
 def _median_us(run: Callable[[], object], meeting: Transport, group: Ranks) -> float:
-    """Of some calls, before each of which all ranks meet: of the slowest rank."""
+    """Return the slowest rank's median over some calls; all ranks meet before each."""
     times = []
     for _ in range(CALLS):
         meeting.barrier(group)

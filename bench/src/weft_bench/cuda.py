@@ -1,6 +1,6 @@
-"""Times every edge of transport peer on the GPUs of this host beside others, in one run.
+"""Times of every edge of transport peer and of other libraries on the GPUs of this host, in one run.
 
-Figures are those of `weft.tune.gpu_times`. Implementations take turns: what disturbs the host for a while disturbs all.
+Figures are as in `weft.tune.gpu_times`. Implementations take turns, so a disturbance of the host affects all.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def measure(
     tunings: dict[str, PeerTuning],
     others: list[str],
 ) -> None:
-    """A rank's part of the cases; rank 0 reports a Timing for each. tunings: of peer, by the name it is to have."""
+    """Run a rank's part of the cases; rank 0 reports a Timing for each. tunings: tunings of peer, by their names."""
     world = cases[0].ranks
     sizes = [(c.plain, c.input_bytes) for c in cases]
     largest = max(size for _, size in sizes)
@@ -103,7 +103,7 @@ def _measure(
 
 @contextmanager
 def _limited(what: str) -> Iterator[None]:
-    """Ends the process with a line that says `what` did not end: a kernel that waits for ever raises nothing."""
+    """End the process with a line that names `what`, if it hangs: a kernel that waits for ever raises nothing."""
 
     def end() -> None:
         print(f"{what}: no end after {LIMIT_S:.0f} s", file=sys.stderr, flush=True)

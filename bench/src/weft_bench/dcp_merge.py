@@ -1,8 +1,8 @@
-"""Times the merge of attention over shards, by each algorithm, beside a bare reduce_scatterv of as many bytes.
+"""Times of the merge of attention over shards, per algorithm, compared with a bare reduce_scatterv of equal size.
 
-On GPUs a figure is µs a call in a CUDA graph (`weft.tune.gpu_times`), on CPUs of a call from Python, inputs rewritten
-before each (`weft.tune.call_times`): the median, the slowest rank's. Transports take turns, and each algorithm's
-result is compared with the definition before it is timed.
+A figure is the slowest rank's median in µs: of calls in a CUDA graph on GPUs (`weft.tune.gpu_times`), of calls from
+Python on CPUs, inputs rewritten before each (`weft.tune.call_times`). Transports take turns. Each algorithm's result is
+compared with the definition before it is timed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class MergeCase:
-    """A layer's merge of `batch` tokens over `ranks` ranks. dtype: bf16 or fp32."""
+    """Merge of a layer, `batch` tokens over `ranks` ranks. dtype: bf16 or fp32."""
 
     ranks: int
     shape: MergeShape
@@ -55,13 +55,13 @@ class MergeCase:
 
     @property
     def bytes(self) -> int:
-        """Of a rank's outputs."""
+        """Bytes of a rank's outputs."""
         heads, dim = SHAPES[self.shape]
         return self.batch * heads * dim * (2 if self.dtype == "bf16" else 4)
 
 
 def given(case: MergeCase, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A rank's outputs and lse, skewed."""
+    """Return a rank's outputs and log-sum-exps, skewed."""
     heads, dim = SHAPES[case.shape]
     generator = torch.Generator().manual_seed(seed)
     out = torch.randn(case.batch, heads, dim, generator=generator)
@@ -70,7 +70,7 @@ def given(case: MergeCase, seed: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> dict[str, Thunk]:
-    """Each algorithm over a transport, and the bare sum, by name: `fused peer`."""
+    """Return each algorithm over a transport, and the bare sum, by name: `fused peer`."""
     n = len(group)
     found: dict[str, Thunk] = {}
     if transport.entry.offers(merge_scatterv(n)):
@@ -83,7 +83,7 @@ def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> di
 
 
 def check(name: str, got: object, case: MergeCase, rank: int, device: torch.device) -> None:
-    """Raises CommError where an algorithm's result is not what the definition makes of all ranks' parts."""
+    """Compare an algorithm's result with the definition on all ranks' parts. Raises CommError."""
     if name.startswith(BARE):
         return
     parts = [given(case, r, device) for r in range(case.ranks)]
@@ -96,7 +96,7 @@ def check(name: str, got: object, case: MergeCase, rank: int, device: torch.devi
 
 
 def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[MergeCase]) -> None:
-    """A rank's part on GPUs; rank 0 reports a Timing for each case."""
+    """Run a rank's part on GPUs; rank 0 reports a Timing for each case."""
     here = World.open(rank, cases[0].ranks, directory, 2 * max(case.bytes for case in cases))
     group = here.peer.on_host
     for case in cases:
@@ -120,7 +120,7 @@ def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[Mer
 
 
 def measure_cpus(rank: int, directory: Path, report: Report, cases: Sequence[MergeCase], tuning: ShmTuning) -> None:
-    """A rank's part on CPUs; rank 0 reports a Timing for each case."""
+    """Run a rank's part on CPUs; rank 0 reports a Timing for each case."""
     world = cases[0].ranks
     largest = max(case.bytes for case in cases)
     ranks = CpuRank(Mesh(1, world, world, 1), rank, directory, gloo=True, tuning=tuning, block_bytes=4 * largest)

@@ -1,4 +1,4 @@
-"""The same exchanges on GPUs as others do them.
+"""Other libraries' exchanges on GPUs.
 
 NCCL, NCCL over registered windows, torch's symmetric memory, and FlashInfer's kernels: TensorRT-LLM's and vLLM's.
 """
@@ -23,13 +23,14 @@ INSTALL_FLASHINFER = "pip install flashinfer-python==0.7.2.post1"  # as the extr
 
 
 class Baseline:
-    """Another implementation of the same exchanges. name: as tables have it. gives_result: a bare call returns it."""
+    """Another implementation of the same exchanges. name: its name in tables. gives_result: a bare call returns the
+    result."""
 
     name: str
     gives_result = False
 
     def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Thunk]:
-        """A call for each input, which goes on to norm where one is given; none where the peer does not serve the case.
+        """Return a call for each input, with the norm if one is given; none if the case is not supported.
 
         sizes: rows of each rank, or of each DP group for the mixed edges.
         """
@@ -37,15 +38,15 @@ class Baseline:
         return bare if norm is None else [partial(_then_norm, call, norm) for call in bare]
 
     def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
-        """The same with no norm."""
+        """Return the calls without a norm."""
         raise NotImplementedError
 
     def captured(self) -> None:
-        """What it has to do once its calls are in a graph, before the first replay. Collective."""
+        """Prepare the captured calls before the graph's first replay. Collective."""
 
 
 def _then_norm(call: Thunk, norm: Epilogue) -> None:
-    """What an engine does after a bare exchange: an addition, and torch's RMSNorm."""
+    """Run a bare exchange, then an addition and torch's RMSNorm, as an engine does."""
     call()
     torch.nn.functional.rms_norm(norm.residual + norm.residual, norm.weight.shape, norm.weight, norm.eps)
 
@@ -59,11 +60,11 @@ class Nccl(Baseline):
         self._mesh, self._rank, self._groups = mesh, rank, groups_of(mesh, rank)
 
     def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
-        """For every edge."""
+        """Return a call for each input; NCCL supports every edge."""
         return [self._call(edge, x, sizes) for x in xs]
 
     def empty(self, like: Tensor, rows: int) -> Tensor:
-        """A result's memory."""
+        """Return memory for a result."""
         return like.new_empty(rows, *like.shape[1:])
 
     def _call(self, edge: str, x: Tensor, sizes: Sequence[int]) -> Thunk:
@@ -116,7 +117,7 @@ class NcclWindow(Nccl):
         self._used = 0
 
     def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
-        """None for what windows do not serve."""
+        """Return a call for each input; none for an edge that windows do not support."""
         if edge not in ("all_reduce", "all_gatherv", "reduce_scatterv") or len(set(sizes)) != 1:
             return []
         self._used = 0
@@ -140,7 +141,7 @@ class SymmetricMemory(Baseline):
         symm.rendezvous(self._arena, self._group)
 
     def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
-        """Only all_reduce, on a copy in symmetric memory."""
+        """Return calls of all_reduce on copies in symmetric memory; none for other edges."""
         if edge != "all_reduce" or xs[0].dtype != self._arena.dtype:
             return []
         found: list[Thunk] = []
@@ -155,14 +156,15 @@ class SymmetricMemory(Baseline):
 
 
 def has_flashinfer() -> bool:
-    """Whether it is installed."""
+    """Return whether FlashInfer is installed."""
     return find_spec("flashinfer") is not None
 
 
 def flashinfer_baselines(world: int, rank: int, device: torch.device, max_bytes: int, inputs: int) -> list[Baseline]:
-    """Those of FlashInfer's that run on so many ranks. max_bytes: bytes of the largest all_reduce, of `inputs` in turn.
+    """Return FlashInfer's implementations for `world` ranks. Collective. Raises CommError if FlashInfer does not load.
 
-    Collective. Raises CommError where it does not load. Its kernels are compiled when first used: it takes minutes.
+    Its kernels are compiled at their first use, for minutes. max_bytes: size of the largest all_reduce; inputs: number
+    of inputs in rotation.
     """
     try:
         import flashinfer.comm as comm
@@ -178,9 +180,9 @@ def flashinfer_baselines(world: int, rank: int, device: torch.device, max_bytes:
 
 
 class _Shared:
-    """Memory of every rank, zeroed: plain allocations that the others map through CUDA IPC handles. Collective.
+    """Memory of every rank, zeroed: plain allocations that the other ranks map through CUDA IPC handles. Collective.
 
-    pointers: to each rank's; mine: this rank's.
+    pointers: addresses of all ranks' memory; mine: this rank's memory.
     """
 
     def __init__(self, comm: Any, rank: int, device: torch.device, size: int):
@@ -191,12 +193,10 @@ class _Shared:
 
 
 class TrtLlmWorkspace:
-    """What TensorRT-LLM's kernels meet in, for bf16 inputs of up to `max_bytes` bytes; laid out as they expect it.
+    """Workspace of TensorRT-LLM's kernels, for bf16 inputs of up to `max_bytes` bytes, in the layout that they expect.
 
-    FlashInfer's own constructors take symmetric memory for it, and with that, unless disabled, an NVLink multicast
-    object, which they have no use for. This takes plain memory.
-
-    lamport_bytes: of each of the three buffers that one-shot calls take turns in.
+    FlashInfer's own constructors allocate symmetric memory, and an NVLink multicast object that they do not use. This
+    workspace is plain memory. lamport_bytes: size of each of the three buffers that one-shot calls rotate through.
     """
 
     def __init__(self, comm: Any, world: int, rank: int, device: torch.device, max_bytes: int):
@@ -224,7 +224,7 @@ class TrtLlm(Baseline):
         self.name, self._one, self._space = f"trtllm {shots}-shot", shots == "one", workspace
 
     def calls(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int], norm: Epilogue | None = None) -> list[Thunk]:
-        """Only all_reduce, of bf16; one shot up to what the workspace holds, two with more rows than ranks."""
+        """Return calls of all_reduce in bf16: one shot up to the workspace's size, two with more rows than ranks."""
         x, space = xs[0], self._space
         fits = space.world * x.nbytes <= space.lamport_bytes if self._one else x.shape[0] > space.world
         if edge != "all_reduce" or x.dtype != torch.bfloat16 or not fits:
@@ -276,7 +276,7 @@ class VllmCustom(Baseline):
         self._handle = comm.vllm_init_custom_ar(self._signals.pointers, self._pointers, rank, True)
 
     def bare(self, edge: str, xs: Sequence[Tensor], sizes: Sequence[int]) -> list[Thunk]:
-        """Only all_reduce, on copies."""
+        """Return calls of all_reduce on copies; none for other edges."""
         if edge != "all_reduce":
             return []
         found: list[Thunk] = []
@@ -293,7 +293,7 @@ class VllmCustom(Baseline):
         return out
 
     def captured(self) -> None:
-        """Gives the kernels in the graph the addresses where each other's inputs are."""
+        """Give the kernels in the graph the addresses of each other's inputs."""
         everyones: list[Any] = [None] * self._world
         dist.all_gather_object(everyones, self._comm.vllm_get_graph_buffer_ipc_meta(self._handle))
         handles, offsets = zip(*everyones, strict=True)

@@ -1,4 +1,4 @@
-"""The parts that timings of exchanges share: a case's figures, turns of calls on CPUs, and the file of results."""
+"""Parts that timings of exchanges share: a case's figures, turns of calls on CPUs, and the file of results."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class Implementation:
 
 
 class CpuRank:
-    """A rank's transports on CPUs: shm, gloo where asked, and `patient`, by which ranks meet between calls of gloo.
+    """Transports of a rank on CPUs: shm, gloo on request, and `patient` for barriers between calls of gloo.
 
-    Between these a rank must not spin: gloo's own thread has to get onto the rank's core.
+    A rank must not spin between these calls: gloo's own thread has to get onto the rank's core.
     """
 
     def __init__(self, mesh: Mesh, rank: int, directory: Path, *, gloo: bool = False, **options: Any):
@@ -66,13 +66,13 @@ class CpuRank:
     def medians_us(
         self, implementations: Mapping[str, Implementation], fresh: Tensor, round_s: float = ROUND_S
     ) -> dict[str, float]:
-        """Return µs of each one's phases together: the median over its calls, the slowest rank's.
+        """Return µs of each implementation's phases together: the slowest rank's median over calls. Collective.
 
-        Collective. Implementations take turns, so that what disturbs the machine for a while disturbs all.
+        Implementations take turns, so a disturbance of the machine affects all.
 
         Args:
             implementations: by name.
-            fresh: what is copied to the implementation's x before each call, as a model would rewrite its input.
+            fresh: copied to the implementation's x before each call, as a model would rewrite its input.
             round_s: seconds of a turn.
         """
         times: dict[str, list[float]] = {name: [] for name in implementations}
@@ -94,9 +94,9 @@ class CpuRank:
 
 @contextmanager
 def results_file(path: Path | None, what: str) -> Iterator[list[Any]]:
-    """Yield a list for figures, and at the end write the `row()` of each, a line each, below `what` and the host.
+    """Yield a list for figures, then write the `row()` of each as a line, below `what` and the host.
 
-    An interrupted run writes the figures that it has; nothing is written without a path or without figures.
+    An interrupted run writes its figures so far; nothing is written without a path or without figures.
     """
     found: list[Any] = []
     try:

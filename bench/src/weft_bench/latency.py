@@ -1,7 +1,7 @@
 """First-token and next-token latency of one model, with each transport in turn.
 
-One process a rank, one copy of the weights; a runner for each transport, which takes turns round by round, so that a
-machine that changes its mind changes it for all.
+One process per rank, one copy of the weights, and a runner per transport. Runners take turns round by round, so a
+disturbance of the machine affects all.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ RANDOM = Qwen2MoeConfig(
 
 @dataclass(frozen=True)
 class LatencyRun:
-    """One sequence of `prompt` tokens, then `output` tokens. model: a directory; None: RANDOM, with random weights."""
+    """Sequence of `prompt` tokens, then `output` tokens. model: a directory; None: RANDOM, with random weights."""
 
     model: Path | None
     mesh: Mesh
@@ -69,7 +69,7 @@ class LatencyRun:
 
 @dataclass(frozen=True)
 class Latency:
-    """A round of one transport: ms to the first token, and each next token's ms (median of the round)."""
+    """Round of one transport: ms to the first token, and the median ms of the next tokens."""
 
     transport: str
     first_ms: float
@@ -77,14 +77,14 @@ class Latency:
 
 
 def parameters() -> int:
-    """Of the random model."""
+    """Return the number of the random model's parameters."""
     with torch.device("meta"):
         model = build_model(read_config(RANDOM.to_dict()), Mesh(), 0, torch.bfloat16, torch.device("meta"))
     return sum(p.numel() for p in model.parameters())
 
 
 def measure(rank: int, directory: Path, report: Report, request: LatencyRun) -> None:
-    """A rank's part; rank 0 reports a Latency for each transport and round, after one round unreported."""
+    """Run a rank's part; rank 0 reports a Latency for each transport and round, after one round unreported."""
     ranks = CpuRank(request.mesh, rank, directory, gloo="gloo" in request.transports, tuning=request.tuning, spins=None)
     opened: dict[str, Transport | None] = {"shm": ranks.shm, "gloo": ranks.gloo}
     # The shm runner prices by the host's table; gloo's is the same plan that it would get alone.
@@ -94,10 +94,10 @@ def measure(rank: int, directory: Path, report: Report, request: LatencyRun) -> 
 
 
 def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
-    """The same of ranks on several hosts: by gloo alone, and by plans of shm inside hosts and gloo across.
+    """Run a rank's part on several hosts: by gloo alone, and by plans of shm inside hosts and gloo across.
 
-    said: the fields of a LatencyRun but for model and mesh; random: whether the model is RANDOM, or the host's; table:
-    the text of a cost table, in place of cost.
+    said: fields of a LatencyRun except model and mesh; random: whether the model is RANDOM, or the host's; table: text
+    of a cost table that replaces cost.
     """
     random, table, tuning = said["random"], said["table"], ShmTuning(**said["tuning"])
     fields = {name: said[name] for name in ("dtype", "prompt", "output", "rounds", "cost")}
@@ -127,7 +127,7 @@ def _measure(
     gathering: Transport,
     model_costs: Costs,
 ) -> None:
-    """sets: the transports of each runner. home: where activations lie. meeting, gathering: of all ranks."""
+    """Run the runners in turn. sets: transports of each runner. home: transport of the activations' memory."""
     mesh, dtype, cpu = request.mesh, DTYPES[request.dtype], torch.device("cpu")
     if request.model is None:
         model = build_model(read_config(RANDOM.to_dict()), mesh, rank, dtype, cpu, home.empty)

@@ -1,8 +1,8 @@
-"""A rival to compare with: NCCL on memory that every rank has registered as a symmetric window.
+"""Rival to compare with: NCCL on memory that every rank has registered as a symmetric window.
 
 NCCL's own kernels need no handshake there for small calls (2.27 and later, NVIDIA's user guide, "Window registration");
 torch.distributed makes the calls. In a captured CUDA graph these kernels have been seen to race and to give wrong sums
-(NCCL 2.28). So this is a plugin that benchmarks name, and no transport to serve with.
+(NCCL 2.28). So this is a plugin for benchmarks, and no transport to serve with.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from weft.planner.spec import Mesh
 class NcclWindowTransport(TorchDistTransport):
     """TorchDistTransport over NCCL with exchanges of equal rows through the window; plans know it as NCCL.
 
-    The window is registered with the communicator of each of the rank's groups. Ragged rows take NCCL's other kernels.
-    Calls that run eagerly copy inputs into the window and results out of it. Captured calls spare both copies: `empty`
-    and each result take the next piece of the window, in rotation, and all_reduce leaves its result in the input's
-    memory. A tensor of a captured step lasts until the window's size in bytes has been handed out after it.
+    The window is registered with the communicator of each of the rank's groups. Ragged rows use NCCL's other kernels.
+    Eager calls copy inputs into the window and results out of it. Captured calls spare both copies: `empty` and each
+    result get the next piece of the window, in rotation, and all_reduce leaves its result in the input's memory. A
+    tensor of a captured step lasts until the window's size in bytes has been handed out after it.
 
     arena_bytes: size of the window, half for inputs, half for results. Raises CommError for a call that needs more.
     """
@@ -81,7 +81,7 @@ class NcclWindowTransport(TorchDistTransport):
         return self._arena[half, :size].view(like.dtype).view(shape)
 
     def _piece(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """The next piece of the window, at the same place on every rank."""
+        """Return the next piece of the window, at the same place on every rank."""
         size = torch.Size(shape).numel() * like.element_size()
         if size > self._arena.numel():
             raise CommError(f"NCCL windows have arena_bytes={self._arena.numel()}; a tensor takes {size}")

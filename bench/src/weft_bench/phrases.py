@@ -1,4 +1,4 @@
-"""The phrases and words that `word_problems` writes its questions with."""
+"""Phrases and words of `word_problems`' questions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Phrase:
-    """What one phrase says and does to the running total: `total op number`, `~` being `number - total`.
+    """Phrase with its operation on the running total: `total op number`, `~` being `number - total`.
 
-    op: one of `+ - * / ~`, or `=` for none. constant: the number where the words imply it ("half").
-    heldout: never said in training.
+    op: one of `+ - * / ~`, or `=` for none. constant: the number if the words imply it ("half"). heldout: not in
+    training.
     """
 
     text: str
@@ -31,9 +31,9 @@ class Domain:
 
 
 def _phrases(table: str) -> tuple[Phrase, ...]:
-    """One phrase a line: `?` where it is held out, the operation with its constant if any, the words.
+    """Parse one phrase per line: `?` if held out, the operation with its constant if any, the words.
 
-    `[a|b]` in the words is either; MORE and SOME stand for such choices.
+    `[a|b]` in the words is either; MORE and SOME are names of such choices.
     """
     table = table.replace("MORE", "[{b}|{b} more|another {b}]").replace("SOME", "[{b} {o}|{b} of the {o}|{b} of them]")
     return tuple(
@@ -43,12 +43,12 @@ def _phrases(table: str) -> tuple[Phrase, ...]:
 
 
 def each(words: str) -> tuple[str, ...]:
-    """The words of a text."""
+    """Return the words of a text."""
     return tuple(words.split())
 
 
 def _domains(text: str) -> tuple[Domain, ...]:
-    """The domains of phrases.txt, in its order."""
+    """Return the domains of phrases.txt, in its order."""
     tables: dict[str, dict[str, tuple[Phrase, ...]]] = {}
     for domain, kind, table in re.findall(r"^## (\w+) (\w+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL):
         tables.setdefault(domain, {})[kind] = _phrases(table)
@@ -95,4 +95,4 @@ WORKS = tuple(
         makes/toys solves/puzzles draws/pictures picks/apples repairs/clocks builds/chairs sews/hats
     """)
 )
-"""What someone does, and to what."""
+"""Verbs with their objects."""

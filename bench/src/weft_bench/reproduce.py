@@ -1,4 +1,4 @@
-"""Runs a seed's variants and loads: a fresh engine for each variant and round, in alternating order."""
+"""Runs of a seed's variants and loads: a fresh engine for each variant and round, in alternating order."""
 
 from __future__ import annotations
 
@@ -31,25 +31,29 @@ from weft_bench.breakdown import SPARE_TOKENS, output_length, random_prompts, ru
 from weft_bench.setups import Load, Metric, Profile, Setup, TableRow
 
 WEIGHTS_SHARE = 0.6
-"""Of a GPU's free memory, what weights may take; the rest is for caches and activations."""
+"""Share of a GPU's free memory for weights; the rest is for caches and activations."""
 MIN_BATCH_TOKENS = 1024
-"""Of a step; on GPUs there are more."""
+"""Tokens of a step on CPUs; on GPUs there are more."""
 SPARE = 8
-"""Tokens of a sequence beside those of the load."""
+"""Tokens of a sequence in addition to the load's tokens."""
 WARM_OUTPUT = 8
 """Tokens of the outputs that warm an engine."""
 WAIT_S = 600.0
 """Seconds without a token after which a load counts as hung."""
 COUNTED_S = 0.05
-"""Seconds after which the running sequences are counted again: not for each token, as that keeps the engine's thread
-waiting for Python's lock."""
+"""Seconds between counts of the running sequences. A count per token would keep the engine's thread waiting for
+Python's lock."""
 Figures = dict[Metric, float]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """figures: of each load of each variant, the medians over rounds, without those that were not measured. failed:
-    why a variant has none, in one line. layers: those that were run, where not all were.
+    """Measurements of a setup.
+
+    Attributes:
+        figures: medians over rounds of each load of each variant, without metrics that were not measured.
+        failed: reason of each variant without figures, in one line.
+        layers: number of layers that ran, if not all.
     """
 
     figures: dict[str, list[Figures]]
@@ -57,29 +61,29 @@ class Measured:
     layers: int | None = None
 
     def ratio(self, row: TableRow) -> float | None:
-        """How many times better the second variant is; None where a figure was not measured."""
+        """Return the second variant's figure as a multiple of the first's, or None if one was not measured. See
+        `better`."""
         before, after = (self.value(row, variant) for variant in (row.before, row.after))
         return None if before is None or after is None else better(row.metric, before, after)
 
     def value(self, row: TableRow, variant: str) -> float | None:
-        """A variant's figure of a row; None where it was not measured."""
+        """Return a variant's figure of a row; None if it was not measured."""
         loads = self.figures.get(variant)
         return None if loads is None else loads[row.load].get(row.metric)
 
 
 def better(metric: Metric, before: float, after: float) -> float | None:
-    """How many times better `after` is: more tokens or sequences, or less time, or fewer calls. None of zeros, which
-    have no ratio."""
+    """Return how many times better `after` is: more tokens or sequences, less time, or fewer calls. None for zeros."""
     if before <= 0 or after <= 0:
         return None
     return after / before if metric in ("tokens/s", "sequences at once") else before / after
 
 
 def measure(setup: Setup, folder: Path, rounds: int, num_layers: int | None, device: str) -> Iterator[Measured]:
-    """All variants of a setup: what is measured so far, after each variant of each round.
+    """Yield the measurements so far, after each variant of each round.
 
-    folder: for the files of models. A variant that fails is not run again, and the others are. Raises as `EngineConfig`
-    does, before anything is run.
+    folder: place for the files of models. A variant that fails is not run again, and the others are. Raises as
+    `EngineConfig` does, before anything is run.
     """
     configs = {name: config_of(setup, options, folder, num_layers, device) for name, options in setup.variants.items()}
     if device == "cuda" and num_layers is None:
@@ -99,7 +103,7 @@ def measure(setup: Setup, folder: Path, rounds: int, num_layers: int | None, dev
 
 
 def _run_variant(setup: Setup, config: EngineConfig) -> list[Figures]:
-    """The figures of each load. Raises as `Engine` does, and as `run_load`."""
+    """Return the figures of each load. Raises as `Engine` and `run_load` do."""
     with Engine(config) as engine:
         first = setup.loads[0]
         run_load(engine, replace(first, requests=config.attn_dp, output=min(first.output, WARM_OUTPUT)))
@@ -110,8 +114,8 @@ def _run_variant(setup: Setup, config: EngineConfig) -> list[Figures]:
 
 
 def run_load(engine: Engine, load: Load) -> Figures:
-    """A load's figures: tokens that were read and written a second, medians of the times to the first token and between
-    tokens, the most sequences that ran at once, and what a step exchanges. Raises TimeoutError, RuntimeError."""
+    """Return a load's figures: tokens read and written per second, median times to the first token and between tokens,
+    the maximum of running sequences, and exchanges of a step. Raises TimeoutError, RuntimeError."""
     prompts = random_prompts(engine, load.requests, load.input, seed=load.requests * load.input)
     events: queue.SimpleQueue[tuple[int, float, bool]] = queue.SimpleQueue()
     params = SamplingParams(max_tokens=load.output, temperature=0.0, ignore_eos=True)
@@ -156,7 +160,7 @@ def run_load(engine: Engine, load: Load) -> Figures:
 
 
 def run_profile(engine: Engine, profile: Profile) -> Figures:
-    """Time and count of a decode step's collectives; nothing where the profile has none of them."""
+    """Return time and count of a decode step's collectives; nothing if the profile has none of them."""
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         tokens = _profiled_tokens(profile)
         try:
@@ -174,13 +178,13 @@ def run_profile(engine: Engine, profile: Profile) -> Figures:
 
 
 def _profiled_tokens(profile: Profile) -> int:
-    """Of each output while steps are profiled."""
+    """Return the tokens of each output while steps are profiled."""
     chunks = -(-profile.batch * profile.context // MIN_BATCH_TOKENS)
     return output_length(profile.steps, chunks) + SPARE_TOKENS
 
 
 def _exchanged(engine: Engine) -> tuple[int, int]:
-    """Collectives so far, and the bytes that the busiest ranks received."""
+    """Return the number of collectives so far, and the bytes that the busiest ranks received."""
     ran, _ = engine.comm_report()
     return sum(stat.count for stat in ran), sum(stat.bytes for stat in ran)
 
@@ -191,8 +195,9 @@ def _median(rounds: Sequence[Figures]) -> Figures:
 
 
 def config_of(setup: Setup, options: Any, folder: Path, num_layers: int | None, device: str) -> EngineConfig:
-    """A variant's. folder: for the files of a preset with other sizes. On GPUs the cache is as large as the loads need,
-    where the variant does not say. Raises as EngineConfig does.
+    """Return a variant's configuration. On GPUs the cache has the size that the loads need, unless the variant has one.
+
+    folder: place for the files of a preset with other sizes. Raises as EngineConfig does.
     """
     concurrency = max(load.concurrency for load in setup.loads)
     longest = max(load.input + load.output for load in setup.loads)
@@ -216,7 +221,7 @@ def config_of(setup: Setup, options: Any, folder: Path, num_layers: int | None, 
 
 
 def _model(setup: Setup, folder: Path) -> Path:
-    """The directory of a preset, or of one with other sizes."""
+    """Return the directory of a preset, or of one with other sizes."""
     assert setup.model is not None
     if not setup.changed:
         return preset_dir(setup.model)
@@ -227,7 +232,7 @@ def _model(setup: Setup, folder: Path) -> Path:
 
 
 def _fitting_layers(config: EngineConfig) -> int:
-    """As many of the model's layers as leave memory on a GPU, each rank's counted; 1 at the least."""
+    """Return the number of the model's layers, 1 at least, that fit the memory of a GPU."""
     config = resolve_defaults(config)
     free = WEIGHTS_SHARE * torch.cuda.mem_get_info()[0]
 

@@ -1,7 +1,7 @@
-"""The five pull requests that Weft grew from: what each measured, and the same for this host.
+"""The five pull requests that Weft grew from: their figures, and the same measurements for this host.
 
-A `Seed` is a row of `SEEDS`: the pull request's figures, and how its set-up becomes variants of an engine and loads on
-as many ranks as there are. `weft_bench.reproduce` runs any of them.
+A `Seed` is a row of `SEEDS`: the pull request's figures, and its set-up as variants of an engine and loads, on any
+number of ranks. `weft_bench.reproduce` runs any of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEEPSPEED += "" if find_spec("deepspeed") else "; it is not installed here"
 SHM, GLOO, PEER, NCCL = ({"transport": name} for name in ("shm", "gloo", "peer", "nccl"))
 NAIVE = {"plan": "naive"}
 Quoted = Mapping[str, tuple[float, float]]
-"""A pull request's figures, by the variant that Weft's is compared with."""
+"""Figures of a pull request, by the variant that Weft's is compared with."""
 FLOAT8 = {
     "quantization_config": {
         "quant_method": "fp8",
@@ -42,11 +42,11 @@ FLOAT8 = {
         ],
     }
 }
-"""The storage of FP8 checkpoints as their publishers release them, beside a preset of the same model in bfloat16."""
+"""Storage of FP8 checkpoints as their publishers release them, for a preset of the same model in bfloat16."""
 
 
 def _four(ours: Variant, theirs: Variant, layout: Variant) -> dict[str, Variant]:
-    """The naive plan and the cheapest, each by the transport that is usual and by Weft's own."""
+    """Return the naive plan and the cheapest, each with the usual transport and with Weft's own."""
     return {
         "all-reduce and slice, usual transport": {**NAIVE, **theirs, **layout},
         "all-reduce and slice, Weft's transport": {**NAIVE, **ours, **layout},
@@ -56,7 +56,7 @@ def _four(ours: Variant, theirs: Variant, layout: Variant) -> dict[str, Variant]
 
 
 def _compared(metric: Metric, load: int, names: Sequence[str], quoted: Quoted | None = None) -> list[TableRow]:
-    """The last variant beside each other. quoted: figures of some of these."""
+    """Return rows that compare the last variant with each other one. quoted: figures of some of these."""
     *others, last = names
     return [TableRow(metric, load, name, last, (quoted or {}).get(name)) for name in others]
 
@@ -107,7 +107,7 @@ def _mixed(
 
 
 def _quoted_mixed(*rivals: str) -> dict[Metric, Quoted]:
-    """Its figures, by the variants that stand for NCCL and, if there is one, for NCCL on registered memory."""
+    """Return its figures, by the variants for NCCL and, if there is one, for NCCL on registered memory."""
     figures: dict[Metric, tuple[tuple[float, float], float]] = {
         "next token, ms": ((14.889, 14.386), 12.002),
         "collectives of a decode step, ms": ((1.582, 1.323), 0.399),
@@ -175,7 +175,7 @@ QUOTED_TOKENS = {
         "a2a": {1: 87.0, 8: 413.0, 32: 936.0, 64: 1341.0, 128: 1933.0, 256: 2570.0, 512: 2951.0},
     },
 }
-"""Output tokens a second of seed 004, by attention backend, exchange ("": without dcp) and requests at once."""
+"""Output tokens per second of seed 004, by attention backend, exchange ("": without dcp) and requests at once."""
 QUOTED_FIRST = {
     32: (413.0, 420.0),
     64: (5744.0, 655.0),
@@ -183,7 +183,7 @@ QUOTED_FIRST = {
     256: (106_844.0, 1970.0),
     512: (239_577.0, 28_734.0),
 }
-"""Its mean times to the first token, ms, without dcp and with ag_rs, by FlashInfer."""
+"""Mean times to the first token of seed 004, ms, without dcp and with ag_rs, by FlashInfer."""
 
 
 def _dcp(
@@ -195,8 +195,11 @@ def _dcp(
     backends: Mapping[str, Variant],
     differs: Sequence[str],
 ) -> Setup:
-    """at_once: of each load, the requests at once in the pull request. backends: attention backends with their options;
-    a backend without a published figure is beside FlashInfer's."""
+    """Return the setup of decode context parallelism.
+
+    at_once: requests at once in the pull request, for each load. backends: attention backends with their options; one
+    without a published figure is compared with FlashInfer's.
+    """
     variants: dict[str, Variant] = {}
     rows: list[TableRow] = []
     for backend, options in backends.items():
@@ -232,12 +235,14 @@ ATTEMPTS: tuple[dict[str, Any], ...] = (
     {"cuda_graphs": False},
     {"dcp_prefill": "gather", "cuda_graphs": False},
 )
-"""Options for attention backends; each backend takes the first that it lacks nothing for."""
+"""Options for attention backends; each backend gets the first that it supports."""
 
 
 def _options_of(backend: BackendEntry, ranks: int) -> tuple[Variant | None, str]:
-    """The options with which a backend runs DeepSeek-V2 with dcp over so many GPUs, and a line that says so; None for
-    a backend that lacks something with any, and what that is."""
+    """Return a backend's options for DeepSeek-V2 with dcp over `ranks` GPUs, and a line about them.
+
+    The options are None if the backend supports none of ATTEMPTS; the line then says what it lacks.
+    """
     capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
     needs = Needs(
         device="cuda",
@@ -317,8 +322,8 @@ SEEDS = {
     "mixed": Seed(
         "all-reduce with all-gather, and reduce-scatter with all-reduce, each in one call",
         "https://github.com/sgl-project/sglang/pull/23713",
-        "Qwen3.5-397B-A17B-FP8, 8 H200, attention dp 2 × tp 4, ep 4, 8,192 tokens in, 24 out, 16 at once; beside NCCL "
-        "on registered memory",
+        "Qwen3.5-397B-A17B-FP8, 8 H200, attention dp 2 × tp 4, ep 4, 8,192 tokens in, 24 out, 16 at once; compared "
+        "with NCCL on registered memory",
         4,
         _mixed(
             None,

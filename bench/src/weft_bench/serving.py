@@ -1,8 +1,8 @@
-"""A load on an OpenAI-compatible server, and what its clients saw: the conventions of `vllm bench serve`.
+"""Load on an OpenAI-compatible server, measured at its clients, with the conventions of `vllm bench serve`.
 
-Requests arrive with gamma-distributed intervals (burstiness 1: a Poisson process) or all at once, at most so many being
-open. Of each output: TTFT is the time from sending to its first piece, ITL the time between two pieces, E2EL until its
-last, and TPOT = (E2EL - TTFT) / (output tokens - 1).
+Requests arrive with gamma-distributed intervals (burstiness 1: a Poisson process) or all at once, and a maximum may be
+open at once. TTFT is the time from sending to an output's first piece, ITL the time between two pieces, E2EL the time
+until its last, and TPOT = (E2EL - TTFT) / (output tokens - 1).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ ApiBackend = Literal["openai", "openai-chat"]
 PATHS: dict[ApiBackend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 FIRST_TOKEN = 16
-"""Token ids below are mostly special ones."""
+"""Lowest token id of prompts: most ids below are special tokens."""
 JSON = {"Content-Type": "application/json"}
 LATENCIES = ("tpot", "ttft", "itl", "e2el")
-"""Metrics in the order of the report: TPOT first, as most ITL are 0 where tokens are sent in clumps."""
+"""Metrics in the order of the report: TPOT first, as most ITL are 0 if tokens are sent in clumps."""
 
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """One request: prompt as token ids or text, and how many tokens it has and wants."""
+    """Request: prompt as token ids or text, and its numbers of input and output tokens."""
 
     prompt: list[int] | str
     input_tokens: int
@@ -46,7 +46,7 @@ class RequestSpec:
 class Workload:
     """Random prompts. Lengths are sampled evenly from len · (1 - range_ratio) to len · (1 + range_ratio), both rounded.
 
-    prefix_len: tokens that all prompts begin with, beside input_len. Raises ValueError.
+    prefix_len: tokens of a prefix shared by all prompts, in addition to input_len. Raises ValueError.
     """
 
     num_prompts: int
@@ -64,7 +64,7 @@ class Workload:
             raise ValueError(f"range_ratio is {self.range_ratio}; it must be from 0 to below 1")
 
     def asks(self, vocabulary: int, tokenizer: Any = None) -> list[RequestSpec]:
-        """The requests. Prompts are token ids below vocabulary, or with a tokenizer texts of as many of its tokens."""
+        """Return the requests. Prompts are token ids below vocabulary, or texts if a tokenizer is given."""
         rng = random.Random(self.seed)
 
         def tokens(count: int) -> list[int]:
@@ -83,7 +83,7 @@ class Workload:
 
 
 def _text_of(tokenizer: Any, ids: list[int], more: Callable[[int], list[int]]) -> str:
-    """A text of as many tokens: what is decoded may be encoded in fewer or more, so it takes some rounds."""
+    """Return a text of len(ids) tokens. Decoded ids may be encoded in fewer or more, so it needs some rounds."""
     count, text = len(ids), ""
     for _ in range(10):
         text = tokenizer.decode(ids)
@@ -95,7 +95,7 @@ def _text_of(tokenizer: Any, ids: list[int], more: Callable[[int], list[int]]) -
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests are sent: all at once where the rate is infinite."""
+    """Return the seconds from the start at which requests are sent: all at once if the rate is infinite."""
     if math.isinf(rate):
         return [0.0] * count
     rng, at, times = random.Random(seed), 0.0, []
@@ -106,7 +106,7 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 
 
 class Posted(NamedTuple):
-    """A request as it is sent: its body, encoded before the clock starts. at: seconds after the start."""
+    """Request to send: its body, encoded before the clock starts. at: seconds after the start."""
 
     body: bytes
     input_tokens: int
@@ -115,8 +115,13 @@ class Posted(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Measurements of one request. error: what was wrong, or nothing. times: seconds from the sending to each piece.
-    unknown: kinds of pieces, as StreamedCompletion names them."""
+    """Measurements of one request.
+
+    Attributes:
+        error: error in one line, or empty.
+        times: seconds from the sending to each piece.
+        unknown: kinds of pieces, as in StreamedCompletion.
+    """
 
     error: str
     times: tuple[float, ...]
@@ -126,21 +131,21 @@ class Outcome:
 
     @property
     def latencies(self) -> dict[str, list[float]]:
-        """Seconds, by the names in LATENCIES."""
+        """Return seconds, by the names in LATENCIES."""
         first, last = self.times[0], self.times[-1]
         tpot = [(last - first) / (self.output_tokens - 1)] if self.output_tokens > 1 else []
         return {"ttft": [first], "tpot": tpot, "itl": [b - a for a, b in pairwise(self.times)], "e2el": [last]}
 
 
 class LoadedServer:
-    """An OpenAI-compatible server. extra: fields of every request's body. An asynchronous context manager."""
+    """OpenAI-compatible server. extra: fields of every request's body. An asynchronous context manager."""
 
     def __init__(self, base_url: str, api_key: str = "", backend: ApiBackend = "openai", extra: Mapping[str, Any] = {}):
         self.base_url, self.backend, self.extra = base_url.rstrip("/").removesuffix("/v1"), backend, dict(extra)
         self._api_key = api_key
 
     def unconnected(self) -> LoadedServer:
-        """The same server, for another process."""
+        """Return this server without a connection, for another process."""
         return LoadedServer(self.base_url, self._api_key, self.backend, self.extra)
 
     async def __aenter__(self) -> LoadedServer:
@@ -153,7 +158,7 @@ class LoadedServer:
         await self._session.close()
 
     async def models(self) -> list[str]:
-        """What it serves. Raises LoadError in one line where it does not say so."""
+        """Return the names of its models. Raises LoadError in one line if the list cannot be read."""
         url = f"{self.base_url}/v1/models"
         try:
             async with self._session.get(url) as response:
@@ -166,7 +171,7 @@ class LoadedServer:
             raise LoadError(f"{url} gives no list of models: {_line(error)}") from error
 
     def job(self, model: str, ask: RequestSpec, at: float = 0.0) -> Posted:
-        """A request, to be sent so many seconds after the start."""
+        """Return a request to send `at` seconds after the start."""
         prompt: dict[str, Any] = {"prompt": ask.prompt}
         if self.backend == "openai-chat":
             prompt = {"messages": [{"role": "user", "content": ask.prompt}]}
@@ -175,7 +180,7 @@ class LoadedServer:
         return Posted(msgspec.json.encode(body), ask.input_tokens, at)
 
     async def ask(self, job: Posted) -> Outcome:
-        """Sends a request and reads its stream to the end."""
+        """Send a request and read its stream to the end."""
         completion, error, began = StreamedCompletion(), "", time.perf_counter()
         try:
             async with self._session.post(self.base_url + PATHS[self.backend], data=job.body, headers=JSON) as response:
@@ -217,9 +222,9 @@ async def send(
     done: Callable[[int, Outcome], None] = lambda at, outcome: None,
     began: float | None = None,
 ) -> tuple[list[Outcome], float]:
-    """Sends each request at its time, or later where max_concurrency are open. Gives outcomes in order, and seconds.
+    """Send each request at its time, or later if max_concurrency are open. Return outcomes in order, and seconds.
 
-    done: is called with the place and the outcome of each. began: the start by `time.perf_counter`; None: now.
+    done: callback with the place and the outcome of each request. began: start by `time.perf_counter`; None: now.
     """
     slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start = time.perf_counter() if began is None else began
@@ -236,9 +241,9 @@ async def send(
 
 
 def summary(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, float] = {}) -> dict[str, Any]:
-    """The figures, under the names that `vllm bench serve` writes; latencies in ms, None where there is none.
+    """Return the figures, under the names that `vllm bench serve` writes; latencies in ms, None if there is none.
 
-    duration: seconds. goodput: limits in ms by ttft, tpot or e2el; requests that keep all of them count.
+    duration: seconds. goodput: limits in ms by ttft, tpot or e2el; requests within all of them count.
     """
     whole = [o for o in outcomes if not o.error]
     read, written = sum(o.input_tokens for o in whole), sum(o.output_tokens for o in whole)

@@ -1,4 +1,4 @@
-"""What is run of a pull request that Weft grew from: variants of an engine, loads, and the rows of a table."""
+"""Runs for a pull request that Weft grew from: variants of an engine, loads, and the rows of a table."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ Metric = Literal[
     "collectives and waiting of a decode step, ms",
     "collectives a decode step",
 ]
-"""sequences at once: the most that had their tokens in the cache. MiB: that the busiest rank receives
-(`weft.stream.stats.StepStat`). Of a decode step: from a profile, in the mean over steps and ranks; the first without
-the waiting for the slowest rank."""
+"""Metric of a table.
+
+sequences at once: maximum with their tokens in the cache. MiB: received by the busiest rank
+(`weft.stream.stats.StepStat`). "of a decode step": means over steps and ranks of a profile; the first excludes waiting
+for the slowest rank.
+"""
 Variant = Mapping[str, Any]
-"""Of `weft.engine.config.config.EngineConfig`."""
+"""Options of `weft.engine.config.config.EngineConfig`."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """requests of input random tokens and output tokens each, `concurrency` at once. times: how often an engine gets
-    it, one after the other; figures are medians."""
+    """Load of requests with `input` random tokens and `output` tokens each, `concurrency` at once.
+
+    times: repetitions on one engine; figures are medians.
+    """
 
     requests: int
     input: int
@@ -41,7 +46,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Profile:
-    """So many decode steps, each of `batch` sequences with prompts of `context` tokens, are profiled."""
+    """Profile of `steps` decode steps, each of `batch` sequences with prompts of `context` tokens."""
 
     steps: int
     batch: int
@@ -50,7 +55,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A line of the table: a metric of a load, by two variants. quoted: the pull request's figures for the two."""
+    """Line of the table: a metric of a load, by two variants. quoted: the pull request's figures for the two."""
 
     metric: Metric
     load: int
@@ -61,10 +66,13 @@ class TableRow:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is run here. model: a preset, with the fields of its config.json that are changed; None: the embedded model.
+    """Runs on this host.
 
-    differs: what is not as in the pull request, a line each. profile: is run after the loads, with as many sequences as
-    the first load has at once; its figures are among those of that load.
+    Attributes:
+        model: a preset, with `changed` fields of its config.json; None: the embedded model.
+        differs: differences from the pull request, a line each.
+        profile: run after the loads, with the first load's number of sequences at once; its figures join that
+            load's.
     """
 
     model: str | None
@@ -76,7 +84,8 @@ class Setup:
     profile: Profile | None = None
 
     def only(self, texts: Sequence[str]) -> Setup:
-        """With the variants alone that have one of these texts in their names, and the rows that compare such."""
+        """Return this setup with only the variants that have one of these texts in their names, and rows that compare
+        them."""
         variants = {name: options for name, options in self.variants.items() if any(text in name for text in texts)}
         rows = [row for row in self.rows if {row.before, row.after} <= variants.keys()]
         return replace(self, variants=variants, rows=rows)
@@ -84,9 +93,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Seed:
-    """A pull request. original: what it measured on. min_ranks: that its layout takes.
+    """Pull request. original: setup of its measurements. min_ranks: minimum ranks of its layout.
 
-    small: for CPUs, within a minute or two; large: for so many GPUs.
+    small: for CPUs, within a minute or two; large: for a number of GPUs.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""The bytes that a decode step takes from a rank's memory: at the memory's bandwidth, the least time of a step."""
+"""Bytes that a decode step reads from a rank's memory: at the memory's bandwidth, the minimum time of a step."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ def decode_step_bytes(
     context: int,
     kv_dtype: torch.dtype | None = None,
 ) -> int:
-    """Bytes that rank 0 reads for a token of each of `sequences` sequences, spread over the DP groups, behind `context`
-    tokens each: every weight once, of the experts those that are expected to be chosen where all are equally likely,
-    the cached tokens, and recurrent states, which are also written. Activations are left out.
+    """Return the bytes that rank 0 reads for a decode step.
 
-    dtype: of weights. kv_dtype: of keys and values, as of `KVCache`; None: the same.
+    It reads every weight once, except for experts: only the expected number of chosen ones, if all are equally likely.
+    It also reads the cached tokens, and reads and writes recurrent states. Activations are omitted.
+
+    Args:
+        sequences: number of sequences over all DP groups, a token each.
+        context: tokens of each sequence before the step.
+        dtype: of weights.
+        kv_dtype: of keys and values, as of `KVCache`; defaults to dtype.
     """
     model = build_model(config, mesh, 0, dtype, torch.device("meta"))
     total, mine = 0.0, -(-sequences // mesh.attn_dp)

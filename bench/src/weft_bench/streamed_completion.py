@@ -1,4 +1,4 @@
-"""A completion as an OpenAI-compatible server streams it: its text, its token counts, and when each chunk came."""
+"""Completion that an OpenAI-compatible server streams: its text, its token counts, and the time of each chunk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ class LoadError(Exception):
 
 @dataclass
 class StreamedCompletion:
-    """What has come so far of one completion or chat.
+    """Received part of one completion or chat.
 
-    times: of each piece, on the clock of who reads: an event that brings tokens, though their text may still be empty;
-    of a chat, an event with a delta that brings anything but its role. unknown: keys of deltas that are not in PIECES;
-    they count too. reason: the finish_reason. prompt_tokens, completion_tokens: the usage, where the server sends it.
-    done: the stream has ended as it must, with [DONE].
+    Attributes:
+        times: time of each piece, on the reader's clock. A piece is an event with tokens, even if their text is
+            empty; in
+            a chat, an event with a delta that has more than a role.
+        unknown: keys of deltas that are not in PIECES; they count too.
+        reason: the finish_reason.
+        prompt_tokens, completion_tokens: the usage, if the server sends it.
+        done: the stream has ended with [DONE].
     """
 
     text: str = ""
@@ -33,16 +37,16 @@ class StreamedCompletion:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     done: bool = False
-    _begun: bytes = field(default=b"", repr=False, compare=False)  # a line of which the end has not come yet
+    _begun: bytes = field(default=b"", repr=False, compare=False)  # an incomplete line
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes bytes as they come from a connection. Raises LoadError as `take` does."""
+        """Read bytes as they arrive from a connection. Raises LoadError as `take` does."""
         *lines, self._begun = (self._begun + data).split(b"\n")
         for line in lines:
             self.take(line, now)
 
     def take(self, line: bytes, now: float) -> None:
-        """Takes a line of server-sent events. Raises LoadError for an error event, and for what is none at all."""
+        """Read a line of server-sent events. Raises LoadError for an error event, and for one that is not JSON."""
         if not line.startswith(b"data:"):
             return
         data = line[len(b"data:") :].strip()

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def environment_of(tree: Path) -> dict[str, str]:
-    """Return the environment in which Python imports Weft from a source folder."""
+    """Return the environment that lets Python import Weft from a source folder."""
     path = [str(tree.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
 

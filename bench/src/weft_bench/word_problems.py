@@ -1,7 +1,7 @@
 """Arithmetic word problems, made on demand: an English question, a worked solution, a whole-number answer.
 
-A question is a start, some events and an end, each a phrase of one domain that performs at most one of
-`+ - × ÷` on the running total. Two things keep the splits apart, both at once:
+A question is a start, some events and an end, each a phrase of one domain that performs at most one of `+ - × ÷` on the
+running total. Two things keep the splits apart, both at once:
 
 - phrases: every held-out question has at least one phrase that no training question has;
 - numbers: the tuple of numbers that a question states belongs, by a hash, to one split only.
@@ -34,14 +34,14 @@ from weft_bench.phrases import (
 ProblemSplit = Literal["train", "heldout"]
 
 LIMIT = 200
-"""Every number in a problem, intermediate results and the answer included, is at least 2 and below this."""
+"""Upper limit of every number in a problem, with intermediate results and the answer; the minimum is 2."""
 
 MAX_STEPS = 4
 
 
 @dataclass(frozen=True)
 class Problem:
-    """solution: one equation a step, then the answer in digits and words, which `extract` reads."""
+    """Problem. solution: one equation per step, then the answer in digits and words, which `extract` reads."""
 
     question: str
     solution: str
@@ -52,7 +52,7 @@ _SYMBOLS = {"+": "+", "-": "-", "*": "×", "/": "÷", "~": "-"}
 
 
 def generate(split: ProblemSplit, count: int, seed: int) -> list[Problem]:
-    """`count` problems of 1 to 4 steps; the same arguments give the same list, which may repeat a problem."""
+    """Return `count` problems of 1 to 4 steps; equal arguments give the same list, which may repeat a problem."""
     rng = random.Random(f"{split} {seed}")
     problems: list[Problem] = []
     while len(problems) < count:
@@ -63,18 +63,18 @@ def generate(split: ProblemSplit, count: int, seed: int) -> list[Problem]:
 
 
 def number_split(question: str) -> ProblemSplit:
-    """The split that the numbers stated in a question, in order, belong to: one in eight is held out."""
+    """Return the split of the numbers stated in a question, in order: one in eight is held out."""
     stated = ",".join(re.findall(r"\d+", question))
     return "heldout" if blake2b(stated.encode(), digest_size=1).digest()[0] < 32 else "train"
 
 
 def prompt(question: str) -> list[dict[str, str]]:
-    """The chat messages that ask a question."""
+    """Return the chat messages that ask a question."""
     return [{"role": "user", "content": question}]
 
 
 def extract(text: str) -> int | None:
-    """The answer that a reply ends on; None where there is none or its digits and its words disagree."""
+    """Return the answer at the end of a reply; None if there is none or its digits and its words disagree."""
     found = re.findall(r"The answer is (\d{1,6}) \(([a-z -]+)\)", text)
     if not found:
         return None
@@ -91,7 +91,7 @@ _TENS = each("twenty thirty forty fifty sixty seventy eighty ninety")
 
 
 def number_words(n: int) -> str:
-    """0 ≤ n < 1,000,000 in English: 125 is "one hundred twenty-five". Raises ValueError outside."""
+    """Return 0 ≤ n < 1,000,000 in English: 125 is "one hundred twenty-five". Raises ValueError outside."""
     if not 0 <= n < 1_000_000:
         raise ValueError(f"no words for {n}: give a number from 0 to 999999")
     if n < 20:
@@ -103,7 +103,7 @@ def number_words(n: int) -> str:
 
 
 def _make(rng: random.Random, split: ProblemSplit) -> Problem | None:
-    """One try; None where the numbers do not work out or belong to the other split."""
+    """Return a problem, or None if the numbers do not work out or belong to the other split."""
     phrases = _template(rng, split)
     if phrases is None:
         return None
@@ -171,7 +171,7 @@ def _first(rng: random.Random, op: str) -> int:
 
 
 def _operand(rng: random.Random, op: str, total: int) -> int | None:
-    """A number that keeps the result from 2 to LIMIT - 1, or None where there is none, or none is needed."""
+    """Return a number that keeps the result from 2 to LIMIT - 1; None if there is none, or none is needed."""
     if op in "*/":
         fits = [n for n in range(2, 13) if _apply(op, total, n) is not None]
         return rng.choice(fits) if fits else None
@@ -184,7 +184,7 @@ def _operand(rng: random.Random, op: str, total: int) -> int | None:
 
 
 def _apply(op: str, total: int, other: int) -> int | None:
-    """The result, or None where it is not a whole number from 2 to LIMIT - 1."""
+    """Return the result; None if it is not a whole number from 2 to LIMIT - 1."""
     if op == "/" and total % other:
         return None
     results = {

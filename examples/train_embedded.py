@@ -98,7 +98,7 @@ def main() -> None:
 
 
 def make_problems(count: int, seed: int) -> list[Problem]:
-    """Different training problems, about `count` of them: repeats are dropped."""
+    """Return about `count` different training problems: repeats are dropped."""
     # A fixed number of processes, each with a seed, so that the data is the same on every machine.
     with ProcessPoolExecutor(4) as pool:
         parts = pool.map(generate, ["train"] * 4, [-(-count // 4)] * 4, range(seed, seed + 4))
@@ -106,7 +106,7 @@ def make_problems(count: int, seed: int) -> list[Problem]:
 
 
 def train_tokenizer(problems: list[Problem]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE in which every digit is a token of its own, with the ChatML template."""
+    """Train a byte-level BPE with the ChatML template; every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -170,7 +170,7 @@ class Rows:
 
 
 def pack(problems: list[Problem], tokenizer: PreTrainedTokenizerFast, seed: int) -> Rows:
-    """Conversations of as many problems as a row holds, so that later turns of a chat are learnt too.
+    """Pack conversations of several problems into rows, so that later turns of a chat are learnt too.
 
     The last row, which is not full, is dropped.
     """
@@ -199,7 +199,7 @@ def pack(problems: list[Problem], tokenizer: PreTrainedTokenizerFast, seed: int)
 
 
 def train(model: Qwen2MoeForCausalLM, data: Rows, args: argparse.Namespace) -> Iterator[int]:
-    """Runs the schedule, yielding the number of each step once it is done."""
+    """Run the schedule, yielding the number of each step once it is done."""
     config = model.config
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
@@ -246,7 +246,7 @@ def train(model: Qwen2MoeForCausalLM, data: Rows, args: argparse.Namespace) -> I
 
 
 def save(model: Qwen2MoeForCausalLM, out: Path) -> None:
-    """The weights in bfloat16, one tensor an expert, with the configuration of greedy generation."""
+    """Save the weights in bfloat16, one tensor per expert, with the configuration of greedy generation."""
     config = model.config
     copy = Qwen2MoeForCausalLM(config).to(torch.bfloat16)
     copy.load_state_dict({name: value.to("cpu", torch.bfloat16) for name, value in model.state_dict().items()})
@@ -258,7 +258,8 @@ def save(model: Qwen2MoeForCausalLM, out: Path) -> None:
 
 @torch.inference_mode()
 def score(folder: Path, count: int, device: str, batch: int = 500) -> float:
-    """Exact match of greedy replies in float32 on `count` held-out problems; prints three of the misses."""
+    """Return the exact match of greedy replies in float32 on `count` held-out problems, and print three of the misses.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     problems = generate("heldout", count, seed=1234)

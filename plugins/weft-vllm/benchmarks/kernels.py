@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def group_of(rank: int, world: int, device: str) -> Any:
-    """vLLM's tensor-parallel group, made with the plug-in."""
+    """Return vLLM's tensor-parallel group, made with the plug-in."""
     import weft_vllm
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed.parallel_state import GroupCoordinator
@@ -83,7 +83,7 @@ def group_of(rank: int, world: int, device: str) -> Any:
 
 
 def calls(group: Any, other: Any, x: Tensor, residual: Tensor, weight: Tensor) -> list[tuple[str, str, Call]]:
-    """(op, carrier, call) of each that takes x. other: SGLang's, if there is one."""
+    """Return (op, carrier, call) of each carrier that supports x. other: SGLang's, if there is one."""
     comm = group.device_communicator
     reduces: dict[str, Call] = {"weft": lambda: comm.weft.all_reduce(x)}
     custom, nccl = getattr(comm, "ca_comm", None), getattr(comm, "pynccl_comm", None)
@@ -109,7 +109,7 @@ def calls(group: Any, other: Any, x: Tensor, residual: Tensor, weight: Tensor) -
 
 
 def sglang(group: Any, device: str) -> Any:
-    """SGLang's CustomAllReduceV2 over the group, where SGLang is installed."""
+    """Return SGLang's CustomAllReduceV2 over the group, if SGLang is installed."""
     if find_spec("sglang") is None or device == "cpu":
         return None
     module = import_module("sglang.srt.distributed.device_communicators.custom_all_reduce_v2")
@@ -117,19 +117,19 @@ def sglang(group: Any, device: str) -> Any:
 
 
 def expected(op: str, x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-    """In float32, by torch.distributed."""
+    """Return the result in float32, by torch.distributed."""
     total = x.float()
     dist.all_reduce(total)
     return total if op == "all_reduce" else rms_norm(total + residual.float(), weight.shape, weight.float(), 1e-6)
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """The largest difference, in units of bfloat16's precision at the largest value."""
+    """Return the largest difference, in units of bfloat16's precision at the largest value."""
     return float((got.float() - want).abs().max() / want.abs().max() * 2**8)
 
 
 def timed(call: Call, group: Any, other: Any, options: argparse.Namespace) -> float:
-    """µs a call: the median of the replays, of the slowest rank."""
+    """Return µs per call: the median of the replays, of the slowest rank."""
     call()
     replay: Callable[[], object]
     if options.device == "cuda":

@@ -39,7 +39,7 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 TINY = {"num_hidden_layers": 3, "hidden_size": 512, "moe_intermediate_size": 128, "num_experts": 8, "vocab_size": 4096}
-"""What is smaller in the model whose tokens are compared."""
+"""Fields of config.json that are smaller in the model for comparing tokens."""
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def write_config(model: str, folder: Path, tiny: bool) -> None:
-    """The model's config.json, which is all that vLLM wants for dummy weights."""
+    """Write the model's config.json, which is all that vLLM wants for dummy weights."""
     config = json.loads((files("weft.engine.assets") / "presets" / model / "config.json").read_text())
     if tiny:
         config |= {key: value for key, value in TINY.items() if key in config}
@@ -83,7 +83,7 @@ def write_config(model: str, folder: Path, tiny: bool) -> None:
 
 
 def run(options: argparse.Namespace, arm: str, folder: Path) -> list[dict[str, Any]]:
-    """A fresh engine, a process for each DP rank: what each says."""
+    """Run a fresh engine, a process for each DP rank, and return the output of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace, arm: str, folder: Path) -> list[dict[str, A
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """The engine of one DP rank, and a line of JSON: what it sampled, or seconds a step."""
+    """Run the engine of one DP rank, and print a line of JSON: its tokens, or seconds per step."""
     from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = {
@@ -135,7 +135,7 @@ def run_rank(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {"tokens": [], "logprobs": [], "step_ms": {}}
 
     def generate(count: int, tokens: int) -> tuple[float, list[Any]]:
-        """Seconds and outputs of so many fresh prompts."""
+        """Return the seconds and outputs of `count` fresh prompts."""
         prompts = [
             {"prompt_token_ids": [given.randrange(vocabulary) for _ in range(options.prompt)]} for _ in range(count)
         ]
@@ -161,7 +161,7 @@ def run_rank(options: argparse.Namespace) -> None:
 
 
 def compared(runs: list[tuple[str, list[dict[str, Any]]]], what: str) -> dict[str, Any]:
-    """The arms side by side; the raw runs are in it too."""
+    """Compare the arms; the raw runs are in the result too."""
     by_arm = {arm: [ranks for name, ranks in runs if name == arm] for arm in ARMS}
     result: dict[str, Any] = {"passed": True, "runs": runs}
     if what == "time":

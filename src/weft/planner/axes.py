@@ -31,7 +31,7 @@ class Axes:
 
     @cached_property
     def host_block(self) -> int:
-        """Number of neighbouring ranks on a host before those of the next host begin.
+        """Number of neighbouring ranks on a host before the next host's begin.
 
         Blocks of max(attn_tp, moe_tp) ranks go to the hosts round-robin, so rows gathered across hosts and then inside
         each are already in rank order. If such a block does not fit a host, a host's ranks are neighbours.

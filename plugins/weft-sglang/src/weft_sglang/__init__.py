@@ -6,13 +6,13 @@ import logging
 from importlib.metadata import version
 
 VERSIONS = ("0.5.17", "0.5.23")
-"""Of SGLang, whose interfaces tests/plugins compares with what this package uses."""
+"""SGLang's versions with the interfaces that this package uses; tests/plugins compares them."""
 
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the hooks, which SGLang then applies."""
+    """Register the hooks, which SGLang then applies."""
     found = version("sglang")
     if found not in VERSIONS:
         log.warning("weft-sglang is off: it is tested with SGLang %s, and this is %s", ", ".join(VERSIONS), found)

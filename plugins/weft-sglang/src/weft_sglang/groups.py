@@ -1,4 +1,4 @@
-"""The communicators of SGLang's groups: which groups have one, and what it takes."""
+"""Communicators of SGLang's groups: which groups have one, and which calls it carries."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from weft_sglang import log
 GROUPS = ("tp", "attention_tp", "attn_cp", "dcp", "moe_ep", "moe_tp", "moe_dp")
 """SGLang's groups that exchange activations, by the first part of their names."""
 ATTRIBUTE = "weft_communicator"
-"""Of a group: its communicator."""
+"""Attribute of a group that holds its communicator."""
 MAX_BYTES = 8 << 20
-"""Of a call that Weft carries; each group takes a little more than twice that for each of its ranks."""
+"""Maximum bytes of a call that Weft carries; each group allocates a little more than twice that per rank."""
 
 
 def comm_of(group: parallel_state.GroupCoordinator) -> weft.Communicator | None:
-    """The group's communicator, if Weft carries it."""
+    """Return the group's communicator, if Weft carries it."""
     return getattr(group, ATTRIBUTE, None)
 
 
 def takes(group: parallel_state.GroupCoordinator, op: str, x: Tensor, rows: int | None = None) -> bool:
-    """Whether Weft carries the op; rows: of the result, if it has more than x.
+    """Return whether Weft carries the op. rows: rows of the result, if it has more than x.
 
-    That follows from what is equal on all ranks: the dtype, the shapes and the sizes of all ranks.
+    That follows from values that are equal on all ranks: the dtype, the shapes and the sizes of all ranks.
     """
     comm = comm_of(group)
     if comm is None or not comm.supports(op, x):
@@ -34,7 +34,7 @@ def takes(group: parallel_state.GroupCoordinator, op: str, x: Tensor, rows: int 
 
 
 def open_communicator(result, self, *args, **kwargs):
-    """Gives a group that was just made its communicator; collective over the group."""
+    """Give a new group its communicator. Collective over the group."""
     if self.world_size == 1 or self.unique_name.split(":")[0] not in GROUPS:
         return
     reason = why_off()
@@ -52,7 +52,7 @@ def open_communicator(result, self, *args, **kwargs):
 
 
 def close(self):
-    """Before a group is destroyed; collective over the group."""
+    """Close a group's communicator before the group is destroyed. Collective over the group."""
     comm = comm_of(self)
     if comm is not None:
         delattr(self, ATTRIBUTE)
@@ -60,7 +60,7 @@ def close(self):
 
 
 def why_off() -> str | None:
-    """Why Weft carries nothing in this engine: a line; None if it does."""
+    """Return why Weft carries nothing in this engine, in a line; None if it carries something."""
     options = get_server_args()
     if not parallel_state._ENABLE_CUSTOM_ALL_REDUCE:
         return "--disable-custom-all-reduce is set"

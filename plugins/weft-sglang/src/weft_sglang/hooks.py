@@ -1,4 +1,4 @@
-"""What replaces SGLang's functions: each calls Weft where it takes the call, and the original where it does not."""
+"""Hooks that replace SGLang's functions: each calls Weft if Weft carries the call, and otherwise the original."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weft_sglang.groups import close, comm_of, open_communicator, takes
 Hook = tuple[str, Callable]
 GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 METHOD = "weft"
-"""What an all_reduce by Weft is called, beside SGLang's "ca", "pynccl" and others."""
+"""Name of an all_reduce by Weft, next to SGLang's "ca", "pynccl" and others."""
 
 
 def hooks() -> dict[str, Hook]:
-    """Each target with its kind of hook and the hook."""
+    """Return each target with its kind of hook and the hook."""
     return {
         f"{GROUP}.__init__": ("after", open_communicator),
         f"{GROUP}.destroy": ("before", close),
@@ -58,7 +58,7 @@ def all_reduce(original, self, input_, outplace_all_reduce_method):
 
 
 def can_use_flashinfer(original, self, input_):
-    """Not where Weft carries the group: SGLang then asks for a method, above."""
+    """Return False if Weft carries the group: SGLang then asks for a method, above."""
     return comm_of(self) is None and original(self, input_)
 
 
@@ -102,7 +102,7 @@ def reduce_scatterv(original, self, input_, output=None, sizes=None):
 
 
 def mixed() -> bool:
-    """Whether ranks are groups of neighbours with attention's tensor parallelism, and nothing more."""
+    """Return whether ranks are groups of neighbours with attention's tensor parallelism, and nothing more."""
     parallel = get_parallel()
     return (
         parallel.attn_tp_size > 1
@@ -145,7 +145,7 @@ def merge(
 
 
 def norm_group(use_attn_tp_group: bool) -> parallel_state.GroupCoordinator:
-    """The group whose sum the fused norm takes, as SGLang chooses it."""
+    """Return the group whose sum the fused norm reads, as SGLang chooses it."""
     if hasattr(flashinfer_comm_fusion, "resolve_fusion_group"):  # of 0.5.23
         return flashinfer_comm_fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)[2]
     parallel = get_parallel()
@@ -156,7 +156,7 @@ def norm_group(use_attn_tp_group: bool) -> parallel_state.GroupCoordinator:
 
 @torch.library.custom_op("weft_sglang::all_reduce_add_rms_norm", mutates_args=())
 def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, use_attn_tp_group: bool) -> Tensor:
-    """`[2, …]`: residual plus the sum of every rank's x, then its RMSNorm. An op, as it is called in compiled code."""
+    """Return `[2, …]`: residual plus the sum of every rank's x, then its RMSNorm. An op, as compiled code calls it."""
     group = norm_group(use_attn_tp_group)
     if takes(group, "all_reduce_add_rms_norm", x):
         return comm_of(group).stacked_norm(x, residual, weight, eps)
@@ -180,6 +180,6 @@ def fused_norm(original, input_tensor, residual, weight, eps=1e-6, *args, use_at
 
 
 def pre_initialize(original, max_token_num, hidden_dim, dtype, use_oneshot=None):
-    """FlashInfer's workspaces, which take multicast objects, only where Weft does not carry both groups."""
+    """Create FlashInfer's workspaces, which need multicast objects, only if Weft does not carry both groups."""
     if any(comm_of(norm_group(attention)) is None for attention in (True, False)):
         original(max_token_num, hidden_dim, dtype, use_oneshot)

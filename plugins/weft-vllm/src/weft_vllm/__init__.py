@@ -6,13 +6,13 @@ import logging
 from importlib.metadata import version
 
 VERSIONS = ("0.25.1", "0.26.0", "0.27.1", "0.30.0", "0.33.0")
-"""Of vLLM, whose interfaces tests/plugins compares with what this package uses."""
+"""vLLM's versions with the interfaces that this package uses; tests/plugins compares them."""
 
 log = logging.getLogger("vllm.weft")  # below vLLM's own logger, so that its handlers print the lines
 
 
 def register() -> None:
-    """Has vLLM make its communicators and passes by this package's classes. A second call changes nothing."""
+    """Let vLLM make its communicators and passes by this package's classes. A second call changes nothing."""
     found = version("vllm").split("+")[0]
     if found not in VERSIONS:
         log.warning("weft-vllm is off: it is tested with vLLM %s, and this is %s", ", ".join(VERSIONS), found)

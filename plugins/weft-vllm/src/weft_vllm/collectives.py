@@ -1,4 +1,4 @@
-"""The collectives of one of vLLM's groups, by `weft.Communicator` where it takes them and by vLLM where it does not."""
+"""Collectives of one of vLLM's groups: by `weft.Communicator` if it carries the call, and otherwise by vLLM."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ GROUPS = ("tp", "dp", "ep", "dcp", "pcp")
 
 
 class WeftCollectives:
-    """Goes before a `DeviceCommunicatorBase` in a class's bases.
+    """Base that goes before a `DeviceCommunicatorBase` in a class's bases.
 
-    Whether Weft takes a call follows from what is equal on all ranks: the dtype, the shapes and the sizes of all ranks.
+    Whether Weft carries a call follows from values that are equal on all ranks: the dtype, the shapes and the sizes of
+    all ranks.
     """
 
     def __init__(self, *args, **kwargs):
@@ -48,7 +49,7 @@ class WeftCollectives:
         log.info("weft-vllm carries group %s, calls of up to %d bytes", self.unique_name, options.max_bytes)
 
     def takes(self, op: str, x: Tensor, rows: int | None = None) -> bool:
-        """Whether Weft carries the op; rows: of the result, if it has more than x."""
+        """Return whether Weft carries the op. rows: rows of the result, if it has more than x."""
         if self.weft is None or not self.weft.supports(op, x):
             return False
         return rows is None or rows * x.shape[1:].numel() * x.element_size() <= self.weft.max_bytes
@@ -68,7 +69,7 @@ class WeftCollectives:
         return gathered if self.rank_in_group == dst else None
 
     def _gathered(self, x: Tensor, dim: int) -> Tensor:
-        """All ranks' x one after another along dim."""
+        """Return all ranks' x one after another along dim."""
         every = self.weft.all_gatherv(x, [len(x)] * self.world_size)
         dim %= x.dim()
         if dim == 0:
@@ -99,7 +100,7 @@ class WeftCollectives:
         return output.copy_(self._reduce_scattered(input_, dim, sizes))
 
     def _reduce_scattered(self, x: Tensor, dim: int, sizes: list[int] | None) -> Tensor:
-        """This rank's run of the sum along dim; runs are equal if sizes are left out."""
+        """Return this rank's run of the sum along dim; runs are equal if sizes are omitted."""
         x = x.movedim(dim, 0)
         if sizes is None and len(x) % self.world_size:
             raise ValueError(f"{len(x)} rows do not divide by the {self.world_size} ranks of {self.unique_name}")
@@ -107,7 +108,7 @@ class WeftCollectives:
         return self.weft.reduce_scatterv(x, counts).movedim(0, dim).contiguous()
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`[2, …, width]`: residual plus the sum of every rank's x, then its RMSNorm."""
+        """Return `[2, …, width]`: residual plus the sum of every rank's x, then its RMSNorm."""
         if self.takes("all_reduce_add_rms_norm", x):
             return self.weft.stacked_norm(x, residual, weight, eps)
         stacked = x.new_empty(2, *x.shape)

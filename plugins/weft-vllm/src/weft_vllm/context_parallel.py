@@ -1,4 +1,4 @@
-"""The merge of attention over parts of the keys (decode context parallelism) in one call of Weft."""
+"""Merge of attention over parts of the keys (decode context parallelism) in one call of Weft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MERGES = {
 
 
 def merge_by_weft() -> None:
-    """Binds the merges in place of vLLM's, wherever one is bound by name. A second call changes nothing."""
+    """Bind the merges in place of vLLM's, wherever one is bound by name. A second call changes nothing."""
     for name, modules in MERGES.items():
         module = _first(modules)
         original = getattr(module, name)
@@ -41,7 +41,7 @@ def _first(modules: tuple[str, ...]) -> ModuleType:
 
 
 def merging(original: Callable, module: ModuleType) -> Callable:
-    """The merge by Weft where its group's communicator takes it, else by the original."""
+    """Return the merge: by Weft if its group's communicator carries it, otherwise by the original."""
 
     @functools.wraps(original)
     def merge(

@@ -1,4 +1,4 @@
-"""What vLLM's groups on NVIDIA GPUs communicate with."""
+"""Communicator of vLLM's groups on NVIDIA GPUs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from weft_vllm.options import applied
 
 @torch.library.custom_op("weft_vllm::all_reduce_add_rms_norm", mutates_args=())
 def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str) -> Tensor:
-    """`[2, …]`: residual plus the sum of every rank's x, then its RMSNorm.
+    """Return `[2, …]`: residual plus the sum of every rank's x, then its RMSNorm.
 
     The group is looked up by name when the op runs, as compiled graphs are kept in files.
     """
@@ -32,7 +32,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group_name: str) 
 
 
 class FuseNorms(InductorPass):
-    """Puts the op where an all_reduce's sum goes into a norm with residual and nowhere else, whatever eps is."""
+    """Pass that inserts the op where only a norm with residual reads an all_reduce's sum, whatever eps is."""
 
     def __call__(self, graph: fx.Graph) -> None:
         for norm in graph.find_nodes(op="call_function", target=torch.ops.vllm_ir.fused_add_rms_norm.default):
@@ -42,7 +42,7 @@ class FuseNorms(InductorPass):
         graph.eliminate_dead_code()
 
     def matched(self, norm: fx.Node) -> tuple[fx.Node, Tensor | fx.Node, fx.Node, float, str] | None:
-        """The all_reduce before a norm, and (residual, weight, eps, group name); None where it does not fit."""
+        """Return the all_reduce before a norm, and (residual, weight, eps, group name); None if it does not fit."""
         x, residual, weight, eps, width = (
             operands(norm).get(name) for name in ("x", "x_residual", "weight", "epsilon", "variance_size")
         )
@@ -66,13 +66,13 @@ class FuseNorms(InductorPass):
 
 
 def operands(node: fx.Node) -> dict[str, object]:
-    """A call's arguments by their names in the op's schema; those that were left out by their defaults."""
+    """Return a call's arguments by their names in the op's schema, with defaults for omitted ones."""
     found = {argument.name: argument.default_value for argument in node.target._schema.arguments}
     return found | dict(zip(found, node.args, strict=False)) | node.kwargs
 
 
 def call(graph: fx.Graph, op: torch._ops.OpOverload, args: tuple) -> fx.Node:
-    """A node for a call, with the fake result that Inductor wants."""
+    """Return a node for a call, with the fake result that Inductor wants."""
     node = graph.call_function(op, args)
     fakes = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
     with fakes[0].fake_mode:

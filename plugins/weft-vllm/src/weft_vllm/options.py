@@ -1,4 +1,4 @@
-"""When the plug-in works in an engine, and what it changes in the engine's configuration."""
+"""Options of the plug-in, and its changes to the engine's configuration."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from vllm.config import VllmConfig
 import weft
 
 KEY = "weft"
-"""Where options are in vLLM's `--additional-config`: `{"weft": {"max_bytes": 8388608}}`, or `{"weft": false}`."""
+"""Place of the options in vLLM's `--additional-config`: `{"weft": {"max_bytes": 8388608}}`, or `{"weft": false}`."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """max_bytes: of a call that Weft carries; each group takes a little more than twice that for each of its ranks."""
+    """Options. max_bytes: maximum of a call that Weft carries; each group allocates a little more than twice that per
+    rank."""
 
     on: bool = True
     max_bytes: int = 8 << 20
 
     @classmethod
     def of(cls, config: VllmConfig | None) -> Options:
-        """Raises ValueError for options that there are not."""
+        """Read the options of a configuration. Raises ValueError for unknown options."""
         given = config.additional_config if config is not None else {}
         mine = given.get(KEY, {}) if isinstance(given, dict) else {}
         if mine is False:
@@ -32,21 +33,20 @@ class Options:
         return cls(max_bytes=mine.get("max_bytes", cls.max_bytes))
 
     def apply_to(self, config: VllmConfig) -> None:
-        """Tells the cache of compiled graphs that these are others, and turns vLLM's own fused norm off, whose
-        workspace takes multicast objects.
-        """
+        """Tell the cache of compiled graphs that these are others, and turn off vLLM's own fused norm: its workspace
+        needs multicast objects."""
         mine = {"max_bytes": self.max_bytes, "version": weft.__version__}
         config.additional_config = {**config.additional_config, KEY: mine}
         config.compilation_config.pass_config.fuse_allreduce_rms = False
 
 
 def applied(config: VllmConfig) -> bool:
-    """Whether Weft carries the tensor-parallel group of this process, as `Options.apply_to` has noted."""
+    """Return whether Weft carries the tensor-parallel group of this process, as `Options.apply_to` has noted."""
     return isinstance(config.additional_config, dict) and "version" in (config.additional_config.get(KEY) or {})
 
 
 def why_off(config: VllmConfig | None, options: Options) -> str | None:
-    """Why Weft carries nothing in this engine: a line; None if it does."""
+    """Return why Weft carries nothing in this engine, in a line; None if it carries something."""
     if config is None:
         return "there is no engine's configuration"
     parallel = config.parallel_config

@@ -32,7 +32,7 @@ class OfOneProcess:
 
 
 class Forked:
-    """Copy of a parent's object in a forked child: every method raises, except `close`, which does nothing."""
+    """Copy of a parent's `kind` in a child that process `parent` forked: methods raise `error`, except `close`."""
 
     def __init__(self, kind: str, parent: int, error: type[Exception]):
         self._kind, self._parent, self._error = kind, parent, error

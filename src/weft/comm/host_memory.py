@@ -65,8 +65,7 @@ class HostMemory(OfOneProcess):
                 time.sleep(SLEEP_S)
 
     def gather_notes(self, note: bytes) -> list[bytes]:
-        """Return every rank's note of NOTE_BYTES, in rank order; each rank may call it once. Raises as `barrier`
-        does."""
+        """Return every rank's note of NOTE_BYTES, in rank order, once per rank. Raises as `barrier` does."""
         self._notes[NOTE_BYTES * self._rank : NOTE_BYTES * (self._rank + 1)] = note
         self.barrier(self._ranks)
         return [bytes(self._notes[NOTE_BYTES * rank : NOTE_BYTES * (rank + 1)]) for rank in self._ranks]

@@ -166,8 +166,7 @@ class PeerTransport(NamedCalls):
 
     @property
     def tuning(self) -> PeerTuning:
-        """Tuning; may be changed between calls, equally on all ranks. The plain form has no clusters and no early
-        launch."""
+        """Tuning; may change between calls, equally on all ranks. The plain form has no clusters or early launch."""
         return self._tuning
 
     @tuning.setter
@@ -309,7 +308,7 @@ class PeerTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Merge attention in one kernel. Rows after the live ones are not written.
+        """Merge attention in one kernel, as `Transport.merge_scatterv`. Rows after the live ones are not written.
 
         Heads that are not whole units of 16 bytes are copied to padded heads, and back. tag: not compared between
         ranks, as kernels exchange no notes.

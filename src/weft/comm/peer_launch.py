@@ -82,9 +82,10 @@ class Launch:
 
 
 def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row_bytes: int) -> Launch:
-    """Return the launch of a call.
+    """Return the launch of a call with the tuning `t`.
 
-    largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue.
+    largest: bytes of the larger of input and result. normed_rows: 0 without an epilogue. two_shot, row_bytes: of its
+    form and rows.
     """
     if normed_rows:
         split = t.split_two_shot_norm if two_shot else t.split_one_shot_norm

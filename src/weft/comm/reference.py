@@ -112,7 +112,7 @@ class ReferenceWorld:
             meeting.barrier.abort()
 
     def meet(self, rank: int, group: Ranks, call: Hashable, value: T, work: Callable[[list[T]], R]) -> R:
-        """Show a value to the group, wait for all, and return `work` of all ranks' values in rank order."""
+        """Show a `call`'s `value` to the group, wait for all, and return `work` of all values in rank order."""
         place_in(group, rank)
         with self._lock:
             if self._aborted:

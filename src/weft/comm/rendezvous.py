@@ -22,7 +22,7 @@ MAX_HELLO = 1 << 16
 
 
 def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[[], int], timeout_s: float) -> Meeting:
-    """Wait for all ranks; give the same segment to each. Raises CommError with the ranks that are missing or differ.
+    """Give all ranks the same segment, within `timeout_s`. Raises CommError with the ranks that are missing or differ.
 
     Args:
         path: of the socket, in a folder that only this user can reach; rank 0 makes and removes it.
@@ -41,8 +41,8 @@ def rendezvous(path: Path, world: int, rank: int, terms: object, size: Callable[
 
 
 class Meeting:
-    """Met ranks: the segment's descriptor and all ranks' processes. A rank calls `ready` once it has mapped the
-    segment."""
+    """Met ranks: the segment's descriptor `fd` and all ranks' `pids`. A rank calls `ready` before `deadline`, once it
+    has mapped the segment; `peers` are its connections."""
 
     def __init__(self, fd: int, pids: list[int], rank: int, peers: Sequence[socket.socket], deadline: float):
         self.fd, self.pids = fd, pids
@@ -73,8 +73,7 @@ class Meeting:
 
 
 def pidfds(pids: Sequence[int]) -> list[int]:
-    """Return a descriptor per other process that signals its end; −1 for this one. Raises CommError before Linux
-    5.3."""
+    """Return a descriptor per other process that signals its end, −1 for this one. Requires Linux 5.3: CommError."""
     try:
         return [-1 if pid == os.getpid() else os.pidfd_open(pid) for pid in pids]
     except OSError as error:

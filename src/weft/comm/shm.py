@@ -174,13 +174,11 @@ class ShmTransport(NamedCalls):
         self._call("check", ())
 
     def offset_of(self, x: Tensor) -> int:
-        """Return the byte offset of a tensor of this rank's arena in the shared segment; for `direct_sum` on any
-        rank."""
+        """Return the byte offset of a tensor of this rank's arena in the segment, for any rank's `direct_sum`."""
         return int(self._kernels.offset_of(self._handle, x))
 
     def direct_sum(self, out: Tensor, offsets: Sizes, begin: int, count: int) -> None:
-        """Store the sum of the tensors at `offsets` in out[begin : begin + count], elements counted flat; no rank
-        waits.
+        """Store the sum of the tensors at `offsets` in `out[begin : begin + count]`, counted flat; no rank waits.
 
         A benchmark's lower bound: the rest of a collective's time is its protocol.
         """
@@ -219,7 +217,7 @@ class ShmTransport(NamedCalls):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Merge attention. tag: set by the caller; ranks with different tags raise CommError."""
+        """Merge attention as `Transport.merge_scatterv`. tag: ranks with different tags raise CommError."""
         check_merge(self, out, lse, group)
         if out.stride(2) != 1 or out.is_neg():
             out = _plain(out)

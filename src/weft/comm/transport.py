@@ -161,7 +161,7 @@ class NamedCalls(OfOneProcess):
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run the exchange `merge_scatterv`, if it is offered."""
+        """Run the exchange `merge_scatterv` as `Transport.merge_scatterv` says, if it is offered."""
         raise CommError(f"{type(self).__name__} does not offer merge_scatterv")
 
     def check(self) -> None:
@@ -180,7 +180,7 @@ class NamedCalls(OfOneProcess):
         return self.exchange(x, named.all_gatherv(len(group)), group, sizes)
 
     def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
-        """Send the i-th segment of rows to the i-th rank; return the segments received, in rank order."""
+        """Send `send[i]` rows of `x` to rank i, segment by segment; return `receive[i]` rows of each rank i."""
         return self.exchange(
             x, named.all_to_allv(len(group)), group, to_and_from(send, receive, place_in(group, self.rank))
         )
@@ -204,7 +204,7 @@ class NamedCalls(OfOneProcess):
 
 
 def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Sizes:
-    """Return the sizes of a permute known to the rank at `place`: its row and column of the matrix, zeros elsewhere.
+    """Return the sizes of a permute known to the rank at `place`: its row `send` and column `receive`, zeros elsewhere.
 
     Raises CommError if the rank sends itself a different number of rows than it receives from itself.
     """

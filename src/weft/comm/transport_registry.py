@@ -165,6 +165,6 @@ def transports(plugins: Sequence[str] = ()) -> dict[str, TransportEntry]:
 
 
 def automatic(known: dict[str, TransportEntry], device: str, ranks: int) -> tuple[TransportEntry, ...]:
-    """Return the transports that AUTO enables for this number of ranks on cpu or cuda."""
+    """Return the `known` transports that AUTO enables for this number of `ranks` on `device` cpu or cuda."""
     on_device = (entry for entry in known.values() if entry.auto and entry.runs_on(device))
     return tuple(e for e in on_device if e.max_ranks is None or ranks <= e.max_ranks)

@@ -75,10 +75,10 @@ def cuda_kernels() -> Any:
 
 
 def load(name: str, source: Path, *folders: Path, flags: Sequence[str], gpus: Sequence[tuple[int, int]] = ()) -> Any:
-    """Return the module of `source`, which may include files of its own folder and of `folders`. Raises BuildError.
+    """Return the module `name` of `source`, which may include files of its own folder and of `folders`.
 
-    Uses the wheel's library if it was built from these sources for these GPUs, and loads; otherwise prints one line
-    with the reason. gpus: compute capabilities that the kernels must run on.
+    Uses the wheel's library if it was built from these sources for these GPUs, and loads; otherwise compiles with
+    `flags` and prints the reason. gpus: compute capabilities that the kernels must run on. Raises BuildError.
     """
     if (BUILT / f"{name}.so").is_file():
         try:
@@ -107,7 +107,7 @@ def source_hash(source: Path, *folders: Path) -> str:
 
 
 def check_built(description: Path, sources: str, gpus: Sequence[tuple[int, int]]) -> None:
-    """Raise ValueError unless the described library was built from sources of this hash, for these GPUs."""
+    """Raise ValueError unless the library of `description` was built from the hash `sources`, for these `gpus`."""
     built = json.loads(description.read_text())
     if built["sources"] != sources:
         raise ValueError("they were built from other sources than those installed; install Weft again")
@@ -133,7 +133,7 @@ def for_gpus(architectures: Sequence[str]) -> list[str]:
 
 
 def compiled(name: str, source: Path, *folders: Path, flags: Sequence[str]) -> Path:
-    """Return the library of `source`, compiled if needed. Raises BuildError."""
+    """Return the library `name` of `source`, compiled with `flags` if needed. Raises BuildError."""
     import tvm_ffi
 
     parts = (source_hash(source, *folders), tvm_ffi.__version__, *flags)

@@ -152,7 +152,6 @@ def dequantise(x: Fp8Rows | Fp8Weight, dtype: torch.dtype = torch.float32) -> Te
 
 
 def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x Wᵀ `[T, N]` in `dtype`. The rows of x `[T, K]` are quantised first, by the weight's groups of
-    columns."""
+    """Return x Wᵀ `[T, N]` in `dtype`; quantise the rows of x `[T, K]` by the weight's groups of columns first."""
     rows = x if isinstance(x, Fp8Rows) else quantise(x, weight.unit[1])
     return dequantise(rows, dtype) @ dequantise(weight, dtype).mT

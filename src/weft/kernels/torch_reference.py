@@ -19,6 +19,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None
 
     Args:
         x: `[…, width]`.
+        eps: added to the mean square.
         weight: `[width]`, in x's dtype; or float32 with a narrower x: then only the product with the weight is rounded.
         quantised: filled with the result in FP8; of the shape of x `[rows, width]`.
     """
@@ -33,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None
 def add_rms_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (residual + delta, its `rms_norm`), `[rows, width]` each; both are new."""
+    """Return (residual + delta, its norm), `[rows, width]` each and new. Other parameters: as `rms_norm` has them."""
     total = residual + delta
     return total, rms_norm(total, weight, eps, quantised=quantised)
 
@@ -66,8 +67,7 @@ def softmax_merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tensor:
-    """Write one rank's term of a softmax merge that is a sum: its outputs times their weights, ordered by the heads'
-    ranks.
+    """Write one rank's term of a softmax merge by sum: its outputs times their weights, ordered by heads' ranks.
 
     Returns the merged lse `[T, H/n]` of this rank's heads.
 
@@ -85,7 +85,8 @@ def scale_shard(out: Tensor, lses: Tensor, place: int, by_rank: Tensor) -> Tenso
 
 
 def packed_shards(ranks: int, tokens: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the layout of lse and outputs in one row per rank: (first element of the outputs, elements of a row).
+    """Return the layout of lse and outputs `[tokens, heads, dim]` in one row for each of `ranks`: (first element of the
+    outputs, elements of a row).
 
     lse lies first, as float32 (float64 for float64 outputs). Both parts are whole units of 16 bytes, which transports
     move fastest.

@@ -115,12 +115,12 @@ class Arguments:
         return None
 
     def check_rows(self, op: str, x: Tensor, rows: int) -> None:
-        """Check that the input has the rows given by the counts."""
+        """Check that the input `x` of `op` has the `rows` given by the counts."""
         if x.shape[0] != rows:
             raise ValueError(f"{op}: the tensor of rank {self.rank} has {x.shape[0]} rows, but the counts say {rows}")
 
     def check_result(self, op: str, x: Tensor, rows: int) -> None:
-        """Check that `rows` rows like x's have at most max_bytes."""
+        """Check that `rows` rows like the rows of `x` have at most max_bytes, for `op`."""
         size = rows * x.shape[1:].numel() * x.element_size()
         if size > self.max_bytes:
             raise ValueError(
@@ -158,9 +158,9 @@ class Arguments:
     def epilogue(
         self, op: str, x: Tensor, shape: Sequence[int], residual: Tensor, weight: Tensor, eps: float
     ) -> Epilogue:
-        """Return the residual add and norm of a sum of this shape `[…, width]`, of tensors like x.
+        """Return the epilogue of an `op`'s sum of this `shape` `[…, width]`, of tensors like `x`.
 
-        The weight may be a parameter; it gets no gradient.
+        `residual`, `weight`, `eps`: of the norm. The weight may be a parameter; it gets no gradient.
         """
         width = x.shape[-1]
         _expect(op, "residual", residual, (x.dtype,), shape, x.device)
@@ -170,7 +170,7 @@ class Arguments:
         return Epilogue(rows, weight.resolve_neg(), eps)
 
     def check_lse(self, op: str, out: Tensor, lse: Tensor, live: Tensor | None) -> None:
-        """Check the lse and live rows of attention out `[tokens, heads, dim]` that is to be merged."""
+        """Check `lse` and `live` rows of attention out `[tokens, heads, dim]` that `op` is to merge."""
         _expect(op, "lse", lse, (torch.float32,), out.shape[:2], out.device)
         if live is None:
             return
@@ -180,7 +180,7 @@ class Arguments:
 
 
 def integers(op: str, what: str, counts: Sequence[int], n: int) -> Sizes:
-    """Return n counts. Raises ValueError."""
+    """Return `counts` as `n` integers. Raises ValueError with `op` and `what`."""
     found = tuple(counts)
     if len(found) != n or not all(isinstance(count, int) and count >= 0 for count in found):
         raise ValueError(f"{op}: {what} must be {n} integers of 0 or more, not {list(found)}")
@@ -193,7 +193,7 @@ def rows_of(sizes: Sizes | LiveSizes) -> Sizes:
 
 
 def check_out(op: str, out: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:
-    """Check that a result of this shape, of tensors like x, can be copied to out. Raises ValueError."""
+    """Check that `op`'s result of this `shape`, of tensors like `x`, can be copied to `out`. Raises ValueError."""
     if out is not None:
         _expect(op, "out", out, (x.dtype,), shape, x.device)
 

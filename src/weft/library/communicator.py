@@ -151,9 +151,9 @@ class Communicator(OfOneProcess):
         return _into(out, total if x.dim() > 1 else total.view(x.shape))
 
     def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return (normed, residual): residual + the sum of all ranks' x, and its RMSNorm, `[…, width]` each.
+        """Return (normed, residual): residual + the sum of all ranks' `x`, and its RMSNorm, `[…, width]` each.
 
-        residual: in x's shape and dtype; weight: `[width]`, in x's dtype or float32.
+        residual: in x's shape and dtype; weight: `[width]`, in x's dtype or float32; eps: added to the mean square.
         """
         added, normed = self.stacked_norm(x, residual, weight, eps).unbind(0)
         return normed, added
@@ -230,7 +230,7 @@ class Communicator(OfOneProcess):
         return normed, added
 
     def all_to_allv(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """Send the i-th segment of x, of `send[i]` rows, to rank i; return the segments received, in rank order."""
+        """Send `send[i]` rows of `x` to rank i, segment by segment; return `receive[i]` rows of each rank i."""
         x, n = self._takes.input("all_to_allv", x), self.world_size
         sent, received = integers("all_to_allv", "send", send, n), integers("all_to_allv", "receive", receive, n)
         if sent[self.rank] != received[self.rank]:

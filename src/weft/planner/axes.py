@@ -82,8 +82,7 @@ class Axes:
 
     @cached_property
     def combined(self) -> dict[str, AxisSet]:
-        """The sets of axes without a name of their own that are intersections of two with a name, or unions of
-        these."""
+        """Sets of axes without a name that are intersections of two with a name, or unions of these."""
         by_axes: dict[AxisSet, str] = {}
         for a, b in itertools.combinations(self.of_name, 2):
             by_axes.setdefault(self.of_name[a] & self.of_name[b], f"{a}∩{b}")

@@ -67,7 +67,7 @@ class Network:
     gb_s: float  # bandwidth into a rank
 
     def collective_us(self, ranks: int, bytes_moved: float, hosts: int) -> float:
-        """Return the µs of one collective over hosts."""
+        """Return the µs of one collective over hosts, as `Cost.collective_us`."""
         return self.us + self.hop_us * math.log2(ranks / hosts) + bytes_moved / (self.gb_s * 1e3)
 
 
@@ -84,7 +84,7 @@ class AlphaBeta:
     network: Network | None = None  # between hosts, if it is known
 
     def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
-        """Return the µs of one collective. A fused edge is one launch, so it pays alpha once."""
+        """Return the µs of a collective, as `Cost.collective_us`. A fused edge is one launch: it pays alpha once."""
         if hosts > 1:
             return math.inf if self.network is None else self.network.collective_us(ranks, bytes_moved, hosts)
         return self.alpha_us + self.hop_us * math.log2(ranks) + bytes_moved / (self.gb_s * 1e3)
@@ -113,7 +113,7 @@ class Table:
     network: Network | None = None  # for collectives over hosts that were not measured
 
     def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:
-        """Return the measured µs of one collective; infinite if the kind was not measured."""
+        """Return the measured µs of one collective, as `Cost.collective_us`; infinite if the kind was not measured."""
         sizes = sorted(n for k, n, over in self.us if k == kind and over == hosts)
         if not sizes:
             if hosts == 1 or self.network is None:
@@ -285,7 +285,7 @@ def costs(name: str) -> Costs:
 def host_costs(gpus: bool, transports: Iterable[str], hosts: int = 1) -> Costs:
     """Return the table for `hosts` hosts or this host, else the default model. Raises LayoutError.
 
-    On GPUs a table must have times of `transports` to be used.
+    With `gpus`, a table must have times of `transports` to be used.
     """
     if (table := find_host_table(gpus, hosts)) is not None:
         found = costs(str(table))

@@ -71,8 +71,7 @@ class Edge:
         return tuple(mesh.row_count(self.segment_rows, first, counts) for first in self.segments(mesh, rank))
 
     def reorders(self, mesh: Mesh) -> bool:
-        """Return True if the segments are not in rank order: a copy then reorders rows after a gather or before a
-        scatter."""
+        """Return True if the segments are not in rank order: a copy reorders rows after a gather, before a scatter."""
         if self.exchange is None or self.exchange.segments == 1:
             return False
         segment, joined = mesh.gathered(self.segment_rows), mesh.axes(self.group)

@@ -77,7 +77,7 @@ class Dispatch:
 
     @staticmethod
     def on(mesh: Mesh, experts: int, k: int, row_bytes: int) -> Dispatch:
-        """Return the dispatch over the world of a mesh."""
+        """Return the dispatch over a mesh's world: `k` of `experts` experts per row, `row_bytes` on the wire."""
         return Dispatch(experts, k, mesh.ep, mesh.attn_tp, row_bytes)
 
     @property

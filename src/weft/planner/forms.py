@@ -26,8 +26,7 @@ class FormCosts:
         self._planners = [Planner(self.mesh, c, planner.offers, slices_copy=copy, recipes=recipes) for c in alone]
 
     def us(self, tokens: int) -> list[float]:
-        """Return the µs of a step by gather and by dispatch, for `tokens` tokens per DP group; infinite if
-        impossible."""
+        """Return the µs of a step by gather and by dispatch, `tokens` per DP group; infinite if impossible."""
         return [self._us(planner, tokens) for planner in self._planners]
 
     def pays_from(self) -> int | None:

@@ -210,8 +210,7 @@ class BlockOp(Op):
         return sum(moved for _, moved in self.calls(self.rows, live))
 
     def calls(self, capacity: int, live: float) -> list[tuple[str, int]]:
-        """Return (kind, bytes that a rank receives) of each collective. capacity: rows of tensors; live: rows in
-        use."""
+        """Return (kind, bytes that a rank receives) of each collective. capacity: rows of tensors; live: used rows."""
         found: list[tuple[str, int]] = []
         for begin in range(0, capacity, self.each):
             rows = max(0, min(self.each, live - begin))

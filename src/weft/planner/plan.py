@@ -237,8 +237,7 @@ class Planner(StreamPrices):
         readers: tuple[Placement, Wire | None, bool],
         tokens: int,
     ) -> dict[Rows, tuple[float, tuple[StreamOp, ...]]]:
-        """Return the cheapest steps of a read, by the placement of the residual after it. readers: their
-        requirements."""
+        """Return the cheapest steps of a read, by the residual's placement after it. readers: requirements."""
         sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
         found = sums.serve(before, delivery)

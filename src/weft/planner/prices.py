@@ -115,8 +115,7 @@ class BlockPrices(Prices):
         return int(min(rows, max(0, max_bytes - fixed) // (value.bytes(1, ranks) - fixed)))
 
     def _find(self, value: Value, group: str, rows: int) -> BlockOp | None:
-        """Return the cheapest option of the requested recipe, which need not have been measured; None if there is
-        none."""
+        """Return the cheapest option of the requested recipe, even if unmeasured; None if there is none."""
         asked = self.recipes.get(type(value), "auto")
         for op in self.options(value, group, rows):
             if asked == op.recipe.name or (asked == "auto" and op.us < math.inf):
@@ -228,8 +227,7 @@ class StreamPrices(Prices):
         return self._max_rows(at.rows, tokens) * self._row_bytes(at.wire)
 
     def _max_rows(self, rows: Rows, tokens: int) -> int:
-        """Return the maximum rows of any rank: the first, as a DP group's first ranks hold the remainder of the
-        tokens."""
+        """Return the maximum rows of any rank: the first's, as a group's first ranks hold the remainder."""
         gathered, groups = self.mesh.gathered(rows), self.mesh.gathered(self.mesh.rows(Rows.GROUP))
         whole = self.mesh.extent(gathered & ~groups)
         held = self.mesh.peers(self.mesh.named(gathered & groups), 0)

@@ -292,8 +292,7 @@ class Mesh:
         return max(len({self.host_of(r) for r in self.peers(group, rank)}) for rank in range(self.world))
 
     def same_rows(self, rows: Rows, group: str | None) -> bool:
-        """Return True if all ranks of each group hold the same tokens; only then may the group sum or split
-        features."""
+        """Return True if all ranks of each group hold the same tokens: only then may it sum or split features."""
         known = self._same_rows.get((rows, group))
         if known is None:
             known = self._same_rows[rows, group] = self._holds_same(self.gathered(rows), group)
@@ -328,8 +327,7 @@ class Mesh:
     # --- placements -------------------------------------------------------------------------------------------
 
     def placement(self, rows: Rows, owes: str | None = None, split: str | None = None) -> Placement:
-        """Return the normalised placement. Raises PlacementError if ranks that would be summed hold different
-        tokens."""
+        """Return the normalised placement. Raises PlacementError if ranks to sum hold different tokens."""
         found = self._placements.get((rows, owes, split))
         if found is None:
             found = self._placements[rows, owes, split] = self._placement(rows, owes, split)

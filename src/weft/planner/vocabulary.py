@@ -90,7 +90,7 @@ def vocabulary_dict(step: SplitStep) -> dict[str, Any]:
 
 
 def vocabulary_text(tokens: int, ranks: int, steps: Sequence[SplitStep]) -> str:
-    """Return a text on several steps: what the split adds to each, and what it saves."""
+    """Return a text on `steps` with a vocabulary of `tokens` over `ranks`: cost and saving of the split in each."""
     rows = [("  rows in each DP group", "embedding", "best tokens", "by", "head", "saved")]
     whole = [("  logits, where a row asks for more", "by", "bytes a rank", "")]
     for s in steps:

@@ -136,8 +136,7 @@ class BlockExchanges:
         return out
 
     def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
-        """Return the maximum rows of each rank per call of the plan for `rows` rows; 0 if no transport has the
-        capacity."""
+        """Return the plan's maximum rows of each rank per call for `rows` rows; 0 if no transport has them."""
         found = self.prices.find(what, group, rows)
         return 0 if found is None else min(found.each, rows)
 
@@ -163,8 +162,7 @@ class BlockExchanges:
         return own, total
 
     def _plan(self, what: Gather | Merge, group: str, rows: int) -> BlockOp:
-        """Return the step's plan for a value, made for the largest DP group; else, as in prompts, the cheapest for
-        `rows`."""
+        """Return the step's plan for a value, of the largest DP group; else, as in prompts, the cheapest for `rows`."""
         for op in self._planned:
             if op.group == group and op.rows >= rows and _covers(op.value, what):
                 return op
@@ -232,7 +230,7 @@ def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks
 
 
 def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
-    """Gather every rank's lse, scale the output by this rank's weight, and reduce-scatter it by heads.
+    """Merge as `Transport.merge_scatterv`: gather lse, scale outputs by this rank's weight, reduce-scatter by heads.
 
     The terms are rounded to the output's dtype before the sum.
     """
@@ -246,7 +244,7 @@ def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Te
 
 
 def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
-    """Send each rank its heads, lse and output in one exchange; merge the received rows in rank order and float32."""
+    """Merge as `Transport.merge_scatterv`: exchange heads, lse and output once; merge in rank order and float32."""
     n, (tokens, heads, dim) = len(group), out.shape
     own_heads(out, group)
     packed = transport.empty(n, packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
@@ -256,7 +254,7 @@ def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tens
 
 
 def fused(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
-    """Run a transport's own merge, in one call."""
+    """Run `Transport.merge_scatterv`, in one call."""
     with record_function(f"{COLLECTIVE}merge_scatterv"):
         return transport.merge_scatterv(out, lse, group, live)
 

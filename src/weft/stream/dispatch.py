@@ -43,7 +43,7 @@ class Exchanging:
 
 
 def all_to_allv(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: int, work: Work) -> Tensor:
-    """Send rows to the ranks of their experts and back, by the recipe of this name."""
+    """Send rows to the ranks of their experts and back, as `on_host`, by the recipe of this name."""
     return (on_device if x.is_cuda else on_host)(by, x, weight, expert, experts, work)
 
 
@@ -51,9 +51,9 @@ def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: 
     """Send rows to the ranks of their experts, and return the results `[T, width]`, on CPUs. All ranks must call it.
 
     Args:
+        by: its exchanges move the rows.
         x: `[T, width]`, this rank's own rows.
-        weight: `[T, k]`.
-        expert: int64 `[T, k]`.
+        weight, expert: float and int64 `[T, k]`.
         experts: total number of experts.
         work: each rank calls it with the rows that it received. The ranks of moe_tp that share an expert all get its
           rows, and each returns its part.

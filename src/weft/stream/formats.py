@@ -50,7 +50,7 @@ def unfilled(x: Tensor, format: Format) -> float8.Fp8Rows | None:
 
 
 def pack(value: Any, extra: Tensor | None, wire: Wire, width: int) -> Tensor:
-    """Return a value's rows as they travel, uint8 `[T, wire.row_bytes(width)]`.
+    """Return rows of `width` elements, `value`, as they travel: uint8 `[T, wire.row_bytes(width)]`.
 
     extra: `[T, …]`, wire.extra bytes per row.
     """

@@ -53,13 +53,13 @@ class ContextGroup:
     def gather_live(self, what: Gather, rows: Tensor, live: Tensor) -> Tensor:
         """Return all ranks' rows, rank after rank, `[ranks · N, width]`; only the device knows their numbers.
 
-        rows: `[N, width]`, this rank's, N at most `rows_of_call`. live: int32 `[ranks]`, live rows of each rank.
+        rows: `[N, width]`, this rank's, N at most `rows_of_call` of `what`. live: int32 `[ranks]`, rows of each rank.
         """
         return self.exchanges.gather(what, "dcp", rows, LiveSizes((len(rows),) * self.interleave.ranks, live))
 
     def merge(self, out: Tensor, lse: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Merge out `[T, H, D]`, lse `[T, H]` of all heads over this rank's tokens; return own heads over all
-        tokens."""
+        """Merge out `[T, H, D]`, lse `[T, H]` of all heads over this rank's tokens; return own heads over all tokens.
+        live: int32 `[1]`, rows to merge; None: all."""
         return self.exchanges.merge("dcp", out, lse, live)
 
 

@@ -109,14 +109,12 @@ class Hidden:
             raise PlacementError(f"{reader} needs {placement}, but {self.origin} is {self.placement}")
 
     def require_complete(self, reader: str) -> Tensor:
-        """Return the value if it owes nothing, has all features and no format; else raise PlacementError naming the
-        reader."""
+        """Return the value, which must be complete and in no format. Raises PlacementError with the reader."""
         self._require_features(reader)
         return self._elements(reader)
 
     def taken(self, weight: Tensor | Fp8Weight, reader: str) -> Tensor | Fp8Rows:
-        """Return this value in the dtype that the weight's GEMM needs: FP8 rows for an FP8 weight, otherwise the tensor
-        itself.
+        """Return this value in the dtype of the weight's GEMM: FP8 rows for an FP8 weight, otherwise the tensor.
 
         Raises PlacementError like `require_complete`.
         """

@@ -118,7 +118,7 @@ class Stats:
                 self._eager[key, plan.counts] += walks
 
     def add(self, site: str, op: Op, calls: int, moved: int, seconds: float, predicted: float) -> None:
-        """Count calls of an op: the bytes, seconds and predicted seconds are of all these calls."""
+        """Count `calls` of an op at `site`: `moved` bytes, `seconds` and `predicted` seconds are of all these calls."""
         key = step_key(site, op)
         stat = self._by_step.get(key, StepStat(*key, op.group))
         self._by_step[key] = replace(

@@ -60,7 +60,7 @@ class StepRows:
         return found
 
     def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
-        """Return the dst rows of x, which has src rows."""
+        """Return the `dst` rows of `x`, which has `src` rows."""
         if src in NAMED_ROWS and dst in NAMED_ROWS:
             (start, stop), (base, _) = (self.mesh.row_range(rows, self.rank, self.capacity) for rows in (dst, src))
             return x[start - base : stop - base]

@@ -343,7 +343,7 @@ class Stream:
         return live
 
     def carry(self, op: StreamOp, x: Tensor, site: str, origin: str, epilogue: Epilogue | None = None) -> Tensor:
-        """Send rows along an op's edge. site: of the read; origin: of the rows. Raises PlacementError with both."""
+        """Send rows `x` along an op's edge. site: of the read; origin: of the rows. Raises PlacementError with both."""
         edge = op.edge
         assert edge is not None
         if not edge.moves:

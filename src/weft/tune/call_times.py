@@ -32,7 +32,7 @@ def time_phases(
 ) -> list[list[float]]:
     """Return the seconds of each phase, call by call; rank 0's clock sets the number of calls of all ranks.
 
-    shm: its barrier precedes each phase; over hosts torchdist's.
+    shm: its barrier precedes each of `phases`; over hosts torchdist's. x: gets `fresh` before a call. budget: seconds.
     """
     times: list[list[float]] = [[] for _ in phases]
     calls, warm = MIN_CALLS, True

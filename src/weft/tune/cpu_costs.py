@@ -45,7 +45,10 @@ def opening_of(
     tunings: Mapping[str, object],
     store: tuple[str, int] | None = None,
 ) -> Opening:
-    """Return the arguments of a measurement for opening transports. largest: bytes of a tensor. tunings: by keys."""
+    """Return the arguments of a measurement for opening transports. largest: bytes of a tensor.
+
+    tunings: by keys. store: host and port of a TCPStore, over several hosts.
+    """
     arena = 64, 2 * largest
     return Opening(
         mesh, rank, directory, device, lambda: largest, lambda: arena, lambda key, _: tunings.get(key), store
@@ -163,10 +166,10 @@ def price(
     tuning: dict[str, int],
     plugins: Sequence[str] = (),
 ) -> None:
-    """Run a rank's part of pricing every edge and every merge of attention.
+    """Run a rank's part of pricing every edge and every merge of attention, at these `sizes` in bytes.
 
     Rank 0 reports a row for each: transport, kind, ranks, world, bytes, us. options: of the table of transports, with
-    the plugins'.
+    the `plugins`'. tuning: fields of a ShmTuning.
     """
     mesh = mesh_of(world)
     shm = ShmTransport(mesh, rank, directory / "shm", tuning=ShmTuning(**tuning), block_bytes=2 * max(sizes))
@@ -193,8 +196,7 @@ def call_us(
     call: Callable[[Tensor], object],
     group: tuple[int, ...],
 ) -> float:
-    """Return the median µs of a call with a tensor like fresh in the transport's fastest memory, of a group's slowest
-    rank.
+    """Return a group's slowest rank's median µs of `call` with a tensor like `fresh` in the transport's fastest memory.
 
     meeting: transport by which the group meets before each call.
     """

@@ -33,7 +33,7 @@ def measure_gpus(
     sizes: list[int],
     plugins: Sequence[str] = (),
 ) -> None:
-    """Run a rank's part, with these options of the table of transports, including the plugins'.
+    """Run a rank's part, with `options` of the table of transports and of `plugins`, at `sizes` in bytes.
 
     Rank 0 reports a pair per finding: ("peer_tuning", PeerTuning as a dictionary), ("local" and "epilogue", µs by bytes
     touched), and for each edge ("price", a row of transport, kind, ranks, world, bytes, us).

@@ -36,7 +36,7 @@ def entries_of(options: Iterable[str], mesh: Mesh, plugins: Iterable[str] = ()) 
 
 
 def count(mesh: Mesh, options: Iterable[str], sizes: list[int], plugins: Iterable[str] = ()) -> int:
-    """Return the number of times that `price` reports."""
+    """Return the number of times that `price` reports for these `options`, `sizes` and `plugins`."""
     entries = entries_of(options, mesh, plugins)
     calls = calls_to_price(mesh, 0, sizes, torch.empty(0, WIDTH, dtype=DTYPE, device="meta"))
     return sum(_carries(entry, exchange, row) for exchange, _, _, row in calls for entry in entries)

@@ -90,7 +90,7 @@ def places(expert: Tensor, ranks: int, held: int, span: int) -> tuple[Tensor, Te
     """Return (place int32 `[T, ranks]`, counts int32 `[ranks]`): a row's place among a rank's rows, and their numbers.
 
     −1: the row does not go to the rank. expert: int32 `[T, k]`, contiguous, −1 for none. `held` consecutive experts are
-    on `span` consecutive ranks.
+    on `span` consecutive of `ranks` ranks.
     """
     (rows, k), counts = expert.shape, expert.new_empty(ranks)
     place = expert.new_empty(rows, ranks)
@@ -101,7 +101,8 @@ def places(expert: Tensor, ranks: int, held: int, span: int) -> tuple[Tensor, Te
 def pack(x: Tensor, weight: Tensor, expert: Tensor, place: Tensor, counts: Tensor, packed: Tensor) -> None:
     """Fill packed `[capacity, width + listed]` with the rows of x `[T, width]`, rank after rank, each with its lists.
 
-    weight: float32 `[T, k]`, contiguous. A row's lists are its k experts and its k weights, in four bytes each.
+    weight, expert: float32 and int32 `[T, k]`, contiguous. A row's lists are its k experts and its k weights, in four
+    bytes each. place, counts: of `places`.
     """
     (rows, width), k, size = x.shape, expert.shape[1], x.element_size()
     if not rows:
@@ -118,8 +119,10 @@ def pack(x: Tensor, weight: Tensor, expert: Tensor, place: Tensor, counts: Tenso
 
 
 def lists(came: Tensor, width: int, k: int, received: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (weight float32 `[R, k]`, expert int32 `[R, k]`) of received rows; expert −1 from row `received.sum()`
-    on."""
+    """Return (weight float32 `[R, k]`, expert int32 `[R, k]`) of packed rows; expert −1 from row `received.sum()` on.
+
+    came: `[R, width + listed]`, packed rows of `width` elements with `k` experts. received: int32, rows of each rank.
+    """
     rows = came.shape[0]
     numbers, weights = came.view(torch.int32), came.view(torch.float32)
     weight, expert = numbers.new_empty(rows, k, dtype=torch.float32), numbers.new_empty(rows, k)
@@ -132,7 +135,10 @@ def lists(came: Tensor, width: int, k: int, received: Tensor) -> tuple[Tensor, T
 
 
 def add(back: Tensor, place: Tensor, counts: Tensor) -> Tensor:
-    """Return `[T, width]`: for each row the sum of its returned rows, in rank order and float32; zero if none."""
+    """Return `[T, width]`: for each row the sum of its returned rows, in rank order and float32; zero if none.
+
+    back: packed rows in the order of `pack`. place, counts: of `places`.
+    """
     (rows, ranks), width = place.shape, back.shape[1]
     out = back.new_empty(rows, width)
     if rows:

@@ -45,7 +45,7 @@ def _rms_norm(
 
 @triton.jit
 def activated(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
-    """Return silu(gate) · up in float32, with the limits of `weft.engine.kernels.model_reference.gated`."""
+    """Return silu(gate) · up in float32, with the limits as `weft.engine.kernels.model_reference.gated` has them."""
     if LIMIT is not None:
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
     if ALPHA is not None:
@@ -91,6 +91,9 @@ def rms_norm(
     """Return x · weight / √(mean(x²) + eps) over the rows of x `[…, width]`, in float32, rounded once.
 
     Args:
+        weight: `[width]`, in x's dtype or float32.
+        eps: added to the mean square.
+        out: filled with the result; None: a new tensor.
         residual: `[T, width]`; the input is then residual + x, rounded to x's dtype.
         total: filled with that sum, of the same shape and dtype; None: the residual is overwritten with it.
         quantised: contiguous, filled with `float8.quantise` of the result; its group size is a power of two.

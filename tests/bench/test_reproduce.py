@@ -108,8 +108,6 @@ def test_a_profile_without_times_of_collectives_measures_nothing(
 
 
 TINY = Setup(
-    None,
-    {},
     {name: dict(executor="thread", attn_dp=2, plan=plan) for name, plan in (("naive", "naive"), ("ours", "cheapest"))},
     [Load(3, 9, 3, 2), Load(2, 5, 1, 2, times=3)],
     [

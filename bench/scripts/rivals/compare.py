@@ -81,91 +81,86 @@ async def load(url: str, model: str, prompts: list[RequestSpec], clients: int) -
         return await send_from(processes_for(clients), server, jobs, clients)
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Engines by label, each with its kind and installation, loaded with the points in rounds.
 
     vocabulary: upper bound of token ids in prompts. deadline: end of the whole run, on time.monotonic.
     """
 
-    def __init__(
-        self,
-        engines: dict[str, tuple[str, Installation]],
-        options: Options,
-        points: Sequence[Point],
-        rounds: int,
-        vocabulary: int,
-        results: Results,
-        out: Path,
-        start_limit_s: float,
-        deadline: float,
-    ):
-        self._engines, self._options, self._points, self._rounds = engines, options, points, rounds
-        self._vocabulary, self._results, self._out = vocabulary, results, out
-        self._start_limit_s, self._deadline = start_limit_s, deadline
+    engines: dict[str, tuple[str, Installation]]
+    options: Options
+    points: Sequence[Point]
+    rounds: int
+    vocabulary: int
+    results: Results
+    out: Path
+    start_limit_s: float
+    deadline: float
 
     def one_after_the_other(self) -> None:
         """Measure one engine at a time. Raises OutOfTime."""
-        order = [(label, number) for number in range(self._rounds) for label in self._in_turn(number)]
+        order = [(label, number) for number in range(self.rounds) for label in self._in_turn(number)]
         for label, rounds in itertools.groupby(order, key=lambda each: each[0]):
             with ExitStack() as stack:
                 if engine := self._start(label, stack):
                     for _, number in rounds:
-                        for at in range(len(self._points)):
+                        for at in range(len(self.points)):
                             self._measure(label, engine, at, number)
 
     def together(self) -> None:
         """Measure all engines at once. Raises OutOfTime."""
         with ExitStack() as stack:
             running: dict[str, RunningEngine] = {}
-            for label in self._engines:
+            for label in self.engines:
                 if engine := self._start(label, stack, before=len(running)):
                     running[label] = engine
-            for at in range(len(self._points)):
-                for number in range(self._rounds):
+            for at in range(len(self.points)):
+                for number in range(self.rounds):
                     for label in self._in_turn(number):
                         if label in running:
                             self._measure(label, running[label], at, number)
 
     def _in_turn(self, number: int) -> list[str]:
-        return list(self._engines)[:: 1 if number % 2 == 0 else -1]
+        return list(self.engines)[:: 1 if number % 2 == 0 else -1]
 
     def _left_s(self) -> float:
-        if (left := self._deadline - time.monotonic()) <= 0:
+        if (left := self.deadline - time.monotonic()) <= 0:
             raise OutOfTime
         return left
 
     def _start(self, label: str, stack: ExitStack, before: int = 0) -> RunningEngine | None:
-        kind, installed = self._engines[label]
-        options = replace(self._options, before=before * self._options.memory)
-        limit_s = min(self._start_limit_s, self._left_s())
+        kind, installed = self.engines[label]
+        options = replace(self.options, before=before * self.options.memory)
+        limit_s = min(self.start_limit_s, self._left_s())
         try:
-            engine = RunningEngine(KINDS[kind], installed, options, self._out / f"{label}.log", limit_s)
+            engine = RunningEngine(KINDS[kind], installed, options, self.out / f"{label}.log", limit_s)
         except EngineFailed as error:
             print(f"{label}: {error}", file=sys.stderr, flush=True)
-            self._results.add_start({"engine": label, "error": str(error)})
+            self.results.add_start({"engine": label, "error": str(error)})
             return None
         stack.callback(engine.end)
         about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.shown}
-        self._results.add_start({"engine": label} | about)
-        for at, point in enumerate(self._points):  # what is compiled or loaded at the first use
+        self.results.add_start({"engine": label} | about)
+        for at, point in enumerate(self.points):  # what is compiled or loaded at the first use
             clients = min(point.clients, -(-WARM_INPUT // point.input_tokens))
             warm = Point(clients, point.input_tokens, WARM_OUTPUT, clients)
-            outcomes, _ = self._load(engine, warm, warm.prompts(self._vocabulary, WARM_SEED + at))
+            outcomes, _ = self._load(engine, warm, warm.prompts(self.vocabulary, WARM_SEED + at))
             if error := next((outcome.error for outcome in outcomes if outcome.error), None):
                 print(f"{label}: {error}\n{engine.tail()}", file=sys.stderr, flush=True)
         return engine
 
     def _measure(self, label: str, engine: RunningEngine, at: int, number: int) -> None:
-        point = self._points[at]
+        point = self.points[at]
         row = {"engine": label, "round": number, "clients": point.clients, "input": point.input_tokens}
         row |= {"output": point.output_tokens}
-        prompts = point.prompts(self._vocabulary, number * len(self._points) + at)
+        prompts = point.prompts(self.vocabulary, number * len(self.points) + at)
         outcomes, seconds = self._load(engine, point, prompts)
         found = row | summary(outcomes, seconds)
         if errors := [outcome.error for outcome in outcomes if outcome.error]:
             found["error"] = f"{len(errors)} requests failed: {errors[0]}"
             print(f"{label}: {found['error']}\n{engine.tail()}", file=sys.stderr, flush=True)
-        self._results.add(found)
+        self.results.add(found)
 
     def _load(self, engine: RunningEngine, point: Point, prompts: list[RequestSpec]) -> tuple[list[Outcome], float]:
         """Run `load`. Raises OutOfTime."""

@@ -35,8 +35,8 @@ class Gloo:
     def call(self, edge: str, x: Tensor, shares: tuple[int, ...]) -> Callable[[], object] | None:
         """Return a call that exchanges x, or None if gloo has none to compare with. shares: rows per rank."""
         n, tp = len(shares), self._mesh.attn_tp
-        if edge == "all_reduce":
-            return lambda: dist.all_reduce(x)
+        if edge in ("all_reduce", "reduce_scatterv", "reduce_scatterv+all_reduce"):
+            return lambda: dist.all_reduce(x)  # gloo's default form of a scatter; the caller slices
         if edge == "barrier":
             return dist.barrier
         if edge == "broadcast":
@@ -44,8 +44,6 @@ class Gloo:
         if edge == "all_gatherv":
             parts = list(x.new_empty(sum(shares), *x.shape[1:]).split(shares))
             return (lambda: dist.all_gather(parts, x)) if len(set(shares)) == 1 else None
-        if edge == "reduce_scatterv":  # gloo's default form: all-reduce, then take the slice
-            return lambda: dist.all_reduce(x)
         if edge == "all_to_allv":
             out = torch.empty_like(x)
             return (lambda: dist.all_to_all_single(out, x)) if x.shape[0] % n == 0 else None
@@ -57,8 +55,6 @@ class Gloo:
                 dist.all_gather(list(out.chunk(n // tp)), x, group=self._groups["attn_dp"])
 
             return gather_mixed
-        if edge == "reduce_scatterv+all_reduce":
-            return lambda: dist.all_reduce(x)
         return None
 
     def close(self) -> None:

@@ -109,10 +109,8 @@ def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[
     on_gpu = any(e.get("cat") in DEVICE for e in events)
     if on_gpu:
         for event in sorted((e for e in events if e.get("cat") in DEVICE), key=lambda e: e["ts"]):
-            launch = launches.get(event.get("args", {}).get("correlation"))
-            if launch is None:
-                continue
-            add(event, launch["ts"])
+            if launch := launches.get(event.get("args", {}).get("correlation")):
+                add(event, launch["ts"])
     else:
         thread, covered = marks[0][1]["tid"] if marks else None, 0.0
         for event in sorted((e for e in events if e.get("tid") == thread), key=lambda e: (e["ts"], -e["dur"])):

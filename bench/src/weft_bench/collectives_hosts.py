@@ -11,7 +11,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,32 @@ def described(config: EngineConfig, cases: Sequence[tuple[str, int]], rounds: in
 
 
 def cost_described(config: EngineConfig) -> dict[str, Any]:
-    """Return cost, table and tuning, as `measure` requires them. Raises LayoutError."""
+    """Return a cost model's name, the text of a table that replaces it, and the tuning of shm. Raises LayoutError."""
     path, model = table_file(config), cost_model(config)
     table = path.read_text() if path is not None and model.name == str(path) else None
     tuning = ShmTuning() if path is None else read_tuning(path, "shm_tuning", ShmTuning)
     return {"cost": "cpu" if config.cost == "auto" else config.cost, "table": table, "tuning": asdict(tuning)}
+
+
+@contextmanager
+def transports_over_hosts(
+    rank: int, directory: Path, here: Here, said: dict[str, Any], largest: int
+) -> Iterator[tuple[str, Transport, Transport]]:
+    """Open shm and gloo; yield the name or path of the cost model, and both. Collective.
+
+    said: values of `cost_described`. largest: bytes of the largest tensor.
+    """
+    cost = said["cost"]
+    if said["table"] is not None:
+        (path := directory / "cost.json").write_text(said["table"])
+        cost = str(path)
+    options = {"shm_tuning": ShmTuning(**said["tuning"])}
+    opening = opening_of(here.mesh, rank, directory, torch.device("cpu"), largest, options, store=here.store)
+    with all_cores():  # gloo's threads must not wait for this one
+        shm, gloo = SHM.open(opening), GLOO.open(opening)
+    yield cost, shm, gloo
+    for transport in (shm, gloo):
+        transport.close()
 
 
 def line(flat: RoundTimes, planned: RoundTimes) -> str:
@@ -145,44 +167,33 @@ def line(flat: RoundTimes, planned: RoundTimes) -> str:
 def measure(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
     """Run a rank's part; rank 0 reports RoundTimes of each kind for each case.
 
-    said: cases as pairs of exchange and bytes, rounds, tuning of shm, cost: a cost model's name, table: text of a cost
-    table that replaces it.
+    said: values of `cost_described`; cases: pairs of exchange and bytes; rounds.
     """
-    mesh, cases, cost = here.mesh, said["cases"], said["cost"]
-    if said["table"] is not None:
-        (path := directory / "cost.json").write_text(said["table"])
-        cost = str(path)
-    tuning, largest = ShmTuning(**said["tuning"]), max(size for _, size in cases)
-    opening = opening_of(mesh, rank, directory, torch.device("cpu"), largest, {"shm_tuning": tuning}, store=here.store)
-    with all_cores():  # gloo's threads must not wait for this one
-        opened = {entry.name: entry.open(opening) for entry in (SHM, GLOO)}
+    mesh, cases, group = here.mesh, said["cases"], tuple(range(here.mesh.world))
     gc.disable()
-    group = tuple(range(mesh.world))
-    for exchange, size in cases:
-        plans = plans_of(exchange, size, mesh, cost)
-        found: dict[str, list[float]] = {by: [] for by in plans}
-        runs = {by: _run(plan, rank, opened) for by, plan in plans.items()}
-        for round_ in range(said["rounds"] + 1):
-            for by, run in runs.items():
-                us = _median_us(run, opened[GLOO.name], group)
-                if round_:  # the first warms up
-                    found[by].append(us)
-        gc.collect()
-        if rank == 0:
-            for by, plan in plans.items():
-                steps = [step for read in plan.reads for step in read.steps]
-                predicted = sum(step.us for step in steps)
-                moves = [f"{edge.kind} {edge.group} · {step.transport}" for _, step, edge in plan.moves()]
-                report(RoundTimes(exchange, size, by, moves, found[by], predicted))
-    for transport in opened.values():
-        transport.close()
+    with transports_over_hosts(rank, directory, here, said, max(size for _, size in cases)) as (cost, shm, gloo):
+        for exchange, size in cases:
+            plans = plans_of(exchange, size, mesh, cost)
+            found: dict[str, list[float]] = {by: [] for by in plans}
+            runs = {by: _run(plan, rank, shm, gloo) for by, plan in plans.items()}
+            for round_ in range(said["rounds"] + 1):
+                for by, run in runs.items():
+                    us = _median_us(run, gloo, group)
+                    if round_:  # the first warms up
+                        found[by].append(us)
+            gc.collect()
+            if rank == 0:
+                for by, plan in plans.items():
+                    predicted = sum(step.us for read in plan.reads for step in read.steps)
+                    moves = [f"{edge.kind} {edge.group} · {step.transport}" for _, step, edge in plan.moves()]
+                    report(RoundTimes(exchange, size, by, moves, found[by], predicted))
 
 
-def _run(plan: Plan, rank: int, transports: dict[str, Transport]) -> Callable[[], object]:
+def _run(plan: Plan, rank: int, shm: Transport, gloo: Transport) -> Callable[[], object]:
     mesh, rows = plan.mesh, StepRows(plan.mesh, rank, plan.counts)
     used = {step.transport for _, step, _ in plan.moves()}
-    mine = {name: transport for name, transport in transports.items() if name in used}
-    home = transports[SHM.name] if SHM.name in used else transports[GLOO.name]
+    mine = {entry.name: transport for entry, transport in ((SHM, shm), (GLOO, gloo)) if entry.name in used}
+    home = mine.get(SHM.name, gloo)
     deltas = []
     for read in plan.reads:
         made = []

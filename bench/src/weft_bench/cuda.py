@@ -45,12 +45,7 @@ LIMIT_S = 40.0  # of an implementation in a case: less than the minute after whi
 
 
 def measure(
-    rank: int,
-    directory: Path,
-    report: Report,
-    cases: list[Case],
-    tunings: dict[str, PeerTuning],
-    others: list[str],
+    rank: int, directory: Path, report: Report, cases: list[Case], tunings: dict[str, PeerTuning], others: list[str]
 ) -> None:
     """Run a rank's part of the cases; rank 0 reports a Timing for each. tunings: tunings of peer, by their names."""
     world = cases[0].ranks

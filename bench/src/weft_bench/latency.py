@@ -18,7 +18,6 @@ from transformers import Qwen2MoeConfig
 
 from weft.comm.shm import ShmTuning
 from weft.comm.transport import Transport
-from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.models.load import build_model, load_model
@@ -26,8 +25,8 @@ from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.cost import ETHERNET, Costs, costs, over_network
 from weft.planner.spec import Mesh
-from weft.tune.cpu_costs import opening_of
 from weft.tune.ranks import Here, Report, all_cores, slowest
+from weft_bench.collectives_hosts import transports_over_hosts
 from weft_bench.harness import CpuRank
 
 PAGE = 16
@@ -96,25 +95,15 @@ def measure(rank: int, directory: Path, report: Report, request: LatencyRun) -> 
 def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
     """Run a rank's part on several hosts: by gloo alone, and by plans of shm inside hosts and gloo across.
 
-    said: fields of a LatencyRun except model and mesh; random: whether the model is RANDOM, or the host's; table: text
-    of a cost table that replaces cost.
+    said: fields of a LatencyRun except model and mesh; random: whether the model is RANDOM, or the host's; values of
+    `cost_described`.
     """
-    random, table, tuning = said["random"], said["table"], ShmTuning(**said["tuning"])
     fields = {name: said[name] for name in ("dtype", "prompt", "output", "rounds", "cost")}
-    if table is not None:
-        (path := directory / "cost.json").write_text(table)
-        fields["cost"] = str(path)
-    model = None if random else here.model
+    model, tuning = None if said["random"] else here.model, ShmTuning(**said["tuning"])
     request = LatencyRun(**fields, model=model, mesh=here.mesh, transports=OVER_HOSTS, tuning=tuning)
-    opening = opening_of(
-        here.mesh, rank, directory, torch.device("cpu"), LARGEST, {"shm_tuning": tuning}, store=here.store
-    )
-    with all_cores():
-        shm, gloo = SHM.open(opening), GLOO.open(opening)
-    sets = dict(zip(OVER_HOSTS, ([gloo], [shm, gloo]), strict=True))
-    _measure(rank, report, request, sets, shm, gloo, gloo, over_network(costs(request.cost), ETHERNET))
-    for transport in (gloo, shm):
-        transport.close()
+    with transports_over_hosts(rank, directory, here, said, LARGEST) as (cost, shm, gloo):
+        sets = dict(zip(OVER_HOSTS, ([gloo], [shm, gloo]), strict=True))
+        _measure(rank, report, request, sets, shm, gloo, gloo, over_network(costs(cost), ETHERNET))
 
 
 def _measure(

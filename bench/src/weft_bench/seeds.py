@@ -20,29 +20,24 @@ from weft_bench.setups import Load, Metric, Profile, Seed, Setup, TableRow, Vari
 EMBEDDED = "the embedded model (4 layers, 8 experts) in place of the pull request's; CPU ranks in place of GPUs"
 DEEPSPEED = "DeepSpeed's all-reduce is no transport of the engine; weft bench collectives times it"
 DEEPSPEED += "" if find_spec("deepspeed") else "; it is not installed here"
+MADE_UP = "made-up weights"
 SHM, GLOO, PEER, NCCL = ({"transport": name} for name in ("shm", "gloo", "peer", "nccl"))
 NAIVE = {"plan": "naive"}
+TWO_BY_TWO = dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2)
 Quoted = Mapping[str, tuple[float, float]]
 """Figures of a pull request, by the variant that Weft's is compared with."""
+UNCONVERTED = "lm_head embed_tokens conv1d in_proj_a in_proj_b gate shared_expert_gate g_proj"
 FLOAT8 = {
     "quantization_config": {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": [
-            "lm_head",
-            "embed_tokens",
-            "conv1d",
-            "in_proj_a",
-            "in_proj_b",
-            "gate",
-            "shared_expert_gate",
-            "g_proj",
-        ],
+        "modules_to_not_convert": UNCONVERTED.split(),
     }
 }
 """Storage of FP8 checkpoints as their publishers release them, for a preset of the same model in bfloat16."""
+QWEN: dict[str, Any] = {"model": "qwen3.5-397b-a17b", "changed": FLOAT8}
 
 
 def _four(ours: Variant, theirs: Variant, layout: Variant) -> dict[str, Variant]:
@@ -61,14 +56,7 @@ def _compared(metric: Metric, load: int, names: Sequence[str], quoted: Quoted | 
     return [TableRow(metric, load, name, last, (quoted or {}).get(name)) for name in others]
 
 
-def _reduce_scatterv(
-    model: str | None,
-    changed: Variant,
-    four: dict[str, Variant],
-    load: Load,
-    profile: Profile,
-    differs: Sequence[str],
-) -> Setup:
+def _reduce_scatterv(four: dict[str, Variant], load: Load, profile: Profile, differs: Sequence[str]) -> Setup:
     first, naive, _, ours = four
     rows = [
         *_compared("tokens/s", 0, list(four), {first: (53_006, 57_115)}),
@@ -78,32 +66,22 @@ def _reduce_scatterv(
         TableRow("collectives a step", 0, naive, ours),
         TableRow("MiB a step", 0, naive, ours),
     ]
-    return Setup(model, changed, four, [load], rows, differs, profile)
+    return Setup(four, [load], rows, differs, profile)
 
 
 def _large_reduce_scatterv(gpus: int) -> Setup:
     four = _four(PEER, NCCL, dict(attn_dp=gpus, ep=gpus))
     at_once = 512 * gpus
-    differs = [
-        f"{gpus} GPUs in place of 4 of a GB200",
-        "made-up weights",
-        f"{at_once:,} at once in place of 4,096",
-    ]
+    differs = [f"{gpus} GPUs in place of 4 of a GB200", MADE_UP, f"{at_once:,} at once in place of 4,096"]
     load, profile = Load(at_once, 1000, 1, at_once, times=3), Profile(100, at_once, 64)
-    return _reduce_scatterv("qwen3.5-397b-a17b", FLOAT8, four, load, profile, differs)
+    return replace(_reduce_scatterv(four, load, profile, differs), **QWEN)
 
 
 def _mixed(
-    model: str | None,
-    changed: Variant,
-    variants: dict[str, Variant],
-    quoted: Mapping[Metric, Quoted],
-    load: Load,
-    profile: Profile,
-    differs: Sequence[str],
+    variants: dict[str, Variant], quoted: Mapping[Metric, Quoted], load: Load, profile: Profile, differs: Sequence[str]
 ) -> Setup:
     rows = [row for metric in quoted for row in _compared(metric, 0, list(variants), quoted[metric])]
-    return Setup(model, changed, variants, [load], rows, differs, profile)
+    return Setup(variants, [load], rows, differs, profile)
 
 
 def _quoted_mixed(*rivals: str) -> dict[Metric, Quoted]:
@@ -129,12 +107,12 @@ def _large_mixed(gpus: int) -> Setup:
         "naive plan": {**NAIVE, **layout},
         "planned": layout,
     }
-    differs = [f"{gpus} GPUs in place of 8", "made-up weights"]
+    differs = [f"{gpus} GPUs in place of 8", MADE_UP]
     load, profile = Load(16, 8192, 24, 16, times=5), Profile(100, 16, 8192)
-    return _mixed("qwen3.5-397b-a17b", FLOAT8, variants, _quoted_mixed(nccl, windows), load, profile, differs)
+    return replace(_mixed(variants, _quoted_mixed(nccl, windows), load, profile, differs), **QWEN)
 
 
-def _deferred(model: str | None, changed: Variant, layout: Variant, load: Load, differs: Sequence[str]) -> Setup:
+def _deferred(layout: Variant, load: Load, differs: Sequence[str]) -> Setup:
     before, after = "an all-reduce for each sum", "planned"
     variants: dict[str, Variant] = {before: {**NAIVE, **layout}, after: layout}
     rows = [
@@ -142,16 +120,16 @@ def _deferred(model: str | None, changed: Variant, layout: Variant, load: Load, 
         TableRow("collectives a step", 0, before, after),
         TableRow("MiB a step", 0, before, after),
     ]
-    return Setup(model, changed, variants, [load], rows, differs)
+    return Setup(variants, [load], rows, differs)
 
 
 def _large_deferred(gpus: int) -> Setup:
     layout = dict(attn_tp=gpus, ep=max(1, gpus // 2), moe_tp=2 if gpus > 1 else 1)
-    differs = [f"{gpus} GPUs in place of 8", "made-up weights"]
-    return _deferred("step-3.5-flash", FLOAT8, layout, Load(200, 8192, 1, 64, times=3), differs)
+    setup = _deferred(layout, Load(200, 8192, 1, 64, times=3), [f"{gpus} GPUs in place of 8", MADE_UP])
+    return replace(setup, model="step-3.5-flash", changed=FLOAT8)
 
 
-def _cpu_shm(model: str | None, changed: Variant, load: Load, differs: Sequence[str]) -> Setup:
+def _cpu_shm(load: Load, differs: Sequence[str], model: str | None = None) -> Setup:
     before, after = "torch.distributed (gloo)", "shm"
     layout = dict(attn_tp=2, moe_tp=2)
     variants: dict[str, Variant] = {before: GLOO | layout, after: SHM | layout}
@@ -159,7 +137,7 @@ def _cpu_shm(model: str | None, changed: Variant, load: Load, differs: Sequence[
         TableRow("first token, ms", 0, before, after, (1.0, 0.75)),
         TableRow("next token, ms", 0, before, after, (1.0, 0.63)),
     ]
-    return Setup(model, changed, variants, [load], rows, [*differs, DEEPSPEED])
+    return Setup(variants, [load], rows, [*differs, DEEPSPEED], model=model)
 
 
 RECIPES = ("ag_rs", "a2a", "fused")
@@ -187,13 +165,13 @@ QUOTED_FIRST = {
 
 
 def _dcp(
-    changed: Variant,
     layout: Variant,
     ranks: int,
     loads: Sequence[Load],
     at_once: Sequence[int],
     backends: Mapping[str, Variant],
     differs: Sequence[str],
+    changed: Mapping[str, Any] = {},
 ) -> Setup:
     """Return the setup of decode context parallelism.
 
@@ -225,7 +203,7 @@ def _dcp(
         rows += [TableRow("first token, ms", at, first, by, QUOTED_FIRST.get(at_once[at])) for at in range(len(loads))]
         rows += [TableRow("next token, ms", at, first, by) for at in range(len(loads))]
         rows += [TableRow("sequences at once", at, first, by) for at in range(len(loads)) if at_once[at] > 32]
-    return Setup("deepseek-v2", changed, variants, loads, rows, differs)
+    return Setup(variants, loads, rows, differs, model="deepseek-v2", changed=changed)
 
 
 DEEPSEEK_V2_CACHE = Latent(576, 512)
@@ -278,12 +256,12 @@ def _large_dcp(gpus: int) -> Setup:
     }
     differs = [
         f"{gpus} GPUs in place of 8",
-        "made-up weights",
+        MADE_UP,
         "the cache is made so small that it binds between 32 and 64 requests, as it did there",
         "the pull request counts tokens out alone; ratios compare, the figures do not",
         *[line for _, line in found.values()],
     ]
-    return _dcp({}, layout, gpus, loads, at_once, backends, differs)
+    return _dcp(layout, gpus, loads, at_once, backends, differs)
 
 
 TINY_DEEPSEEK = dict(
@@ -310,8 +288,6 @@ SEEDS = {
         "Qwen3.5-397B-A17B-FP8, 4 GPUs of a GB200, attention dp 4, experts ep 4, 1,000 tokens in, 1 out, 4,096 at once",
         2,
         _reduce_scatterv(
-            None,
-            {},
             _four(SHM, GLOO, dict(attn_dp=2, ep=2)),
             Load(32, 400, 1, 16),
             Profile(10, 16, 16),
@@ -326,12 +302,10 @@ SEEDS = {
         "with NCCL on registered memory",
         4,
         _mixed(
-            None,
-            {},
             {
-                "planned, gloo": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **GLOO),
-                "naive plan, shm": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **NAIVE, **SHM),
-                "planned, shm": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, **SHM),
+                "planned, gloo": {**TWO_BY_TWO, **GLOO},
+                "naive plan, shm": {**TWO_BY_TWO, **NAIVE, **SHM},
+                "planned, shm": {**TWO_BY_TWO, **SHM},
             },
             _quoted_mixed("planned, gloo"),
             Load(8, 64, 24, 4),
@@ -345,13 +319,7 @@ SEEDS = {
         "https://github.com/sgl-project/sglang/pull/22773",
         "Step-3.5-Flash-FP8, 8 H200, tp 8, ep 4, 8,192 tokens in, 1 out, 200 prompts",
         2,
-        _deferred(
-            None,
-            {},
-            dict(attn_tp=2, ep=2, moe_tp=1, **SHM),
-            Load(16, 900, 1, 8),
-            [EMBEDDED, "900 tokens in, 16 prompts"],
-        ),
+        _deferred(dict(attn_tp=2, ep=2, moe_tp=1, **SHM), Load(16, 900, 1, 8), [EMBEDDED, "900 tokens in, 16 prompts"]),
         _large_deferred,
     ),
     "cpu-shm": Seed(
@@ -360,8 +328,8 @@ SEEDS = {
         "DeepSeek-Coder-V2-Lite-Instruct, two sockets of a Granite Rapids, tp 2, 1,024 tokens in, 8 out; times "
         "relative to torch.distributed",
         2,
-        _cpu_shm(None, {}, Load(6, 900, 8, 1), [EMBEDDED, "900 tokens in"]),
-        lambda ranks: _cpu_shm("deepseek-v2-lite", {}, Load(4, 1024, 8, 1), ["made-up weights"]),
+        _cpu_shm(Load(6, 900, 8, 1), [EMBEDDED, "900 tokens in"]),
+        lambda ranks: _cpu_shm(Load(4, 1024, 8, 1), [MADE_UP], "deepseek-v2-lite"),
     ),
     "dcp": Seed(
         "decode context parallelism: cached tokens are sharded over the ranks of attention",
@@ -369,13 +337,13 @@ SEEDS = {
         "DeepSeek-V2, 8 H100, tp 8, dcp 8, about 4,000 tokens in, 1,500 out, 1 to 512 at once",
         2,
         _dcp(
-            TINY_DEEPSEEK,
             dict(attn_tp=2, ep=2, moe_tp=1, kv_tokens=640, max_running=16, **SHM),
             2,
             [Load(1, 64, 32, 1), Load(16, 64, 32, 16)],
             (1, 512),
             {"torch": {}},
             [LATENTS, "64 tokens in, 32 out, 1 and 16 at once; the cache holds 6 such requests without dcp"],
+            TINY_DEEPSEEK,
         ),
         _large_dcp,
     ),

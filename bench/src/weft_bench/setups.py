@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Metric = Literal[
@@ -69,19 +69,18 @@ class Setup:
     """Runs on this host.
 
     Attributes:
-        model: a preset, with `changed` fields of its config.json; None: the embedded model.
         differs: differences from the pull request, a line each.
-        profile: run after the loads, with the first load's number of sequences at once; its figures join that
-            load's.
+        profile: run after the loads, with the first load's number of sequences at once; its figures join that load's.
+        model: a preset, with `changed` fields of its config.json; None: the embedded model.
     """
 
-    model: str | None
-    changed: Variant
     variants: Mapping[str, Variant]
     loads: Sequence[Load]
     rows: Sequence[TableRow]
     differs: Sequence[str]
     profile: Profile | None = None
+    model: str | None = None
+    changed: Variant = field(default_factory=dict)
 
     def only(self, texts: Sequence[str]) -> Setup:
         """Return this setup with only the variants that have one of these texts in their names, and rows that compare

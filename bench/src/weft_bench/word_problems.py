@@ -187,11 +187,5 @@ def _apply(op: str, total: int, other: int) -> int | None:
     """Return the result; None if it is not a whole number from 2 to LIMIT - 1."""
     if op == "/" and total % other:
         return None
-    results = {
-        "+": total + other,
-        "-": total - other,
-        "~": other - total,
-        "*": total * other,
-        "/": total // other,
-    }
+    results = {"+": total + other, "-": total - other, "~": other - total, "*": total * other, "/": total // other}
     return results[op] if 2 <= results[op] < LIMIT else None

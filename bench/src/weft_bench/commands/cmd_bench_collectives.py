@@ -135,11 +135,8 @@ class Command:
         tuning = read_tuning(host_table(), "shm_tuning", ShmTuning)
         numbers = self._ranks((2, 4), SHM_RANKS)
         if "deepspeed" in baselines:
-            yield (
-                "compiling DeepSpeed's kernel, which takes minutes the first time",
-                None,
-                run_ranks(1, build_deepspeed),
-            )
+            what = "compiling DeepSpeed's kernel, which takes minutes the first time"
+            yield what, None, run_ranks(1, build_deepspeed)
         for ranks in numbers:
             mixed = ranks >= 4 and ranks % 2 == 0
             cases = [

@@ -92,15 +92,9 @@ class Command:
     def run(self) -> int:
         """Print the figures. Raises UserError."""
         limits = self._limits()
+        lengths = self.random_input_len, self.random_output_len, self.random_range_ratio, self.random_prefix_len
         try:
-            workload = Workload(
-                self.num_prompts,
-                self.random_input_len,
-                self.random_output_len,
-                self.random_range_ratio,
-                self.random_prefix_len,
-                self.seed,
-            )
+            workload = Workload(self.num_prompts, *lengths, self.seed)
         except ValueError as error:
             raise UserError(f"{error}") from error
         for name, value in (("request_rate", self.request_rate), ("burstiness", self.burstiness)):

@@ -63,11 +63,7 @@ class Command:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {minimum} or more")
         tokens = output_length(self.steps, -(-self.batch * self.context // rows))
         config = engine_config(
-            self.model,
-            self.engine,
-            max_running=self.batch,
-            max_batch_tokens=max(rows, self.batch),
-            prefix_cache=False,
+            self.model, self.engine, max_running=self.batch, max_batch_tokens=max(rows, self.batch), prefix_cache=False
         )
         positions = config.read_model().max_position
         if self.context + tokens > positions:
@@ -79,9 +75,7 @@ class Command:
             )
         tokens = min(tokens + SPARE_TOKENS, positions - self.context)
         config = replace(
-            config,
-            kv_tokens=self.batch * (self.context + tokens + 16),
-            max_model_len=self.context + tokens,
+            config, kv_tokens=self.batch * (self.context + tokens + 16), max_model_len=self.context + tokens
         )
         if config.node_rank:
             stop_on_sigterm()

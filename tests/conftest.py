@@ -42,11 +42,11 @@ LONGEST = (
     "gpu/test_merge_emulated.py",
     "gpu/test_compile.py",
 )
-"""Files that are begun first, so that no worker is left alone with one of them at the end."""
+"""Files that begin first, so that no worker is left alone with one of them at the end."""
 ENVIRONMENT, TEMPORARY = dict(os.environ), tempfile.gettempdir()
-"""Before any test changes them."""
+"""Environment and temporary folder before any test changes them."""
 CHECKS = "tests/gpu/triton_checks/"
-"""Whose files are one as far as workers are concerned: one process runs them all, which imports for seconds."""
+"""Folders that run in one worker, as each process that imports them needs seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,9 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported by then stays: the garbage collector, looking through it again and again, took an eighth of the
-    time of all tests.
-    """
+    """Freeze all imports so far: repeated garbage collection of them took an eighth of the time of all tests."""
     gc.disable()
     result = yield
     gc.collect()
@@ -84,7 +82,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 class ForkServerOfThreads(ForkServer):
-    """One that engines and agents of several threads may use."""
+    """Fork server that engines and agents of several threads may use."""
 
     def __init__(self, directory: Path):
         self._lock = threading.RLock()
@@ -100,10 +98,10 @@ class ForkServerOfThreads(ForkServer):
 
 
 class SharedForkServer:
-    """Stands in for ForkServer: one process that has imported torch forks the ranks of every engine of these tests.
+    """Replacement for ForkServer: one process that has imported torch forks the ranks of every engine of these tests.
 
-    Commands that tests run as processes of their own have one of their own, as users' have. Ranks inherit its
-    environment, which must not be that of the test by chance the first to need it.
+    Commands that tests run as processes have their own, as users' have. Ranks inherit its environment, which must not
+    be the environment of the first test that needs it.
     """
 
     shared: ForkServer | None = None
@@ -135,14 +133,15 @@ class SharedForkServer:
         return process
 
     def close(self) -> None:
-        """The engine has ended its ranks. Those that it asked for and never saw must not be taken for another's."""
+        """Mark an engine's ranks as ended. Ranks that it requested and never saw must not be taken for another
+        engine's."""
         if self._asked and self.shared is not None:
             self.shared.close()
 
 
 @pytest.fixture
 def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For ranks that are threads: they take one's planner, whose making would be most of a small model's time."""
+    """Share one planner among ranks that are threads: making it would be most of a small model's time."""
     lock, made = threading.Lock(), list[tuple[Any, Any]]()
 
     planned = runner.plan_model

@@ -1,4 +1,4 @@
-"""Runs the tests that libraries' products matter to as processors of other types would: `make test-processors`.
+"""Run the tests of libraries' matrix products as processors of other types would: `make test-processors`.
 
 Give names of types for fewer of them. Row kernels have no part in this: tests run each of their forms by its name.
 """
@@ -40,7 +40,7 @@ TYPES = {
     "Zen": ("avx2", NO_AVX512),
     "SkylakeX": ("avx512bw", AVX512),
 }
-"""By OpenBLAS's name of each: what Linux calls what its kernels need, and what other libraries are told."""
+"""Types by OpenBLAS's names: features that Linux reports, and settings for other libraries."""
 
 FORCED = """
 import numpy, torch

@@ -1,4 +1,4 @@
-"""What each folder of the tests takes: python tests/seconds.py REPORT.xml, of `pytest --junitxml REPORT.xml`.
+"""Print the seconds of each folder of the tests: python tests/seconds.py REPORT.xml, of `pytest --junitxml REPORT.xml`.
 
 Seconds of one worker, summed over tests, with their fixtures.
 """

@@ -1,4 +1,4 @@
-"""Shared by tests: emulated worlds, and small random models with weights that give wrong sums nowhere to hide."""
+"""Emulated worlds, and small random models with weights that give wrong sums nowhere to hide, for all tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from weft.planner.spec import NAMED_ROWS, Mesh, Rows
 
 T = TypeVar("T")
 BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))
-"""The planned exchanges that NCCL has a call for."""
+"""Planned exchanges that NCCL has a call for."""
 SUMS = frozenset(("all_reduce", "reduce_scatterv", "all_reduce+all_gatherv", "reduce_scatterv+all_reduce"))
 EVERY = BASIC | SUMS
 """Every planned exchange."""
@@ -54,11 +54,11 @@ MODELS = {
     "minimax_m2": MiniMaxM2ForCausalLM,
 }
 FAMILIES = ("qwen2_moe", "qwen3_moe", "qwen3", "deepseek_v2")
-"""Those that every test of layouts runs; DeepSeek-V3 differs from V2 in its router alone."""
+"""Families that every test of layouts runs; DeepSeek-V3 differs from V2 in its router alone."""
 
 
 def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTransport], T]) -> list[T]:
-    """Runs `rank_main` on every rank of an emulated world, a thread each; gives the results in rank order.
+    """Run `rank_main` on every rank of an emulated world, a thread each; return the results in rank order.
 
     Raises the first rank's error that is not only an echo of another's.
     """
@@ -85,7 +85,8 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
 
 
 def held(whole: torch.Tensor, mesh: Mesh, rows: Rows, rank: int, counts: tuple[int, ...]) -> torch.Tensor:
-    """Of a tensor of all tokens, those that a rank holds: the OWN rows of several ranks where `rows` has no name."""
+    """Return a rank's rows of a tensor of all tokens. counts: tokens per DP group. OWN rows may be several ranks'
+    together."""
     if (known := mesh.rows(rows)) in NAMED_ROWS:
         ranges = [mesh.row_range(known, rank, counts)]
     else:
@@ -94,7 +95,7 @@ def held(whole: torch.Tensor, mesh: Mesh, rows: Rows, rank: int, counts: tuple[i
 
 
 def small_config(family: str, parts: int, **changes: Any) -> Any:
-    """A small configuration in which everything divides over `parts` ranks."""
+    """Return a small configuration that divides over `parts` ranks."""
     shape = dict(
         vocab_size=61,
         hidden_size=32,
@@ -161,9 +162,8 @@ def small_config(family: str, parts: int, **changes: Any) -> Any:
 
 
 def converted(model: T, dtype: torch.dtype) -> T:
-    """A model of transformers with its weights in another dtype; rotary's frequencies stay in float32, as in a model
-    that transformers loads in that dtype.
-    """
+    """Return a transformers model with its weights in another dtype; rotary's frequencies stay in float32, as in a
+    model that transformers loads in that dtype."""
     assert isinstance(model, torch.nn.Module)
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" not in name:
@@ -172,7 +172,7 @@ def converted(model: T, dtype: torch.dtype) -> T:
 
 
 def small_model(family: str, parts: int, directory: Path, seed: int = 0, **changes: Any) -> Any:
-    """A random transformers model of `small_config`, saved into `directory`; every weight random, a few large."""
+    """Save a random transformers model of `small_config` in `directory`; every weight is random, a few are large."""
     torch.manual_seed(seed)
     model = MODELS[family](small_config(family, parts, **changes)).eval()
     with torch.no_grad():

@@ -32,19 +32,19 @@ def run(
     bound_factor: float = 3.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Serves a model with these options of `weft serve`, and injects so many faults, each kind about equally often.
+    """Serve a model with these options of `weft serve`, and inject `faults` faults, each kind about equally often.
 
-    Gives the report; `report["passed"]` says whether no request was lost, every fault was heard in time, and nothing
+    Returns the report; `report["passed"]` is True if no request was lost, every fault was heard in time, and nothing
     hung or stayed behind.
 
     Args:
-        model: its directory; None where the options name a preset.
-        clients: that ask at once.
-        tokens: of an output, at most.
-        hosts: on which the ranks are; several are namespaces of this machine.
-        bound_factor: how many times its bound a fault may take to be heard.
+        model: its directory; None if the options name a preset.
+        clients: number of clients at once.
+        tokens: maximum of an output.
+        hosts: number of the ranks' hosts; several are namespaces of this machine.
+        bound_factor: multiple of its bound that a fault may take to be heard.
 
-    Raises ServerError where the server does not start, and PermissionError where hosts may not be made.
+    Raises ServerError if the server does not start, and PermissionError if hosts may not be made.
     """
     rng, began = random.Random(seed), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name, ExitStack() as stack:
@@ -101,7 +101,7 @@ def run(
 
 
 def _at_rest(served: ServerProcess) -> dict[str, Any]:
-    """What the server holds once nobody asks."""
+    """Return the server's resources while it has no requests."""
     deadline = time.monotonic() + 30
     with suppress(OSError, http.client.HTTPException):
         while True:

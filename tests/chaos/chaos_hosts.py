@@ -25,15 +25,15 @@ from chaos.server_process import SERVE, ServerError, ServerProcess, forker_of, r
 from weft.engine.hosts.agents import SILENT_S
 
 AGAIN_S = 1.0
-"""How long an agent that has ended stays so."""
+"""Seconds until an agent that has ended starts again."""
 REFUSED_S = 1.0
-"""The bound of an agent's refusal, from when it looks for node 0 (docs/guide/hosts.md)."""
+"""Bound of an agent's refusal, from its search for node 0 (docs/guide/hosts.md)."""
 STRANGER_S = 120.0
-"""How long a process that is to be refused may run."""
+"""Maximum seconds of a process that is to be refused."""
 
 
 class KeptAgent:
-    """The agent of a host, which is started again whenever it ends."""
+    """Agent of a host, which is started again whenever it ends."""
 
     def __init__(self, host: Host, command: Sequence[str], log: Path):
         self.host, self.log = host, log
@@ -45,29 +45,29 @@ class KeptAgent:
 
     @property
     def pid(self) -> int | None:
-        """The agent's process; None where there is none now."""
+        """Process of the agent; None if there is none now."""
         with suppress(ProcessLookupError):
             return None if self._process is None else started_by(self._process)
         return None
 
     def stop_for_a_while(self, seconds: float) -> bool:
-        """Stops the agent; False where there is none now."""
+        """Stop the agent for a while; return False if there is none now."""
         return self._process is not None and stopped(self._process, seconds)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Meanwhile it is not started."""
+        """Keep the agent off inside the context."""
         with self._off:
             yield
 
     def end(self, timeout_s: float) -> int | None:
-        """Waits for the end of the agent, which is its last. Returns its exit code, None where it does not end."""
+        """Wait for the agent's last end. Return its exit code, None if it does not end."""
         self._stop.set()
         self._thread.join(timeout_s)
         return None if self._process is None else self._process.poll()
 
     def let_end(self) -> None:
-        """From now on it is not started again."""
+        """Let the agent end: it is not started again."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class KeptAgent:
 
 
 class HostsChaos:
-    """A server on several hosts, and the faults that it has. strangers: commands that node 1 must see refused."""
+    """Server on several hosts, and its faults. strangers: commands that node 1 must see refused."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class HostsChaos:
         self.faults = kinds(self, strangers)
 
     def release(self) -> None:
-        """There is nothing that clients held open."""
+        """Do nothing: clients hold nothing open."""
 
     def end(self) -> tuple[dict[str, int | None], dict[str, dict[str, list[str]]]]:
-        """Ends the server, and so the agents. Returns exit codes, and what is left, by host."""
+        """End the server, and so the agents. Return exit codes, and what is left, by host."""
         for agent in self._agents:
             agent.let_end()
         codes = {"node 0": self.served.end(60.0)}
@@ -106,43 +106,43 @@ class HostsChaos:
         return codes, {f"node {host.number}": host.left_behind(60.0) for host in self._hosts}
 
     def logs(self) -> dict[str, str]:
-        """What the server and the agents said, by host."""
+        """Return the logs of the server and the agents, by host."""
         files = [self.served.log, *(agent.log for agent in self._agents)]
         return {f"node {node}": log.read_text(errors="replace") for node, log in enumerate(files)}
 
     def kill_rank(self, *, of_node_0: bool) -> Moment | None:
-        """Kills a rank."""
+        """Kill a rank."""
         ranks = ranks_of(self._starter(of_node_0))
         return _kill(self._rng.choice(sorted(ranks.values()))) if ranks else None
 
     def kill_forker(self, *, of_node_0: bool) -> Moment | None:
-        """Kills the process that forks a host's ranks."""
+        """Kill the process that forks a host's ranks."""
         return None if (pid := forker_of(self._starter(of_node_0))) is None else _kill(pid)
 
     def stop_rank(self) -> None:
-        """Stops a rank for a while."""
+        """Stop a rank for a while."""
         if ranks := ranks_of(self._starter(self._rng.random() < 0.5)):
             with suppress(ProcessLookupError):
                 stop_for_a_while(self._rng.choice(sorted(ranks.values())), self._rng.uniform(0.1, 2.0))
 
     def kill_agent(self) -> Moment | None:
-        """Kills an agent."""
+        """Kill an agent."""
         return None if (pid := self._agent().pid) is None else _kill(pid)
 
     def stop_agent(self, shortest_s: float, longest_s: float) -> Moment | None:
-        """Stops an agent for a while."""
+        """Stop an agent for a while."""
         at = time.monotonic()
         return Moment(at) if self._agent().stop_for_a_while(self._rng.uniform(shortest_s, longest_s)) else None
 
     def cut_for_a_moment(self) -> None:
-        """Takes the link away, for so short that nobody need hear it."""
+        """Cut the link for a moment, too short to be heard."""
         host = self._rng.choice(self._hosts)
         host.cut()
         time.sleep(self._rng.uniform(0.1, 1.0))
         host.mend()
 
     def cut(self, *, of_node_0: bool) -> Moment:
-        """Takes the link away until that is heard, and for some time more."""
+        """Cut the link until that is heard, and for some time more."""
         host = self._hosts[0] if of_node_0 else self._agent().host
         at = time.monotonic()
         host.cut()
@@ -152,7 +152,7 @@ class HostsChaos:
         return Moment(at)
 
     def lose_host(self) -> Moment:
-        """Switches a host off, and on again once that is heard: all that it had in memory is gone."""
+        """Switch a host off, and on again once that is heard: its memory is lost."""
         agent = self._agent()
         host = agent.host
         with agent.off():
@@ -167,7 +167,7 @@ class HostsChaos:
         return Moment(at)
 
     def be_refused(self, command: Sequence[str], says: str) -> Moment:
-        """Starts a process on node 1 that must end with this line. Raises ServerError where it does otherwise."""
+        """Start a process on node 1 that must end with this line. Raises ServerError otherwise."""
         stranger = self._hosts[1].start(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert stranger.stdout is not None
         limit = threading.Timer(STRANGER_S, lambda: _kill(started_by(stranger)))
@@ -189,7 +189,7 @@ class HostsChaos:
         return self._rng.choice(self._agents)
 
     def _starter(self, of_node_0: bool) -> int:
-        """The process that has started a host's ranks; 0 where there is none."""
+        """Return the process that has started a host's ranks; 0 if there is none."""
         return self.served.pid if of_node_0 else self._agent().pid or 0
 
     def _wait_until_heard(self, at: float) -> None:
@@ -200,7 +200,7 @@ class HostsChaos:
 
 
 def kinds(chaos: HostsChaos, strangers: dict[str, tuple[list[str], str]]) -> dict[str, Fault]:
-    """Its kinds of faults."""
+    """Return the kinds of faults on several hosts."""
     return {
         "kill a rank of node 0": Fault(partial(chaos.kill_rank, of_node_0=True), RANK_S),
         "kill a rank of another node": Fault(partial(chaos.kill_rank, of_node_0=False), RANK_S),
@@ -228,7 +228,7 @@ def _kill(pid: int) -> Moment | None:
 def _strangers(
     folder: Path, model: Path | None, options: Sequence[str], joining: Sequence[str], name: str
 ) -> dict[str, tuple[list[str], str]]:
-    """Commands that must be refused on node 1 beside its agent, and what they must say, by kind of fault."""
+    """Return commands that must be refused on node 1 next to its agent, with their messages, by kind of fault."""
     (key := folder / "other.key").write_text(os.urandom(32).hex())
     made = [] if model is None else [str(model)]
     command = [*SERVE, *made, *options, *joining]
@@ -254,10 +254,10 @@ def _strangers(
 def several_hosts(
     folder: Path, model: Path | None, options: Sequence[str], nnodes: int, rng: random.Random
 ) -> Iterator[HostsChaos]:
-    """Serves a model with these options of `weft serve` on so many hosts, with all logs in `folder`.
+    """Serve a model with these options of `weft serve` on `nnodes` hosts, with all logs in `folder`.
 
-    model: its directory; None where the options name a preset. This thread is in node 0's network meanwhile. Raises
-    ServerError where the server does not start, and PermissionError where hosts may not be made.
+    model: its directory; None if the options name a preset. This thread is in node 0's network meanwhile. Raises
+    ServerError if the server does not start, and PermissionError if hosts may not be made.
     """
     with ExitStack() as stack:
         hosts = stack.enter_context(joined_hosts(nnodes))

@@ -20,7 +20,7 @@ from chaos.server_process import ServerProcess, forker_of, segments
 
 
 class OneHostChaos:
-    """A server, and the faults that it has. ranks: of its layout; shared: segments that were there before it."""
+    """Server on one host, and its faults. ranks: of its layout; shared: segments that were there before it."""
 
     def __init__(self, served: ServerProcess, health: Health, ranks: int, rng: random.Random, shared: set[str]):
         self.served, self.health = served, health
@@ -29,41 +29,41 @@ class OneHostChaos:
         self.faults = kinds(self, ranks)
 
     def release(self) -> None:
-        """Closes what clients held open."""
+        """Close the connections that clients held open."""
         for held in self._half_open:
             held.close()
 
     def end(self) -> tuple[dict[str, int | None], dict[str, dict[str, list[str]]]]:
-        """Ends the server. Returns its exit code, and what is left of it, by host."""
+        """End the server. Return its exit code, and what is left of it, by host."""
         code = self.served.end(60.0)
         return {"node 0": code}, {"node 0": self.served.left_behind(60.0) | {"segments": self._left_segments()}}
 
     def logs(self) -> dict[str, str]:
-        """The server's log, by host."""
+        """Return the server's log, by host."""
         return {"node 0": self.served.log.read_text(errors="replace")}
 
     def signal(self, rank: int, number: int) -> Moment | None:
-        """Sends a rank a signal."""
+        """Send a rank a signal."""
         return None if (pid := self.served.ranks().get(rank)) is None else send(pid, number)
 
     def pause(self, rank: int) -> None:
-        """Stops a rank for a while."""
+        """Stop a rank for a while."""
         if (pid := self.served.ranks().get(rank)) is not None:
             with suppress(ProcessLookupError):
                 stop_for_a_while(pid, self._rng.uniform(0.1, 2.0))
 
     def kill_forker(self) -> Moment | None:
-        """Kills the process that forks ranks."""
+        """Kill the process that forks ranks."""
         self.served.ranks()  # notes who lives
         return None if (pid := forker_of(self.served.pid)) is None else send(pid, signal.SIGKILL)
 
     def leave(self) -> None:
-        """A client asks, and leaves."""
+        """Send a request as a client that leaves."""
         with suppress(OSError), self._open_stream() as stream:
             stream.recv(self._rng.randrange(1, 400))
 
     def read_slowly(self) -> None:
-        """A client reads a byte now and then."""
+        """Read a stream as a client that reads a byte now and then."""
         with suppress(OSError), self._open_stream() as stream:
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             for _ in range(self._rng.randrange(5, 20)):
@@ -71,13 +71,14 @@ class OneHostChaos:
                 time.sleep(0.1)
 
     def half_a_header(self) -> None:
-        """A client sends no more than half of its headers, and stays."""
+        """Send half of a request's headers as a client that stays."""
         held = socket.create_connection(("127.0.0.1", self.served.port), timeout=10)
         held.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Never")
         self._half_open.append(held)
 
     def full_disk(self) -> None:
-        """No file of the server's process may grow beyond its log's length of now: writes to the log fail."""
+        """Fill the disk: no file of the server's process may grow beyond its log's current length, so writes to it
+        fail."""
         pid, length = self.served.pid, max(4096, self.served.log.stat().st_size)
         limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (length, limits[1]))
@@ -97,7 +98,7 @@ class OneHostChaos:
         return stream
 
     def _left_segments(self, wait_s: float = 10.0) -> list[str]:
-        """Segments that are new and stay: those of other programs come and go."""
+        """Return segments that are new and stay: other programs' segments come and go."""
         deadline = time.monotonic() + wait_s
         while (new := segments() - self._shared) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -105,7 +106,7 @@ class OneHostChaos:
 
 
 def kinds(chaos: OneHostChaos, ranks: int) -> dict[str, Fault]:
-    """Its kinds of faults."""
+    """Return the kinds of faults on one host."""
     return {
         **{f"kill rank {r}": Fault(partial(chaos.signal, r, signal.SIGKILL), RANK_S) for r in range(ranks)},
         **{f"stop rank {r} for a while": Fault(partial(chaos.pause, r)) for r in range(ranks)},
@@ -118,7 +119,7 @@ def kinds(chaos: OneHostChaos, ranks: int) -> dict[str, Fault]:
 
 
 def send(pid: int, number: int) -> Moment | None:
-    """Sends a process a signal; None where it has ended."""
+    """Send a process a signal; return None if it has ended."""
     at = time.monotonic()
     with suppress(ProcessLookupError):  # another fault was faster
         os.kill(pid, number)
@@ -127,7 +128,7 @@ def send(pid: int, number: int) -> Moment | None:
 
 
 def stop_for_a_while(pid: int, seconds: float) -> None:
-    """Stops a process and lets it go on. Raises ProcessLookupError where it has ended."""
+    """Stop a process and let it go on. Raises ProcessLookupError if it has ended."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
     os.kill(pid, signal.SIGCONT)
@@ -137,9 +138,9 @@ def stop_for_a_while(pid: int, seconds: float) -> None:
 def one_host(
     folder: Path, model: Path | None, options: Sequence[str], ranks: int, rng: random.Random
 ) -> Iterator[OneHostChaos]:
-    """Serves a model with these options of `weft serve`, its log in `folder`. Raises ServerError.
+    """Serve a model with these options of `weft serve`, its log in `folder`. Raises ServerError.
 
-    model: its directory; None where the options name a preset.
+    model: its directory; None if the options name a preset.
     """
     shared = segments()
     served = ServerProcess(folder, [*([] if model is None else [str(model)]), *options])

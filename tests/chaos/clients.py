@@ -15,12 +15,12 @@ from typing import Any
 from weft_bench.streamed_completion import LoadError, StreamedCompletion
 
 TIMEOUT_S = 300.0
-"""A stream without a byte for so long counts as hung."""
+"""Seconds without a byte after which a stream counts as hung."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A request with a deterministic output: greedy, or sampled from a seed."""
+    """Request with a deterministic output: greedy, or sampled from a seed."""
 
     prompt: str
     max_tokens: int
@@ -28,13 +28,13 @@ class Question:
     seed: int
 
     def body(self, model: str) -> dict[str, Any]:
-        """As JSON."""
+        """Return the body as JSON."""
         how = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed, "stream": True}
         return how | {"model": model, "prompt": self.prompt, "ignore_eos": True}
 
 
 def questions(count: int, tokens: int, seed: int) -> list[Question]:
-    """Half of them greedy, half sampled; prompts of several lengths, some with a common beginning."""
+    """Return questions, half greedy and half sampled; prompts have several lengths, some with a common beginning."""
     rng = random.Random(seed)
     words = "apples boxes Tom has buys gives seven three with and then how many are left".split()  # noqa: SIM905
     stem = " ".join(rng.choices(words, k=30))
@@ -46,9 +46,9 @@ def questions(count: int, tokens: int, seed: int) -> list[Question]:
 
 
 def ask(port: int, model: str, question: Question, gaps: list[float] | None = None) -> str:
-    """The streamed text. gaps: takes the longest pause between two pieces of it, in seconds.
+    """Return the streamed text. gaps: gets the longest pause between two pieces of it, in seconds.
 
-    Raises LoadError, OSError, http.client.HTTPException; TimeoutError where nothing comes for TIMEOUT_S.
+    Raises LoadError, OSError, http.client.HTTPException; TimeoutError if nothing arrives for TIMEOUT_S.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
     try:
@@ -75,8 +75,8 @@ def ask(port: int, model: str, question: Question, gaps: list[float] | None = No
 class Load:
     """Clients on threads of their own, each asking one question after the other. expected: outputs without faults.
 
-    counts: completions by how they ended; a client that is refused (429) comes again later. errors: what was wrong.
-    gaps: the longest pause within each complete output, in seconds.
+    counts: completions by their end; a client that is refused (429) tries again later. errors: wrong outputs. gaps: the
+    longest pause within each complete output, in seconds.
     """
 
     def __init__(self, port: int, model: str, asked: Sequence[Question], expected: Sequence[str], clients: int):
@@ -90,7 +90,7 @@ class Load:
             thread.start()
 
     def stop(self, timeout_s: float = TIMEOUT_S) -> None:
-        """Lets every client end its request; what does not end in time is counted as hung."""
+        """Let every client end its request; a request that does not end in time is counted as hung."""
         self._stop.set()
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:

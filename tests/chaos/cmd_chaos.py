@@ -1,4 +1,4 @@
-"""The command that injects faults: see its Command."""
+"""Command that injects faults: see its Command."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from weft.serve.cli.command import EngineArguments, ModelDir, UserError, check_w
 
 @dataclass(frozen=True)
 class Command:
-    """Serve a model, ask it without end, and do faults to it.
+    """Serve a model, send requests without end, and inject faults.
 
     Ranks are killed, or stopped for a while; clients leave, read slowly, or never finish their headers; the log cannot
     be written. With --hosts, ranks and agents are killed or stopped, links are cut, a host is switched off and on, and
-    others try to join that must be refused. It starts a server of its own, and asks that alone.
+    others try to join that must be refused. The command starts a server of its own, and tests that alone.
 
-    It passes where no request is lost or completed differently, every fault is heard in time, nothing hangs, and no
-    process, file or segment is left. Exit code 1 where it does not. The table has the seconds from a fault until
-    /health gives 503 (until another host is refused), and until it gives 200 again: median and maximum.
+    The run passes if no request is lost or completed differently, every fault is heard in time, nothing hangs, and no
+    process, file or segment is left. Otherwise its exit code is 1. The table has the seconds from a fault until /health
+    gives 503 (until another host is refused), and until it gives 200 again: median and maximum.
 
     Examples:
       make chaos ARGS="--faults 12"                                one rank, a few faults
@@ -33,23 +33,23 @@ class Command:
     model: ModelDir = None
     engine: EngineArguments = field(default_factory=EngineArguments)
     faults: int = 100
-    """How many; each kind about equally often."""
+    """Number of faults; each kind about equally often."""
     clients: int = 4
-    """That ask at once, each one request after the other."""
+    """Number of clients at once, each with one request after the other."""
     tokens: int = 48
-    """Tokens of an output, at most."""
+    """Maximum tokens of an output."""
     seed: int = 0
-    """Of the questions, and of which fault comes when."""
+    """Seed of the questions, and of the order and times of faults."""
     hosts: int = 1
-    """Hosts that the ranks are on: namespaces of this machine, which takes root. Where no layout is given, two ranks on
-    each: --attn-dp HOSTS --attn-tp 2."""
+    """Hosts of the ranks: namespaces of this machine, which require root. Without a layout, two ranks on each:
+    --attn-dp HOSTS --attn-tp 2."""
     bound_factor: float = 3.0
-    """How many times its bound (docs/guide/hosts.md) a fault may take to be heard; a busy machine takes longer."""
+    """Multiple of its bound (docs/guide/hosts.md) that a fault may take to be heard; a busy machine needs more."""
     json: Path | None = None
     """Write the report to this file."""
 
     def run(self) -> int:
-        """Prints a table, and says on stderr what it does. Raises UserError, LayoutError, EngineError."""
+        """Print a table, and progress on stderr. Raises UserError, LayoutError, EngineError."""
         from chaos.chaos import run
         from chaos.faults import table
         from chaos.server_process import ServerError
@@ -94,7 +94,7 @@ class Command:
 
 
 def summary(report: dict[str, Any]) -> list[str]:
-    """What the report says beside the faults, for reading."""
+    """Format the report, without the faults."""
     counts = ", ".join(f"{number} {how}" for how, number in report["requests"].items())
     left = [
         f"{node} {what} {name}"

@@ -1,4 +1,4 @@
-"""Injects faults of each kind in random order: when each was heard, and when the server served again."""
+"""Injection of faults of each kind in random order: when each was heard, and when the server served again."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from chaos.server_process import ServerError, ServerProcess
 from weft.planner.show import columns
 
 BACK_S = 300.0
-"""How long the server may take until it serves again after a fault."""
+"""Seconds until the server must serve again after a fault."""
 HEAR_S = 60.0
-"""After so long a fault has not been heard."""
+"""Seconds after which a fault counts as not heard."""
 RANK_S = 1.0
-"""The bound of a rank that was killed (docs/guide/hosts.md)."""
+"""Bound of a killed rank (docs/guide/hosts.md)."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When a fault was injected. heard: when it was heard, where /health is not what says so."""
+    """Time of a fault's injection. heard: when it was heard, if /health does not show it."""
 
     at: float
     heard: float | None = None
@@ -32,9 +32,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault.
+    """Kind of fault.
 
-    inject: gives None where there was nothing to do it to. bound_s: by when it must be heard; None: it need not.
+    inject: returns None if there was nothing to do it to. bound_s: seconds until it must be heard; None: no bound.
     calm: only while the server serves and no other fault is under way, and the server must go on serving.
     """
 
@@ -44,7 +44,7 @@ class Fault:
 
 
 class Injections:
-    """Injects faults into a server. factor: how many times its bound a fault may take to be heard."""
+    """Injection of faults into a server. factor: multiple of its bound that a fault may take to be heard."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Injections:
         self._back: dict[str, list[float]] = defaultdict(list)
         self._pending: list[tuple[str, float]] = []
         self.trouble: list[str] = []
-        """What went wrong, a line each."""
+        """Failures, a line each."""
 
     def run(self, count: int) -> None:
-        """So many faults, each kind about equally often; ends early where the server does not come back."""
+        """Inject `count` faults, each kind about equally often; end early if the server does not come back."""
         kinds = list(self._faults)
         order = [kinds[i % len(kinds)] for i in range(count)]
         self._rng.shuffle(order)
@@ -87,7 +87,8 @@ class Injections:
             self.trouble.append(f"after the last fault: {error}")
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """By kind: count, bound_s, and the median and maximum of the seconds until it was heard and served again."""
+        """Return, by kind: count, bound_s, and the median and maximum of the seconds until it was heard and served
+        again."""
         return {
             kind: {
                 "count": self._count[kind],
@@ -113,7 +114,7 @@ class Injections:
             self._pending.append((kind, moment.at))
 
     def _settle(self) -> None:
-        """Waits until every fault was heard and the server serves. Raises ServerError where that does not come."""
+        """Wait until every fault was heard and the server serves. Raises ServerError if that does not happen."""
         for kind, at in self._pending:
             if (heard := self._health.heard(False, at, HEAR_S)) is None:
                 raise ServerError(f"{kind!r} was not heard within {HEAR_S:g} s")
@@ -135,7 +136,7 @@ class Injections:
 
 
 def table(faults: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The report of `Injections` for reading."""
+    """Format the report of `Injections`."""
     rows: list[tuple[str, ...]] = [("fault", "count", "bound s", "heard s", "max", "served s", "max")]
     for kind, row in faults.items():
         bound = "" if row["bound_s"] is None else f"{row['bound_s']:g}"
@@ -148,7 +149,7 @@ def _cells(seconds: Mapping[str, float]) -> tuple[str, str]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and maximum, rounded; nothing of nothing."""
+    """Return median and maximum, rounded; nothing of nothing."""
     if not seconds:
         return {}
     return {"median": round(statistics.median(seconds), 2), "max": round(max(seconds), 2)}

@@ -1,4 +1,4 @@
-"""What /health of a server says, from moment to moment."""
+"""Reports of a server's /health, from moment to moment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POLL_S = 0.05
 
 
 class Health:
-    """Asks a server's /health all the time, on a thread of its own. Moments are of the monotonic clock."""
+    """Poll a server's /health all the time, on a thread of its own. Moments are of the monotonic clock."""
 
     def __init__(self, served: ServerProcess):
         self._served, self._stop = served, threading.Event()
@@ -23,17 +23,18 @@ class Health:
 
     @property
     def serving(self) -> bool:
-        """What it said last."""
+        """Return the latest report."""
         return self._changes[-1][1]
 
     def heard(self, serving: bool, after: float, timeout_s: float = 0.0) -> float | None:
-        """When it first said after a moment that it serves, or that it does not; None where it does not in time."""
+        """Return when it first reported after a moment that it serves, or that it does not; None if it does not in
+        time."""
         with self._changed:
             self._changed.wait_for(lambda: self._first(serving, after) is not None, timeout_s)
             return self._first(serving, after)
 
     def stop(self) -> None:
-        """Ends the asking."""
+        """End the polling."""
         self._stop.set()
         self._thread.join()
 

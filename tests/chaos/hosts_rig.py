@@ -25,11 +25,11 @@ SETUP = """
 mount -t tmpfs tmpfs /dev/shm && mount --bind {folder}/hosts /etc/hosts && hostname {name} && ip link set lo up &&
 {{ exec 3<&0; cat <&3 >/dev/null & echo ready; wait; }}
 """
-"""The shell stays as the first process: it reaps those that lost their parents, and ends with who has made the host."""
+"""Script of a host's first process: it reaps processes that lost their parents, and ends with the host's maker."""
 
 
 class Host:
-    """A host of the rig. address: in the network of the rig. link: its end of the link."""
+    """Host of the rig. address: in the network of the rig. link: its end of the link."""
 
     def __init__(self, number: int, folder: Path):
         self.number, self.folder = number, folder
@@ -51,13 +51,13 @@ class Host:
         self._own = set(self.processes())
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
-        """Starts a command on this host; `started_by` gives its process, which the host's own processes see."""
+        """Start a command on this host; `started_by` gives its process, which the host's own processes see."""
         inside = ["nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", f"--wd={Path.cwd()}"]
         environ = os.environ | {"TMPDIR": str(self.temporary)}
         return subprocess.Popen([*inside, *command], env=environ, text=True, **options)
 
     def run(self, *command: str) -> str:
-        """Runs a command on this host; gives what it prints. Raises RuntimeError where it fails."""
+        """Run a command on this host; return its output. Raises RuntimeError if it fails."""
         done = self.start(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         said = done.communicate()[0]
         if done.returncode:
@@ -65,16 +65,16 @@ class Host:
         return said
 
     def cut(self) -> None:
-        """Takes the link away: what is sent is lost, and nobody is notified."""
+        """Cut the link: packets are lost, and nobody is notified."""
         self.run("ip", "link", "set", self.link, "down")
 
     def mend(self) -> None:
-        """Brings the link back."""
+        """Bring the link back."""
         self.run("ip", "link", "set", self.link, "up")
 
     @contextmanager
     def network(self) -> Iterator[None]:
-        """Sockets that this thread makes meanwhile, and those of threads that it starts, are of this host's network."""
+        """Put sockets made inside the context, by this thread and threads that it starts, into this host's network."""
         with open("/proc/thread-self/ns/net") as before, open(f"/proc/{self.pid}/ns/net") as here:
             _enter(here.fileno())
             try:
@@ -83,7 +83,7 @@ class Host:
                 _enter(before.fileno())
 
     def processes(self) -> dict[int, str]:
-        """Processes that were started on this host and live: their ids outside, and their commands."""
+        """Return the live processes that were started on this host: their ids outside, and their commands."""
         found: dict[int, str] = {}
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with suppress(OSError):  # it has ended meanwhile
@@ -96,14 +96,14 @@ class Host:
         return found
 
     def kill_all(self) -> None:
-        """Ends every process that was started on this host, at once."""
+        """End every process that was started on this host, at once."""
         while living := self.processes():
             for pid in living:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def left_behind(self, wait_s: float = 0.0) -> dict[str, list[str]]:
-        """Processes, shared memory, temporary files (among them sockets) that are there; looks again for wait_s."""
+        """Return remaining processes, shared memory, temporary files (sockets too); look again for wait_s."""
         deadline = time.monotonic() + wait_s
         while True:
             found = {
@@ -116,14 +116,14 @@ class Host:
             time.sleep(0.2)
 
     def close(self) -> None:
-        """Ends every process of this host, and so its namespaces."""
+        """End every process of this host, and so its namespaces."""
         self._first.kill()
         self._first.communicate()
 
 
 @contextmanager
 def joined_hosts(count: int) -> Iterator[tuple[Host, ...]]:
-    """Hosts of one network; the first is its switch. Raises PermissionError where they may not be made."""
+    """Return hosts of one network; the first is its switch. Raises PermissionError if they may not be made."""
     if missing := [name for name in ("unshare", "nsenter", "mount", "ip") if shutil.which(name) is None]:
         raise PermissionError(f"no namespaces here: the programs {', '.join(missing)} are missing")
     hosts: list[Host] = []
@@ -160,13 +160,13 @@ def _join(hosts: Sequence[Host]) -> None:
 
 
 def files_below(temporary: Path) -> list[str]:
-    """What lies in a folder for temporary files, but for what torch keeps of a user who imports its compiler."""
+    """Return the files in a temporary folder, without torch's files of a user who imports its compiler."""
     here = (path for path in temporary.iterdir() if not path.name.startswith("torchinductor_"))
     return sorted(str(path.relative_to(temporary)) for top in here for path in (top, *top.rglob("*")))
 
 
 def started_by(process: subprocess.Popen[str]) -> int:
-    """The process that unshare or nsenter has started, by its id outside. Raises ProcessLookupError where it ended."""
+    """Return the process that unshare or nsenter started, by its id outside. Raises ProcessLookupError if it ended."""
     while process.poll() is None:
         if found := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
             return int(found[0])
@@ -175,7 +175,7 @@ def started_by(process: subprocess.Popen[str]) -> int:
 
 
 def stopped(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Stops what nsenter has started for so long; False where it has ended."""
+    """Stop the process that nsenter has started for some seconds; return False if it has ended."""
     with suppress(OSError):
         os.kill(started_by(process), signal.SIGSTOP)
         deadline = time.monotonic() + seconds
@@ -188,25 +188,25 @@ def stopped(process: subprocess.Popen[str], seconds: float) -> bool:
 
 
 def _state(pid: int) -> str:
-    """As ps gives it. Raises OSError where there is no such process."""
+    """Return a process's state as ps has it. Raises OSError if there is no such process."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _enter(network: int) -> None:
-    """Moves this thread to a network namespace, given as an open file."""
+    """Move this thread to a network namespace, given as an open file."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(network, CLONE_NEWNET):
         raise PermissionError(f"no entry to a host's network: {os.strerror(ctypes.get_errno())}")
 
 
 def arguments(host: Host, key: Path, nnodes: int = 2) -> list[str]:
-    """The arguments of a command on a host."""
+    """Return the arguments of a command on a host."""
     where = ["--nnodes", str(nnodes), "--node-rank", str(host.number), "--master-addr", "10.77.0.1"]
     return [*where, "--cluster-key", str(key)]
 
 
 def main(command: Sequence[str]) -> int:
-    """Runs a command on two hosts; gives the exit code of the first."""
+    """Run a command on two hosts; return the exit code of the first."""
     with tempfile.TemporaryDirectory() as folder, joined_hosts(2) as hosts:
         (key := Path(folder) / "cluster.key").write_bytes(os.urandom(32).hex().encode())
         started = [host.start(*command, *arguments(host, key)) for host in hosts]

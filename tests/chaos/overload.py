@@ -1,9 +1,9 @@
-"""Twice as many requests as a server can answer, for as long as wanted: its memory must stay flat.
+"""Send twice the requests that a server can complete, for a given time: its memory must stay flat.
 
     PYTHONPATH=tests python -m chaos.overload --minutes 30 --json bench/results/overload.json
 
-First clients that wait for each answer measure the capacity. Then requests come twice as fast as that, whether or not
-those before have been answered. Flat: in the second half, memory grows by less than 1 % of what it was, and 2 MiB.
+First clients that wait for each output measure the capacity. Then requests arrive at twice that rate, whether or not
+earlier ones have ended. Flat: in the second half, memory grows by less than 1 % of its size, and 2 MiB.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from weft_bench.streamed_completion import LoadError
 
 SAMPLE_S = 5.0
 MAX_OPEN = 400
-"""Requests that this script has open at once; what would come beyond is counted as not sent."""
+"""Maximum open requests of this script; further ones are counted as not sent."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """minutes: of overload. arguments: further ones of `weft serve`."""
+    """Options. minutes: of overload. arguments: further ones of `weft serve`."""
 
     minutes: float = 30.0
     json: Path | None = None

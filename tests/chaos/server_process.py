@@ -1,4 +1,4 @@
-"""`weft serve` as a subprocess, watched from outside: its ranks, what it holds, and what it leaves behind."""
+"""`weft serve` as a subprocess, watched from outside: its ranks, its resources, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ START_S = 600.0
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or did not come back: one line."""
+    """Failure of a server to start, or to come back: one line."""
 
 
 class ServerProcess:
-    """A server in `folder`: its log there, its temporary files in a folder of its own there.
+    """Server in `folder`: its log there, its temporary files in a folder of its own there.
 
-    host: of the rig, which it runs on; this thread must be in that one's network, and the folder has the log alone.
+    host: of the rig, on which it runs; this thread must be in that one's network, and the folder has the log alone.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str], host: Host | None = None):
@@ -57,14 +57,14 @@ class ServerProcess:
         raise ServerError(f"weft serve did not start: {lines[-1]}")
 
     def ranks(self) -> dict[int, int]:
-        """Process id of each of its own host's ranks that lives, by rank; notes every process on the way."""
+        """Return the process id of each live rank of its own host, by rank; note every process on the way."""
         for child in children(self.pid):
             for pid in (child, *children(child)):
                 self._see(pid)
         return ranks_of(self.pid)
 
     def get(self, path: str, timeout_s: float = 10.0) -> tuple[int, str]:
-        """Status and body. Raises OSError, http.client.HTTPException."""
+        """Return status and body. Raises OSError, http.client.HTTPException."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
         try:
             connection.request("GET", path)
@@ -74,7 +74,8 @@ class ServerProcess:
             connection.close()
 
     def wait_healthy(self, timeout_s: float) -> float:
-        """Seconds until /health gives 200. Raises ServerError where that takes too long, or the server has ended."""
+        """Return the seconds until /health gives 200. Raises ServerError if that takes too long, or the server has
+        ended."""
         began = time.monotonic()
         status, body = 0, "nothing"
         while time.monotonic() - began < timeout_s and self.process.poll() is None:
@@ -89,20 +90,20 @@ class ServerProcess:
         raise ServerError(f"the server ended with {ended}" if ended is not None else f"/health still says {body}")
 
     def metric(self, name: str) -> float:
-        """Sum of a metric's samples."""
+        """Return the sum of a metric's samples."""
         values = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", self.get("/metrics", 60)[1], re.MULTILINE)
         return sum(map(float, values))
 
     def descriptors(self) -> int:
-        """Files and sockets that the server's process holds open."""
+        """Return the files and sockets that the server's process holds open."""
         return len(os.listdir(f"/proc/{self.pid}/fd"))
 
     def memory_mib(self) -> float:
-        """Resident memory of the server's process."""
+        """Return the resident memory of the server's process."""
         return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def end(self, timeout_s: float) -> int | None:
-        """SIGTERM; the exit code, or None where it had to be killed."""
+        """Send SIGTERM; return the exit code, or None if it had to be killed."""
         self.ranks()
         os.kill(self.pid, signal.SIGTERM)
         try:
@@ -112,13 +113,13 @@ class ServerProcess:
             return None
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill it at once."""
         if self.process.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
         self.process.wait()
 
     def left_behind(self, wait_s: float = 10.0) -> dict[str, list[str]]:
-        """Processes that were the server's and still live, and files of its temporary folder."""
+        """Return processes that were the server's and still live, and files of its temporary folder."""
         deadline = time.monotonic() + wait_s
         while True:
             processes = [str(pid) for pid, started in sorted(self.seen) if _started(pid) == started]
@@ -133,17 +134,17 @@ class ServerProcess:
 
 
 def segments() -> set[str]:
-    """Names of shared memory segments on this host; semaphores, which also lie there, are none."""
+    """Return names of shared memory segments on this host; semaphores, which also lie there, are none."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
 def forker_of(pid: int) -> int | None:
-    """Process id of the one that forks the ranks of a server or an agent; None where there is none."""
+    """Return the process id of the forker of a server's or an agent's ranks; None if there is none."""
     return next(iter(children(pid)), None)
 
 
 def ranks_of(pid: int) -> dict[int, int]:
-    """Process id of each rank of a server's or an agent's host that lives, by rank. pid: of the server or agent."""
+    """Return the process id of each live rank of a host, by rank. pid: of the server or agent."""
     found = {}
     for forked in (forked for forker in children(pid) for forked in children(forker)):
         with suppress(OSError):  # it has ended meanwhile
@@ -153,7 +154,7 @@ def ranks_of(pid: int) -> dict[int, int]:
 
 
 def children(pid: int) -> list[int]:
-    """Child processes, whichever of its threads started them."""
+    """Return child processes, whichever of its threads started them."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
@@ -162,7 +163,7 @@ def children(pid: int) -> list[int]:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, which distinguishes it from a later one of the same number; None where none lives."""
+    """Return when a process began, which distinguishes it from a later one of the same number; None if none lives."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -34,12 +34,12 @@ from weft_bench.streamed_completion import LoadError, StreamedCompletion
 
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_read=300)
 SMALL = ("--kv-tokens", "640", "--max-running", "12", "--max-batch-tokens", "128", "--max-waiting", "4096")
-"""Room for about a third of what the sequences of a full batch come to; prompts are read in chunks."""
+"""Cache size for about a third of a full batch's sequences; prompts are read in chunks."""
 METRICS = ("weft_preemptions_total", "weft_prefix_cached_tokens_total", "weft_restarts_total", "weft_steps_total")
 
 
 def mixed(count: int, seed: int, vocabulary: int) -> list[dict[str, Any]]:
-    """Bodies of distinct requests, with token ids for prompts: a third begin with one of three stems."""
+    """Return bodies of distinct requests, with token ids for prompts: a third begin with one of three stems."""
     draw = random.Random(seed)
 
     def tokens(length: int) -> list[int]:
@@ -54,13 +54,13 @@ def mixed(count: int, seed: int, vocabulary: int) -> list[dict[str, Any]]:
 
 
 class Client:
-    """Asks one server."""
+    """Client of one server."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str):
         self._session, self._url, self._model = session, url, model
 
     async def ask(self, body: dict[str, Any], streams: bool, leave_after: int | None = None) -> list[str] | None:
-        """The names of the answer's tokens; None where the client left, after so many of them. Raises LoadError."""
+        """Return the output's tokens by name; None if the client left after `leave_after`. Raises LoadError."""
         body = body | {"model": self._model, "stream": streams}
         async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
             if response.status != 200:
@@ -122,7 +122,7 @@ async def soak(url: str, model: str, options: argparse.Namespace) -> dict[str, A
 
 
 def idle(served: ServerProcess) -> dict[str, float]:
-    """Requests that run or wait, once nobody asks; they take a step or two to go."""
+    """Return the requests that run or wait, once no client is left; they need a step or two to end."""
     names = ("weft_requests_running", "weft_requests_waiting")
     deadline = time.monotonic() + 30
     while True:

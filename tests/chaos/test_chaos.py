@@ -42,7 +42,7 @@ def test_nothing_is_lost_hangs_or_stays_behind(
 
 
 def test_the_server_gets_the_options_that_chaos_was_given() -> None:
-    """Every option of the engine, also those that are still to come."""
+    """Cover every option of the engine, also those that are still to come."""
     kinds = get_type_hints(EngineArguments)
     given = [each for each in fields(EngineArguments) if each.name != "revision"]  # of the hub, which has no preset
     engine = EngineArguments(**{each.name: another(each.name, kinds[each.name], each.default) for each in given})
@@ -59,7 +59,7 @@ NAMES |= {"attention_backend": "torch"}
 
 
 def another(name: str, kind: Any, default: Any) -> Any:
-    """A value of an option's type that is not its default."""
+    """Return a value of an option's type that is not its default."""
     if name in NAMES:
         return NAMES[name]
     if get_origin(kind) is Literal:
@@ -75,7 +75,7 @@ def another(name: str, kind: Any, default: Any) -> Any:
 
 
 class Response:
-    """A server's answer, line by line."""
+    """Response of a server, line by line."""
 
     status = 200
 

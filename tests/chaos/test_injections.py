@@ -1,4 +1,4 @@
-"""When faults are heard, and what chaos says of those that are not, or too late."""
+"""When faults are heard, and the report of faults that are not, or too late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def injections(
     fault: Fault, heard: Callable[[bool, float], float | None], count: int = 1, wait: Callable[[float], float] = float
 ) -> Injections:
-    """After `count` faults of a server. heard: what its health says."""
+    """Return the injections after `count` faults of a server. heard: reports of its health."""
     served: Any = SimpleNamespace(wait_healthy=wait)
     health: Any = SimpleNamespace(serving=True, heard=lambda serving, after, timeout_s=0.0: heard(serving, after))
     found = Injections(served, health, {"a fault": fault}, IN_ORDER, 3.0, lambda line: None)

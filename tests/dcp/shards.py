@@ -1,4 +1,4 @@
-"""Attention over shards of the keys, and over all of them in float64: what a merge is given, and what it must give."""
+"""Attention over shards of the keys, and over all of them in float64: inputs of a merge, and its expected outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 SPREAD = 8.0
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-"""Of the root mean square of a row's differences; values are of size 1. The lse is float32 whatever the dtype."""
+"""Tolerance of the root mean square of a row's differences; values are of size 1. The lse is float32 in any case."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Shards:
 
 
 def attend(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """float64 attention of scores `[T, H, L]`, −inf where a key is not seen, over values `[L, H, D]`."""
+    """Return float64 attention of scores `[T, H, L]`, −inf for a key that is not seen, over values `[L, H, D]`."""
     lse = scores.logsumexp(-1)
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
     return torch.einsum("thl,lhd->thd", weights, values), lse
@@ -43,11 +43,11 @@ def shards_of(
     apart: float = 0.0,
     empty: Callable[[int, int], bool] = lambda rank, row: False,
 ) -> Shards:
-    """Row t sees `lengths[t]` keys, key g of which lies on rank `g // run % ranks`.
+    """Return shards in which row t sees `lengths[t]` keys, key g of which lies on rank `g // run % ranks`.
 
-    Scores are skewed by SPREAD, and so is what each rank has of them; the ranks' lie `apart` beside.
-    empty(rank, row): keys that the row does not see after all. Outputs of empty parts are NaN, their lse −inf, +inf or
-    NaN in turn; outputs of parts that weigh nothing, even in float64, are NaN too.
+    Scores are skewed by SPREAD, and each rank's scores too; the ranks' scores are `apart` from each other. empty(rank,
+    row): keys that the row does not see after all. Outputs of empty parts are NaN, their lse −inf, +inf or NaN in turn;
+    outputs of parts that weigh nothing, even in float64, are NaN too.
     """
     generator = torch.Generator().manual_seed(seed)
     longest = max(lengths, default=0)
@@ -72,7 +72,7 @@ def shards_of(
 
 
 def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], what: str) -> None:
-    """Row by row near what float64 says; rows that see nothing are 0, their lse −inf."""
+    """Compare row by row with float64; rows that see nothing are 0, their lse −inf."""
     (out, lse), (exact, exact_lse) = got, wanted
     assert out.shape == exact.shape and lse.shape == exact_lse.shape and lse.dtype == torch.float32, what
     nothing = exact_lse == -math.inf
@@ -83,5 +83,5 @@ def check(got: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor], what: str) 
 
 
 def own(x: Tensor, ranks: int, rank: int) -> Tensor:
-    """Of `[T, H, …]` the heads of a rank."""
+    """Return a rank's heads of `[T, H, …]`."""
     return x.unflatten(1, (ranks, -1))[:, rank]

@@ -1,4 +1,4 @@
-"""What the engine's tests share: a small random Qwen2-MoE with a real tokenizer, and ways to ask and to disturb it."""
+"""Fixtures of the engine's tests: a small random Qwen2-MoE with a real tokenizer, and ways to prompt and disturb it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from weft.engine.worker.row_table import NO_TOKEN
 from weft.engine.worker.worker import Worker
 
 WAIT_S = 240.0
-"""For what comes soon unless something is wrong; a busy machine may take long."""
+"""Seconds to wait for what comes soon unless something is wrong; a busy machine may need long."""
 
 
 @contextmanager
 def sleeping_fork() -> Iterator[None]:
-    """Meanwhile a forked process sleeps, and holds copies of this one's descriptors."""
+    """Keep a forked process asleep inside the context, with copies of this one's descriptors."""
     process = multiprocessing.get_context("fork").Process(target=signal.pause)
     process.start()
     try:
@@ -42,7 +42,7 @@ def sleeping_fork() -> Iterator[None]:
 
 
 def byte_tokenizer(directory: Path) -> None:
-    """A tokenizer with one token for each byte, so that characters and stop strings span tokens."""
+    """Return a tokenizer with one token for each byte, so that characters and stop strings span tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<eos>": 0} | {c: i + 1 for i, c in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
@@ -52,7 +52,7 @@ def byte_tokenizer(directory: Path) -> None:
 
 
 def byte_model(directory: Path) -> Path:
-    """Saves a small Qwen2-MoE of bytes there."""
+    """Save a small Qwen2-MoE of bytes there."""
     small_model("qwen2_moe", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(directory)
     return directory
@@ -66,7 +66,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def greedy_outputs(
     logits: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[Sequence[int]], count: int
 ) -> list[tuple[int, ...]]:
-    """The likeliest `count` tokens after each prompt. logits: of tokens `[n]`, those after the last, `[vocabulary]`."""
+    """Return the likeliest `count` tokens after each prompt. logits: `[vocabulary]` after the tokens `[n]`."""
     outputs = []
     for prompt in prompts:
         tokens = list(prompt)
@@ -80,8 +80,8 @@ def greedy_outputs(
 def generate_together(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
 ) -> list[GenerationResult]:
-    """As `Engine.generate`, or each with parameters of its own, but all prompts come between the same two steps,
-    whatever turns the threads take: for tests of what happens where many share the cache."""
+    """Generate as `Engine.generate`, with parameters per prompt if given; all prompts arrive between the same two
+    steps, whatever turns the threads take. For tests of many sequences that share the cache."""
     asked: list[Request] = []
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
 
@@ -96,7 +96,8 @@ def generate_together(
 def outputs_of_some(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, cut: Mapping[int, int]
 ) -> tuple[list[str], list[tuple[int, ...]]]:
-    """Why each prompt's output ended, and its tokens. cut: outputs of some that grow longer than this are cancelled."""
+    """Return why each prompt's output ended, and its tokens. cut: outputs of some that grow longer than this are
+    cancelled."""
     outputs: list[list[int]] = [[] for _ in prompts]
     ended: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     ids: list[int] = []
@@ -121,7 +122,7 @@ def outputs_of_some(
 
 
 def lose_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank forgets its rows' last tokens before the fourth step: as if they had never been sampled."""
+    """Let every rank forget its rows' last tokens before the fourth step, as if they had never been sampled."""
     step = Worker.step
 
     def poisoned(worker: Worker, message: Step) -> Any:

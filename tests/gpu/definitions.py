@@ -27,7 +27,7 @@ def decode_attention(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(output `[rows, heads, values' dim]`, natural log-sum-exp `[rows, heads]`)."""
+    """Return (output `[rows, heads, values' dim]`, natural log-sum-exp `[rows, heads]`)."""
     rows, heads, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(rows, heads, values.shape[-1], dtype=wide, device=q.device)
@@ -47,8 +47,8 @@ def decode_attention(
 def route(
     logits: Tensor, rule: Rule, live: int, first: int = 0, held: int | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weight float32 `[T, k]`, expert int32 `[T, k]`, −1 for an expert of another rank and for a token that is not
-    live)."""
+    """Return (weight float32 `[T, k]`, expert int32 `[T, k]`, −1 for an expert of another rank and for a token that is
+    not live)."""
     held = logits.shape[1] - first if held is None else held
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     score = wide.softmax(-1) if rule.score == "softmax" else wide.sigmoid()
@@ -80,7 +80,8 @@ def experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`[T, width]`. Pairs of expert −1 are left out. Between the products is `weft.kernels.torch_reference.gated`.
+    """Return `[T, width]`. Pairs of expert −1 are omitted. Between the products is
+    `weft.kernels.torch_reference.gated`.
 
     With weights in FP8 the rows of both products are quantised (x only if it is not quantised yet), and the result is
     float32.
@@ -122,7 +123,7 @@ def norm_rope_cache(
     eps: float = 0.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Returns the queries, and stores keys and values."""
+    """Return the queries, and store keys and values."""
     kv_heads, d = keys.shape[1:]
     wide = torch.promote_types(qkv.dtype, torch.float32)
     q, k, v = qkv.unflatten(1, (-1, d)).split((heads, kv_heads, kv_heads), 1)
@@ -152,7 +153,7 @@ def latent_rope_cache(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Rotates the queries in place, and stores latent vectors and keys."""
+    """Rotate the queries in place, and store latent vectors and keys."""
     wide, rotary_dim, kept = torch.promote_types(q.dtype, torch.float32), cos.shape[1], slots >= 0
     c, s = (t[:, 0::2] if interleaved else t[:, : rotary_dim // 2] for t in (cos.to(wide), sin.to(wide)))
     q[..., -rotary_dim:] = _rotate(q[..., -rotary_dim:].to(wide), c[:, None], s[:, None], interleaved).to(q.dtype)
@@ -163,8 +164,8 @@ def latent_rope_cache(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates pairs of the last dimension: neighbours where interleaved, else one of each half. cos, sin: one angle for
-    each pair."""
+    """Rotate pairs of the last dimension: neighbours if interleaved, otherwise one of each half. cos, sin: one angle
+    per pair."""
     left, right = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
     pair = (left * cos - right * sin, right * cos + left * sin)
     return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
@@ -184,7 +185,7 @@ def gated_delta(
     tails: Tensor,
     out: Tensor,
 ) -> None:
-    """Fills out, and updates states and tails: token by token."""
+    """Fill out, and update states and tails, token by token."""
     wide = torch.promote_types(product.dtype, torch.float32)
     (_, heads, key_dim, value_dim), features = states.shape, len(conv)
     keys = (features - heads * value_dim) // 2
@@ -217,7 +218,7 @@ def gated_delta(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """The normalised rows. Updates the residual in place."""
+    """Return the normalised rows. Updates the residual in place."""
     wide = torch.promote_types(x.dtype, torch.float32)
     value = x.to(wide)
     if residual is not None:
@@ -235,7 +236,7 @@ def sample(
     min_p: Tensor | None = None,
     first: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(value `[rows]`, token int32 `[rows]`). The noise is the kernel's, up to the rounding of its logarithms."""
+    """Return (value `[rows]`, token int32 `[rows]`). The noise is the kernel's, up to rounding of logarithms."""
     value, vocabulary = logits.float(), logits.shape[1]
     value = torch.where(value.isnan(), float("-inf"), value)
     hot = temperature > 0
@@ -251,8 +252,8 @@ def sample(
 
 
 def cut(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """(bool `[rows, vocabulary]`, float64 of that shape): what top_k and then top_p keep, by a sort; and of what top_k
-    keeps the probability of all tokens before, 1 of the rest. Greedy rows keep all."""
+    """Return (bool `[rows, vocabulary]`, float64 of that shape): tokens that top_k and then top_p keep, by a sort; and
+    for the tokens that top_k keeps, the probability of all tokens before, 1 for the rest. Greedy rows keep all."""
     vocabulary, tokens = logits.shape[1], torch.arange(logits.shape[1], device=logits.device)
     scaled = logits.float() / temperature.clamp(min=1e-5)[:, None]
     scaled = torch.where(scaled.isnan(), float("-inf"), scaled)
@@ -269,7 +270,7 @@ def cut(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tu
 
 
 def gumbel(seed: Tensor, position: Tensor, first: int, count: int) -> Tensor:
-    """Gumbel noise float32 `[rows, count]` of the tokens from `first` on. It depends on (seed, position, token)
+    """Return Gumbel noise float32 `[rows, count]` of the tokens from `first` on. It depends on (seed, position, token)
     alone."""
     zero = torch.zeros_like(seed)
     key = _philox(seed & _MASK, (seed >> 32) & _MASK, position.long() & _MASK, position.long() >> 32 & _MASK)[0]
@@ -285,7 +286,7 @@ _MASK = 0xFFFFFFFF
 
 
 def _philox(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words that are held in int64; counters 2 and 3 are zero."""
+    """Compute Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words held in int64; counters 2 and 3 are zero."""
 
     def product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
         low, high = a * (b & 0xFFFF), a * (b >> 16)  # 48 bits each: a whole product takes 64
@@ -303,9 +304,8 @@ def step_in(
     rows: Tensor, live: int, last_token: Tensor, length: Tensor, entries: Tensor, steps: Tensor,
     groups: Sequence[tuple[int, bool]], page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(tokens, positions, lengths, entries, slots), as `step.StepInputs`; −1 for entries that the kernel does not write
-    and for slots that are not used. groups: (width of the table, whether it has states) of each group.
-    """
+    """Return (tokens, positions, lengths, entries, slots), as `step.StepInputs`; −1 for entries that the kernel does
+    not write and for slots that are not used. groups: (width of the table, whether it has states) of each group."""
     capacity, begin = len(rows), 0
     steps += 1
     tokens, positions, lengths = (torch.zeros(capacity, dtype=torch.int64, device=rows.device) for _ in range(3))
@@ -330,7 +330,7 @@ def step_out(
     rows: Tensor, live: int, decode_rows: int, candidates: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor,
     tokens: Tensor, steps: Tensor, token_ring: Tensor,
 ) -> None:  # fmt: skip
-    """Updates in place: the state, the tokens, and the step's row of `token_ring`."""
+    """Update in place: the state, the tokens, and the step's row of `token_ring`."""
     tokens[: len(rows)] = -1
     for i, row in enumerate(rows[:live].tolist()):
         found = candidates[:, i].reshape(-1, 2)

@@ -1,11 +1,11 @@
-"""What is run on a machine with GPUs, in parts that each end within nine minutes: tests, sanitizers, soaks, CPU time.
+"""Run the checks for a machine with GPUs, in parts of at most nine minutes: tests, sanitizers, soaks, CPU time.
 
     make test-gpu-parts PARTS="kernels engine"      # with the Python at own, as make test-gpu
     python tests/gpu/parts.py --list
 
-Of each command the output is printed and written to FOLDER/COMMAND.log (--out), and what it gives as JSON beside it; a
-line each at the end says how it ended and what it took. A command that outlasts its part is interrupted, so that pytest
-still says what it ran. Exit code 1 where one failed. Nothing uses NVLink multicast.
+Each command's output is printed and written to FOLDER/COMMAND.log (--out), and its JSON next to it; a line per command
+at the end has its exit code and seconds. A command that outlasts its part is interrupted, so that pytest still names
+the tests that it ran. Exit code 1 if one failed. Nothing uses NVLink multicast.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 PATIENCE_S = 20.0
-"""Between the request to end and the end by force."""
+"""Seconds between the request to end and the end by force."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """`arguments` follow this Python; {out} is the folder of results, {before} another source tree, {device} cuda or
-    cpu, and {scratch} a folder with `small_models`.
-    """
+    """Command after this Python. {out} is the folder of results, {before} another source tree, {device} cuda or cpu,
+    and {scratch} a folder with `small_models`."""
 
     name: str
     arguments: tuple[str, ...]
@@ -41,7 +40,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Part:
-    """gpus: that it takes, and sees."""
+    """Part of the checks. gpus: number of GPUs that it needs and sees."""
 
     what: str
     gpus: int
@@ -54,7 +53,7 @@ def tests(name: str, *arguments: str) -> Command:
 
 
 def soak(name: str, model: str, *arguments: str) -> Command:
-    """Of one of `small_models`, or of the embedded model (no name)."""
+    """Return the soak of one of `small_models`, or of the embedded model (no name)."""
     small = ("--requests", "300", "--distinct", "45", "--vocabulary", "250") if model else ()
     device = ("--device", "{device}", "--dtype", "float32")
     served = (*([f"{{scratch}}/{model}"] if model else []), *device, *arguments)
@@ -185,7 +184,7 @@ PARTS = {
 
 
 def small_models(folder: Path) -> None:
-    """Models of few narrow layers, with a tokenizer of bytes."""
+    """Write models of few narrow layers, with a tokenizer of bytes."""
     from engine.conftest import byte_tokenizer
     from engine.test_hybrids import FAMILIES
     from gpu.test_engine import small_latent
@@ -202,7 +201,7 @@ def small_models(folder: Path) -> None:
 
 
 def run(command: Command, values: dict[str, str], environment: dict[str, str], deadline: float) -> int | None:
-    """Its exit code; None where it was interrupted."""
+    """Run a command; return its exit code, or None if it was interrupted."""
     out = Path(values["out"])
     arguments = [sys.executable, *(argument.format(**values) for argument in command.arguments)]
     print(f"\n=== {command.name}: {' '.join(arguments)}", flush=True)
@@ -227,7 +226,7 @@ def run(command: Command, values: dict[str, str], environment: dict[str, str], d
 
 
 def run_part(part: Part, values: dict[str, str], seconds: float) -> list[tuple[str, str, float]]:
-    """Of each command its name, how it ended, and seconds."""
+    """Run a part; return each command's name, its end, and seconds."""
     path = os.pathsep.join(
         [
             *(f"{REPOSITORY}/{name}" for name in ("src", "bench/src", "tests")),

@@ -1,4 +1,4 @@
-"""What is asked of transport peer, wherever its kernels run: on GPUs, or emulated on a CPU."""
+"""Checks of transport peer, wherever its kernels run: on GPUs, or emulated on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANY_BITS = (
     (torch.uint8, 5),
     (torch.float8_e4m3fn, 64),
 )
-"""Dtypes and widths of rows that are sent as they are: of whole units and of others."""
+"""Dtypes and widths of rows that are sent unchanged: of whole units and of others."""
 SPLIT = PeerTuning(
     split_one_shot=Split(0, 2, 0, 4, 128),
     split_two_shot=Split(0, 2, 1, 3, 128),
@@ -43,10 +43,10 @@ SHOTS = {
 def everything(
     transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning], large: bool
 ) -> None:
-    """The oracle matrix by each tuning; with more rows, and with wide ones that several blocks share.
+    """Run the oracle matrix by each tuning; with more rows, and with wide ones that several blocks share.
 
-    large: on many rows. Else four ranks see few rows, of bfloat16 alone, and wide ones: how a kernel goes about an
-    exchange does not depend on the dtype, and three ranks run the same kernels as four. More than four see few rows.
+    large: use many rows. Otherwise four ranks see few rows, of bfloat16 alone, and wide ones: a kernel's path through
+    an exchange does not depend on the dtype, and three ranks run the same kernels as four. More than four see few rows.
     """
     full = large or mesh.world <= 3
     dtypes = SUMMED if full else SUMMED[1:2]
@@ -67,7 +67,7 @@ def everything(
 
 
 def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:
-    """Calls of exactly max_bytes, in which one rank or group has all rows, each in turn."""
+    """Run calls of exactly max_bytes, with all rows on one rank or group, each in turn."""
     n, rank, group = mesh.world, transport.rank, tuple(range(mesh.world))
     rows = int(transport.entry.max_bytes or 0) // 4096
     base = (torch.arange(rows, device=device)[:, None] * 7 + torch.arange(1024, device=device)) % 13
@@ -97,9 +97,9 @@ def fill(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: di
 
 
 def any_bits(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:
-    """What is not summed arrives bit for bit: rows full of what stands for no data yet, of the escape that is sent in
-    its place, and of words beside them, in every dtype, by counts of the host and of the device. In between are sums.
-    """
+    """Check that rows without a sum arrive bit for bit: full of the mark for missing data, of the escape that is sent
+    in its place, and of words next to them, in every dtype, by counts of the host and of the device. In between are
+    sums."""
     rank = transport.rank
     for number, (tuning, group) in enumerate(itertools.product(tunings.values(), groups_of(mesh, rank))):
         transport.tuning, n, me = tuning, len(group), group.index(rank)
@@ -125,9 +125,8 @@ def any_bits(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings
 
 
 def sums_in_order(transport: PeerTransport, mesh: Mesh, device: torch.device, tunings: dict[str, PeerTuning]) -> None:
-    """Sums are in float32 and rank order, rounded once, whoever reads them: so all readers have the same bits. Large
-    terms cancel each other, so that another order gives other bits.
-    """
+    """Check that sums are in float32 and rank order, rounded once, so that all readers have the same bits. Large terms
+    cancel each other, so that another order gives other bits."""
     rank = transport.rank
     for number, (tuning, dtype) in enumerate(itertools.product(tunings.values(), SUMMED)):
         transport.tuning = tuning
@@ -151,7 +150,7 @@ def sums_in_order(transport: PeerTransport, mesh: Mesh, device: torch.device, tu
 
 
 def cancelling_terms(seed: int, ranks: int, rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Small numbers, but for two ranks of each element, which have a large one and its negative."""
+    """Return small numbers, but for two ranks of each element, which have a large one and its negative."""
     generator = torch.Generator().manual_seed(seed)
     terms = torch.randn(ranks, rows, width, generator=generator) / 256
     two = torch.rand(ranks, rows, width, generator=generator).argsort(0)[:2]
@@ -160,7 +159,7 @@ def cancelling_terms(seed: int, ranks: int, rows: int, width: int, dtype: torch.
 
 
 def in_order(terms: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in float32, one term after the other."""
+    """Return the sum in float32, one term after the other."""
     total = terms[0].float()
     for term in terms[1:]:
         total = total + term.float()
@@ -168,7 +167,7 @@ def in_order(terms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def tricky_bits(rows: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """`[rows, width]`: of every aligned four bytes, most are all ones or one less."""
+    """Return `[rows, width]`: of every aligned four bytes, most are all ones or one less."""
     generator = torch.Generator().manual_seed(seed)
     size = rows * width * dtype.itemsize
     words = torch.tensor([-1, -2, -1, -2, 0, 0x7FFFFFFF, 255, -256], dtype=torch.int32)
@@ -182,7 +181,7 @@ def same_bits(got: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 
 def wait_in_vain(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
-    """Rank 0 calls, the others do not: its kernel ends, and says so."""
+    """Let rank 0 call alone: its kernel ends with an error."""
     if transport.rank == 0:
         with pytest.raises(CommTimeout, match="for rank"):
             transport.all_reduce(torch.ones(4, 64, device=device), tuple(range(mesh.world)))

@@ -1,4 +1,4 @@
-"""Plans executed on random values, and what they come to, worked out by one process that never heard of placements."""
+"""Plans executed on random values, and their results computed by one process without placements."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Norm:
 
 
 def sampled(mesh: Mesh, total: int, seed: int) -> torch.Tensor:
-    """A random whole value (row 0) and each rank's random part (rows 1…)."""
+    """Return a random whole value (row 0) and each rank's random part (rows 1…)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1 + mesh.world, total, WIDTH, generator=generator, dtype=torch.float64)
 
 
 def execute(transports: Mapping[str, Transport], plan: Plan, counts: tuple[int, ...], seed: int) -> list[torch.Tensor]:
-    """Runs a plan on random deltas that mean the same on every rank; gives what each read delivered.
+    """Run a plan on random deltas that mean the same on every rank; return the rows of each read.
 
-    transports: a rank's, by the names that the plan has for them.
+    transports: a rank's, by their names in the plan.
     """
     mesh, rank = plan.mesh, next(iter(transports.values())).rank
     stream = Stream(plan, transports, StepRows(mesh, rank, counts))
@@ -59,7 +59,7 @@ def execute(transports: Mapping[str, Transport], plan: Plan, counts: tuple[int, 
 
 
 def whole_result(plan: Plan, counts: tuple[int, ...], seed: int) -> list[torch.Tensor]:
-    """The same by one process that never heard of placements."""
+    """Return the same results, computed by one process without placements."""
     residual, out = torch.zeros(sum(counts), WIDTH, dtype=torch.float64), []
     for i, read_plan in enumerate(plan.reads):
         for j in range(len(read_plan.read.deltas)):

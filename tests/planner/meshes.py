@@ -1,4 +1,4 @@
-"""The layouts that tests try."""
+"""Layouts that tests try."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.planner.spec import Mesh
 
 @cache
 def layouts(max_world: int) -> tuple[Mesh, ...]:
-    """Every layout of up to `max_world` ranks."""
+    """Return every layout of up to `max_world` ranks."""
     return tuple(
         Mesh(dp, world // dp, ep, world // ep)
         for world in range(1, max_world + 1)

@@ -1,4 +1,4 @@
-"""A served engine: a small random model, ranks as threads, real HTTP on a loopback port."""
+"""Served engine: a small random model, ranks as threads, real HTTP on a loopback port."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class QuietEngine:
-    """Takes requests and says nothing until it is told to."""
+    """Engine that accepts requests and sends nothing until `say`."""
 
     max_model_len, error, state = 100, None, "serving"
 
@@ -69,7 +69,7 @@ class QuietEngine:
         return list(range(first, first + len(jobs)))
 
     def say(self, output: Output, request: int = 0) -> None:
-        """As the engine's thread would, once the request is there."""
+        """Send an output as the engine's thread would, once the request is there."""
         while request not in self.listeners:
             time.sleep(0.01)
         self.listeners[request](SimpleNamespace(take=lambda: output))
@@ -84,7 +84,7 @@ def output(text: str, reason: Any = None, error: str | None = None) -> Output:
 
 @dataclass
 class Served:
-    """A running server and ways to talk to it."""
+    """Running server and ways to talk to it."""
 
     engine: Engine
     server: Server
@@ -102,7 +102,7 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     def socket(self) -> socket.socket:
-        """For what no client would send."""
+        """Open a socket, for bytes that no client would send."""
         return socket.create_connection(self.address, timeout=WAIT_S)
 
 
@@ -112,7 +112,7 @@ def templates_of(special: str) -> Templates:
 
 
 def shared_templates(engine: Any) -> Templates:
-    """One process for all servers of a tokenizer."""
+    """Share one process for all servers of a tokenizer."""
     return templates_of(json.dumps(engine.tokenizer.special_tokens_map))
 
 

@@ -36,7 +36,7 @@ def parser(
 
 
 class BareParser:
-    """Parser that reads an output as calls if it begins with their mark, otherwise as text."""
+    """Parser that reads an output by `calls` after the mark `begin`, otherwise as text without the tokens `hidden`."""
 
     def __init__(self, calls: Parser, begin: str, hidden: Collection[str]):
         self._calls, self._begin, self._text = calls, begin, TextParser(hidden)

@@ -89,7 +89,7 @@ class Prompts:
             raise ApiError(400, message, param=param)
 
     def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
-        """Raise ApiError 400 for a text that cannot fit, as encoding it would need a hundred times its memory."""
+        """Raise ApiError 400 of `param` if `characters` in `prompts` cannot fit: encoding takes 100 times that."""
         if characters > prompts * self._engine.max_model_len * self._longest_token:
             raise self._too_long(f"{characters} characters", param)
 

@@ -43,7 +43,7 @@ class Templates:
         self._start()
 
     def render(self, template: str, messages: Sequence[Message], own: bool, **arguments: Any) -> str:
-        """Return the text that a template renders of messages and arguments, which are JSON.
+        """Return the text that `template` renders of `messages` and arguments, which are JSON.
 
         own: true for the model's template, which may wait longer for other prompts than a request's. ApiError 400 if
         the template fails or exceeds a limit, 503 if the wait is too long.

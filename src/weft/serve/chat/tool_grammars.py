@@ -91,8 +91,9 @@ def tagged_call(
 ) -> str:
     """Return rules of a call with each parameter in tags, in the schema's order. Texts exclude <, which would end them.
 
-    names: beginning of each function's call. parameter: texts before the key, between key and value, and after the
-    value. line: a value ends its line; a text, which may have line breaks and is matched greedily, includes this one.
+    names: beginning of each function's call. around: rules before and after it. parameter: texts before the key,
+    between key and value, and after the value. line: a value ends its line; a text, which may have line breaks and is
+    matched greedily, includes this one.
     """
     rules = [f"call: {around[0]} ({' | '.join(f'function{i}' for i in range(len(functions)))}) {around[1]}"]
     for i, (named, function) in enumerate(zip(names, functions, strict=True)):

@@ -17,7 +17,7 @@ NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def value_for(schema: Any, text: str, root: Any = None) -> Any:
-    """Return the value of a text under a schema: its JSON value if the schema allows it, otherwise the text.
+    """Return the value of `text` under a schema: its JSON value if the schema allows it, otherwise the text.
 
     If the schema allows neither, the nearest value: of an allowed type, or JSON, or the text.
 

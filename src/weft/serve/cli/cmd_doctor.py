@@ -98,7 +98,7 @@ def packages() -> Iterator[Finding]:
 
 
 def processor(cpuinfo: str, cores: int, load: float) -> Iterator[Finding]:
-    """Yield findings about cores and load. cpuinfo: text of /proc/cpuinfo; load: mean number of runnable processes."""
+    """Yield findings about `cores` and load. cpuinfo: text of /proc/cpuinfo; load: mean runnable processes."""
     lines = (line.split(":", 1)[1] for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
     flags = set(next(lines, "").split())
     best = next((name for name in ("avx512f", "avx2", "asimd") if name in flags), None)

@@ -105,7 +105,7 @@ class Command:
         return 0
 
     def measure_gpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> dict[str, Any]:
-        """Return the cost table of these numbers of ranks, transports and message sizes in bytes."""
+        """Return the cost table of these numbers of `ranks`, transports (`options`) and message `sizes` in bytes."""
         return self._collect(self._on_gpus(ranks, options, sizes))
 
     def _hosts(self) -> Any:

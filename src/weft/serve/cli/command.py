@@ -103,7 +103,7 @@ class EngineArguments(EngineOptions, SourceOptions):
 
 
 def parse(command: type[T], name: str, arguments: list[str], default: T | None = None) -> T:
-    """Return the command from its arguments; its docstring is the help. default: values of omitted options.
+    """Return the `command` called `name` from its `arguments`; its docstring is the help. default: for omitted options.
 
     Raises UserError before `run` imports torch: for options of other engines, and for an impossible model or layout.
     """
@@ -217,7 +217,7 @@ def check_writable(path: Path, option: str) -> None:
 def model_dir(
     model: Path | None, preset: str | None = None, revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """Return the directory or file of a model given by path, name or preset; of the embedded model if none is given.
+    """Return the directory or file of a `model` given by path, name or `preset`; else of the embedded model.
 
     Args:
         revision: branch, tag or commit of a model on the hub, which is downloaded unless the cache has it.
@@ -262,7 +262,7 @@ def _without_hub(model: Path | None, preset: str | None, revision: str | None) -
 
 
 def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
-    """Return the EngineConfig of a command's options. ray: start agents by Ray. Raises UserError, LayoutError."""
+    """Return the EngineConfig of `model` and `engine`. ray: start agents by Ray. Raises UserError, LayoutError."""
     from weft.engine.config.config import EngineConfig
 
     try:

@@ -118,7 +118,7 @@ class ChatMessages:
         self.names: dict[str, str] = {}
 
     def add(self, message: dict[str, Any], place: str, *, whole: bool = False) -> None:
-        """Append a message. place: in the request; whole: the place is the message's text, without fields."""
+        """Append a `message`. place: in the request; whole: the place is the message's text, without fields."""
         field = f"messages.{len(self.made)}"
         self.names |= {field: place} | ({f"{field}.{name}": place for name in ("role", "content")} if whole else {})
         self.made.append(message)

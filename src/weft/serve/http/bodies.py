@@ -195,8 +195,8 @@ def _half_character(value: Any) -> str | None:
 
 
 def has_more_values(data: bytes, max_values: int, max_containers: int) -> bool:
-    """Return whether JSON has more than `max_values` commas outside strings, or more than `max_containers` lists and
-    objects, or members of objects."""
+    """Return whether JSON `data` has more than `max_values` commas outside strings, or more than `max_containers` lists
+    and objects, or members of objects."""
 
     def exceeds(text: bytes) -> bool:
         containers = text.count(b"[") + text.count(b"{")

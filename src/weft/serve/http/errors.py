@@ -66,7 +66,7 @@ Names = Mapping[str, str]
 
 
 class ApiError(Exception):
-    """Refusal of a request: an HTTP status and one line. param: the parameter at fault."""
+    """Refusal of a request: HTTP `status`, one line `message`, `code`, `headers`. param: the parameter at fault."""
 
     def __init__(
         self,
@@ -177,8 +177,7 @@ def install(app: FastAPI) -> None:
 
 
 def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:
-    """Return the error of the first wrong field of pydantic's problems. place: path of the checked object in the body,
-    with a dot at its end."""
+    """Return the error of the first wrong field of pydantic's `problems`. place: path in `body`, with a final dot."""
     # A field of several types has a problem per type, named at the end of its place, after the client's field.
     field = _field(problems[0], body)
     messages = [p["msg"] for p in problems if _field(p, body) == field]

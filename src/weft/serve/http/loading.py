@@ -61,7 +61,7 @@ class Refusal(BaseHTTPRequestHandler):
         raise AttributeError(name)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Respond to a malformed request."""
+        """Respond to a malformed request, as `BaseHTTPRequestHandler.send_error`."""
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         self.close_connection, self.request_version = True, self.protocol_version  # the version may be the fault
         self._respond(code, {"error": error})

@@ -56,7 +56,7 @@ class Metrics(Collector):
         (self._between if begun else self._first).observe(seconds)
 
     def request(self, outcome: str, seconds: float, queued: float) -> None:
-        """Count the end of a request. seconds: in all; queued: before its first step."""
+        """Count a request's end by `outcome`. seconds: in all; queued: before its first step."""
         self._requests.labels(outcome).inc()
         self._whole.observe(seconds)
         self._queue.observe(queued)

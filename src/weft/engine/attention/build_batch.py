@@ -36,8 +36,8 @@ def build_batch(
     rules: Sequence[Rule] = (Rule(),),
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Build the batch of sequences with consecutive tokens. rules: one per cache group. Raises ValueError if the rows
-    do not add up to the tokens, or a page table is too short."""
+    """Build the batch of `seqs` with consecutive `tokens`. page_size, rules: of the cache groups. Raises ValueError if
+    the rows do not add up to the tokens, or a page table is too short."""
     if len(tokens) != sum(s.rows for s in seqs):
         raise ValueError(f"{len(tokens)} tokens for {sum(s.rows for s in seqs)} rows")
     positions: list[int] = []

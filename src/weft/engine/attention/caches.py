@@ -153,7 +153,7 @@ class StepCaches:
         return tuple(states[at] for states in cache.states), slots
 
     def store(self, layer: Cached, states: tuple[Tensor, ...], sequences: slice = slice(None)) -> None:
-        """Store the states `[B, …]` after the step's rows."""
+        """Store the states `[B, …]` of a `layer` and `sequences` after the step's rows."""
         cache, at, slots = self._state(layer)
         cache.store(at, slots.after[sequences], states)
 

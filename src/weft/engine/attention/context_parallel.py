@@ -171,7 +171,7 @@ class ContextParallel:
 
 
 def one_token_pages(pages: Tensor, prompts: Sequence[PromptSpan], slots: Sequence[Tensor]) -> Tensor:
-    """Return tables shaped like `pages`, of one-token pages at the slots of the prompts' tokens."""
+    """Return tables shaped like `pages`, of one-token pages at the `slots` of the `prompts`' tokens."""
     tables = pages.new_zeros(len(pages), max(map(len, slots)))
     for prompt, where in zip(prompts, slots, strict=True):
         tables[prompt.sequence, : len(where)] = where

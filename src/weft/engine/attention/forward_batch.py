@@ -110,7 +110,7 @@ def split_rows(batch: Batch) -> RowSplit:
 
 
 def slots_of(pages: Tensor, page_size: int, tokens: int | None = None) -> Tensor:
-    """Return the slots of page tables `[…, W]` in token order: `[…, W · page_size]`, or only the first `tokens`."""
+    """Return the slots of tables pages `[…, W]` in token order: `[…, W · page_size]`, or only the first `tokens`."""
     if tokens is not None:
         pages = pages[..., : -(-tokens // page_size)]
     offsets = torch.arange(page_size, dtype=torch.int32, device=pages.device)

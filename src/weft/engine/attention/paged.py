@@ -81,7 +81,7 @@ class PagedAttention:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend to the given keys and values `[slots, …]`. out, lse: filled in the planned rows and returned."""
+        """Attend to keys, values: both `[slots, …]`. out, lse: filled in the planned rows and returned."""
         absorbed, rows = queries.absorbed, plan.absorbed_rows
         q = queries.q if absorbed is None else absorbed.query(queries.q, rows)
         if queries.lse and lse is None:

@@ -119,7 +119,7 @@ def sequences(
     page_size: int,
     empty: Tensor | None = None,
 ) -> Sequences:
-    """Build `Sequences` from the number of rows, the page table and the tokens of each sequence."""
+    """Build `Sequences` from each sequence's `rows`, page table of `tables` and tokens, its `lengths`."""
 
     def on_host(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)

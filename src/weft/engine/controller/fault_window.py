@@ -16,7 +16,7 @@ class FaultWindow:
     """Counter of failures.
 
     Args:
-        max_failures: failures allowed within window_s seconds.
+        max_failures, window_s: number of failures allowed within seconds.
         clock: returns rising seconds.
         backoff_s: wait after the second failure without a step in between; each further failure doubles it.
     """

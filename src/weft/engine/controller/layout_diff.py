@@ -199,7 +199,7 @@ def record(config: EngineConfig, prompts: TokenLists, steps: int, given: TokenLi
 def record_transformers(
     config: EngineConfig, prompts: TokenLists, given: TokenLists, sites: Sequence[str]
 ) -> RecordedRun:
-    """Run the same tokens through transformers' model, with hooks on the modules with the names of sites.
+    """Run the same tokens, `prompts`, through transformers' model, with hooks on the modules with the names of sites.
 
     Args:
         given: outputs of the first run; their length is the number of steps.

@@ -153,7 +153,7 @@ def record(engine: Engine, steps: int) -> Recording:
 
 
 def merge_traces(traces: Sequence[dict[str, Any]], shifts_us: Sequence[float], out: Path) -> None:
-    """Merge the ranks' traces into one gzipped Chrome trace, a process per rank. shifts_us: added to ranks' clocks."""
+    """Merge `traces` of ranks into a gzipped Chrome trace `out`, a process each. shifts_us: added to ranks' clocks."""
     starts = [trace["baseTimeNanoseconds"] / 1e3 for trace in traces]
     events: list[dict[str, Any]] = []
     for rank, (trace, shift) in enumerate(zip(traces, shifts_us, strict=True)):

@@ -81,7 +81,7 @@ def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
 
 
 def followed(lead: str, grammar: str, name: str = "output") -> str:
-    """Return a grammar that embeds another. lead: Lark with `@NAME` in the place of the other."""
+    """Return a grammar that embeds `grammar` as `name`. lead: Lark with `@NAME` in the place of the other."""
     inner = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return json.dumps({"grammars": [{"lark_grammar": lead}, inner[0] | {"name": name}, *inner[1:]]})
 

@@ -67,7 +67,7 @@ def plain(config: EngineConfig) -> dict[str, Any]:
 def difference(
     node: int, host: str, theirs: tuple[dict[str, str], dict[str, Any]], ours: tuple[dict[str, str], dict[str, Any]]
 ) -> str | None:
-    """Return one line about the first difference between an agent's host and node 0; None if there is none."""
+    """Return one line on the first difference of `theirs`, of `node` on `host`, and `ours`; None if there is none."""
     for name, value in ours[0].items():
         if (found := theirs[0].get(name)) != value:
             return f"node {node} ({host}) has other {name}: {found}, where node 0 has {value}; {ADVICE[name]}"

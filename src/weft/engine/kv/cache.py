@@ -71,7 +71,7 @@ class KVCache:
         return pages if self.window is None else pages.clamp(min=0)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        """Store `[T, heads, dim]` at slots `[T]`; −1: not stored. values: None in a latent cache."""
+        """Store keys `[T, heads, dim]` of a `layer` at slots `[T]`; −1: not stored. values: None in a latent cache."""
         slots = torch.where(slots < 0, self.num_pages * self.page_size, slots)  # a slot that no sequence reads
         rows = [keys] if values is None else [keys, values]
         if self.exponents is not None:
@@ -104,7 +104,7 @@ class StateCache:
         return tuple(s[layer].index_select(0, at) for s in self.states)
 
     def store(self, layer: int, slots: Tensor, states: tuple[Tensor, ...]) -> None:
-        """Write states `[B, …]` to slots `[B]`; −1: not stored."""
+        """Write states `[B, …]` of a `layer` to slots `[B]`; −1: not stored."""
         at = torch.where(slots < 0, self.slots + 1, slots)
         for kept, state in zip(self.states, states, strict=True):
             kept[layer].index_copy_(0, at, state.float())

@@ -86,7 +86,7 @@ class CacheEvents:
         self._latest: dict[int, BlockStored | BlockRemoved] = {}  # last event of each group, which may still grow
 
     def stored(self, group: int, rule: Rule, block: int, parent: int | None, tokens: Sequence[int], salt: str) -> None:
-        """Record a block of a group after `parent`. salt: empty, unless the block is the first and has a salt."""
+        """Record a `block` of `tokens` of a group after `parent`. salt: empty, unless of a first block with a salt."""
         latest, extra = self._latest.get(group), (salt,) if salt else None
         if isinstance(latest, BlockStored) and latest.block_hashes[-1] == parent:
             latest.block_hashes.append(block)

@@ -36,7 +36,7 @@ class CacheAllocation:
 
 
 class CacheManager:
-    """Pages and slots of one DP group. prefix_cache: reuse equal prefixes. events: record changes of the cache."""
+    """Pages and slots of one DP group. groups, page_size: sizes. prefix_cache: reuse prefixes. events: of changes."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class CacheManager:
     def admit(
         self, tokens: Sequence[int], rows: int, *, reuse: bool = True, salt: str = ""
     ) -> tuple[CacheAllocation, int] | None:
-        """Allocate for a request and its next `rows` tokens. Return the allocation and the number of reused tokens, or
-        None and change nothing if memory is short. reuse: the request may start from a cached prefix under its salt."""
+        """Allocate for a request of `tokens` and its next `rows`. Return the allocation and the number of reused ones;
+        None, and no change, if memory is short. reuse: the request may start from a cached prefix under its `salt`."""
         known = tokens[: len(tokens) - 1] if reuse else []
         found = self.tree.match(known, salt) if self.tree else Match(0, [[] for _ in self.groups], 0, ABSENT)
         reused, tables = found.tokens + found.more, found.tables
@@ -142,7 +142,7 @@ class CacheManager:
         return border - computed if self._states and self.tree and computed < border else tokens - computed
 
     def advance(self, allocation: CacheAllocation, tokens: Sequence[int], computed: int, *, keep: bool) -> None:
-        """Free everything that no later row reads, after the first `computed` tokens of a request have run. keep:
+        """Free everything that no later row reads, after the first `computed` of a request's `tokens` have run. keep:
         others may start from here; they always may at a border where a state is kept."""
         for group in self._states:
             before, after = allocation.tables[group]

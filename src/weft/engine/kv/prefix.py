@@ -47,7 +47,7 @@ class Match(NamedTuple):
 
 
 class PrefixTree:
-    """Cached prefixes of one DP group. rules, pools: one per cache group. events: optional record of changes."""
+    """Cached prefixes of one DP group. rules, pools: one per cache group. page_size: tokens. events: of changes."""
 
     def __init__(
         self, rules: Sequence[Rule], pools: Sequence[PagePool], page_size: int, events: CacheEvents | None = None
@@ -149,7 +149,7 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False, salt: str = ""
     ) -> None:
-        """Remember the full pages of a computed prefix. tables: as in `Match`.
+        """Remember the full pages of a computed prefix of `tokens` under a `salt`. tables: as in `Match`.
 
         A state is that after the last token, and is kept only at the end of a page. Pages that the tree already has are
         kept instead of newer ones. part: keep the last page too, which is not full and is never written again.

@@ -76,8 +76,8 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
 
 
 def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
-    """Read config.json, or a GGUF file's metadata. num_layers: truncate the model to its first layers. Raises
-    ModelError for a missing directory, an unknown model type, or a field that the family does not support."""
+    """Read config.json of `model_dir`, or a GGUF file's metadata. num_layers: truncate the model to its first layers.
+    Raises ModelError for a missing directory, an unknown model type, or a field that none of `families` supports."""
     if (why := no_model(model_dir)) is not None:
         raise ModelError(why)
     path = config_file(model_dir)

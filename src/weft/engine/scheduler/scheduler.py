@@ -79,7 +79,7 @@ class Scheduled:
 
 
 class Scheduler:
-    """Owner of the sequences of one DP group between `add` and `finish`. caches: pages of the group."""
+    """Owner of one DP group's sequences from `add` to `finish`. max_batch_tokens, max_running: limits of a step."""
 
     def __init__(self, caches: CacheManager, *, max_batch_tokens: int, max_running: int):
         self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running

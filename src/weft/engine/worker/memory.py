@@ -174,7 +174,7 @@ def large_steps(config: EngineConfig, longest: int) -> list[list[int]]:
 
 
 def made_up_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: int) -> list[tuple[int, ...]]:
-    """Return page tables of a sequence of made-up tokens, one per group; sequences share pages if there are too few.
+    """Return page tables of made-up `tokens`, one for each of `groups`; sequences share pages if there are too few.
 
     first: number of the sequence's first page. span: tokens per page.
     """
@@ -185,7 +185,7 @@ def made_up_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: 
 def step_of(
     rows: Sequence[int], groups: Sequence[CacheGroup], span: int, device: torch.device, context: int = 0
 ) -> Batch:
-    """Return a step of sequences with these rows, each after `context` cached tokens. span: tokens per page."""
+    """Return a step of sequences with `rows`, each after `context` cached tokens. groups, span: of `made_up_tables`."""
     seqs, at = [], 0
     for count in rows:
         seqs.append(SeqRows(count, context, made_up_tables(groups, at, context + count, span), 1))

@@ -33,7 +33,7 @@ class Row:
 
 
 class RowTable:
-    """Rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks."""
+    """Up to `max_rows` rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks."""
 
     def __init__(self, max_rows: int, rules: Sequence[Rule], page_size: int, device: torch.device, split: bool = False):
         self.device, self.rules, self.page_size = device, tuple(rules), page_size

@@ -23,7 +23,7 @@ class StagedWrites:
         self._writes: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def write(self, to: Tensor, at: array[int], values: array[int]) -> None:
-        """Stage to[at] = values. at: int64. values: int32."""
+        """Stage `to[at] = values`. at: int64. values: int32."""
         if at:
             where, what = torch.frombuffer(at, dtype=torch.int64), torch.frombuffer(values, dtype=torch.int32)
             self._writes.append((to, where, what))

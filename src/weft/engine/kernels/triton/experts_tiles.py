@@ -18,7 +18,7 @@ class ExpertsTile(NamedTuple):
 
 
 def tile_rows_of(rows: int, pairs: int, experts: int, float8: bool = False) -> int:
-    """Return the rows of a tile, for `pairs` of rows and experts. At most 64 in FP8, where sums need more registers."""
+    """Return the rows of a tile for `pairs` of `rows` and `experts`; at most 64 if `float8`: sums take registers."""
     if float8:
         return 16 if rows <= 64 else 32 if rows <= 128 else 64
     # Twice an expert's mean, which it seldom exceeds: another tile would read its weights again.
@@ -36,7 +36,7 @@ def up_tile_of(rows: int, tile_rows: int, itemsize: int, shared: bool) -> Expert
 
 
 def down_tile_of(rows: int, tile_rows: int, itemsize: int) -> ExpertsTile:
-    """Return the tile of the second product."""
+    """Return the tile of the second product, as `up_tile_of`."""
     if rows <= 4:
         return ExpertsTile(64, 128, 4, 6 if rows == 1 else 4)
     if tile_rows <= 64:

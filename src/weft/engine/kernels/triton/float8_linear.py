@@ -126,7 +126,7 @@ def tile_of(rows: int, outputs: int, groups: int) -> Fp8Tile:
 
 
 def parts_of(tiles: int, groups: int, programs: int) -> int:
-    """Return the parts of the depth, at most MAX_PARTS: tiles · parts is at most `programs`, or there is one part."""
+    """Return the parts of a depth of `groups`, MAX_PARTS at most: `tiles · parts` within `programs`, or one part."""
     return max(1, min(programs // tiles, groups // MIN_GROUPS, MAX_PARTS))
 
 

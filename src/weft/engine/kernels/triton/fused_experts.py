@@ -302,7 +302,7 @@ def route_scored(
 
 
 def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Routing:
-    """Route tokens to chosen experts, numbered over all ranks; −1: none."""
+    """Route tokens to chosen experts as `route_scored`, numbered over all ranks; −1: none."""
     here = (expert >= mine.start) & (expert < mine.stop)
     if live is not None:
         here &= torch.arange(len(expert), dtype=torch.int32, device=expert.device)[:, None] < live

@@ -207,7 +207,7 @@ def _attend(
 
 
 def tile_of(head_dim: int, element_size: int, float8: bool = False) -> PrefillTile:
-    """Return a tile by the model's shape alone, so that a row has the same bits in every step. float8: FP8 cache."""
+    """Return a tile by `head_dim`, `element_size` and `float8` alone: a row has the same bits in every step."""
     if element_size > 2:
         return PrefillTile(32, 16, 4, 1)
     if head_dim <= 128:

@@ -115,7 +115,7 @@ def _down_prompts(
 
 
 def takes(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> bool:
-    """Decide by the GPU, dtypes, sizes and tiles alone if these kernels compute the products."""
+    """Return whether these kernels compute the products of `x`, `gate_up`, `down`: by GPU, dtypes, sizes, tiles."""
     tiles = routing.used is not None and routing.tile_rows == TILE_ROWS
     sizes = down.shape[1] % 8 == 0 and down.shape[2] % 8 == 0  # rows of a descriptor begin at multiples of 16 bytes
     aligned = gate_up.data_ptr() % 16 == 0 and down.data_ptr() % 16 == 0

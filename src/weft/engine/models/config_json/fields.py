@@ -68,7 +68,7 @@ class Fields:
         return value
 
     def size(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
-        """Return an integer, or the default. Required without a default."""
+        """Return the integer `name` from `low` to `high`, or the `default`. Required without a default."""
         value = self.need(name) if default is None else self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self._wrong(name, f"an integer of {low} or more")
@@ -77,7 +77,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None, low: float = 0.0, high: float = MAX_NUMBER) -> float:
-        """Return a finite number, or the default. Required without a default."""
+        """Return the finite number `name` from `low` to `high`, or the `default`. Required without a default."""
         value = self.need(name) if default is None else self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
             raise self._wrong(name, f"a number from {low:g} to {high:g}")
@@ -91,7 +91,7 @@ class Fields:
         return value
 
     def items(self, name: str, kind: type[T], default: Sequence[T] | None = None) -> Sequence[T]:
-        """Return a list of values of one type, or the default. Required without a default."""
+        """Return the list `name` of values of type `kind`, or the `default`. Required without a default."""
         value = self.need(name) if default is None else self.get(name, default)
         if not isinstance(value, list | tuple) or any(type(each) is not kind for each in value):
             raise self._wrong(name, f"a list of {kind.__name__}")

@@ -79,7 +79,7 @@ def expert_sources(
 
 
 def gate_up_biases(path: str, experts: int, inner: int, mine: slice, cut: slice) -> list[Source]:
-    """Return the sources of a parameter `[held, 2·size]`, gate's biases first. Checkpoints interleave gate and up."""
+    """Return the sources of a parameter `[held, 2·size]`, gate's biases first, as `expert_sources`; interleaved."""
     size, sources = cut.stop - cut.start, []
     for i, e in enumerate(range(mine.start, mine.stop)):
         for start in (0, 1):

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from weft.comm.shm import ShmTuning
-from weft.comm.transport import CommError, Ranks, Transport
+from weft.comm.transport import Ranks, Transport
 from weft.kernels.torch_reference import softmax_merge
 from weft.planner import exchange
 from weft.planner.exchange import merge_scatterv
 from weft.planner.spec import Mesh
 from weft.stream.block_exchanges import a2a, ag_rs
-from weft.tune.gpu_times import SMALL, SMALL_CALLS, World, capture, replays_us
+from weft.tune.call_times import DTYPES
+from weft.tune.gpu_times import SMALL, SMALL_CALLS, World, capture, replays_us, require_close
 from weft.tune.ranks import Report
 from weft_bench.harness import CpuRank, Implementation, Thunk, Timing
 
@@ -38,7 +39,6 @@ SHAPES: dict[MergeShape, tuple[int, int]] = {
 W_UV before the merge."""
 BARE = "reduce_scatterv"
 INPUTS, CALLS = 4, 20
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MergeCase:
     def bytes(self) -> int:
         """Bytes of a rank's outputs."""
         heads, dim = SHAPES[self.shape]
-        return self.batch * heads * dim * (2 if self.dtype == "bf16" else 4)
+        return self.batch * heads * dim * DTYPES[self.dtype].itemsize
 
 
 def given(case: MergeCase, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ def given(case: MergeCase, seed: int, device: torch.device) -> tuple[Tensor, Ten
     generator = torch.Generator().manual_seed(seed)
     out = torch.randn(case.batch, heads, dim, generator=generator)
     lse = 8 * torch.randn(case.batch, heads, generator=generator)
-    return out.to(device, torch.bfloat16 if case.dtype == "bf16" else torch.float32), lse.to(device)
+    return out.to(device, DTYPES[case.dtype]), lse.to(device)
 
 
 def calls_of(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> dict[str, Thunk]:
@@ -90,9 +90,7 @@ def check(name: str, got: object, case: MergeCase, rank: int, device: torch.devi
     outs, lses = (torch.stack([part[i].float() for part in parts]) for i in range(2))
     wanted = softmax_merge(outs, lses)[0].unflatten(1, (case.ranks, -1))[:, rank]
     assert isinstance(got, tuple)
-    error = float((got[0].float() - wanted).norm() / wanted.norm())
-    if not error <= TOLERANCE[got[0].dtype]:
-        raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
+    require_close(case, name, got[0], wanted)
 
 
 def measure_gpus(rank: int, directory: Path, report: Report, cases: Sequence[MergeCase]) -> None:

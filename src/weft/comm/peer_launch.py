@@ -73,8 +73,7 @@ SPLITS = tuple(f.name for f in fields(PeerTuning) if f.type == "Split")
 
 @dataclass(frozen=True)
 class Launch:
-    """Blocks that push, sum and write; if only the last is not 0, they do all work. cluster: blocks that share a
-    row."""
+    """Blocks that push, sum and write; if only the last is not 0, they do all work. cluster: blocks of a row."""
 
     blocks: tuple[int, int, int]
     threads: int

@@ -159,8 +159,7 @@ class Planner(StreamPrices):
         return Plan(self.mesh, self.chain, (tokens,) * self.mesh.attn_dp, reads, us)
 
     def _find_inside(self, values: tuple[BlockValue, ...], tokens: int) -> tuple[float, tuple[BlockOp, ...]]:
-        """Return the ops for these values, up to one that nothing offers, and the time of the ops that run in all
-        steps."""
+        """Return the ops for these values, up to one that nothing offers, and the time of ops that run in all steps."""
         ops, us = [], 0.0
         for value in values:
             op = self.blocks.find(*value.of(tokens))
@@ -205,8 +204,7 @@ class Planner(StreamPrices):
         return Sums([self._placements.index(delta) for delta in deltas], self._graph(tokens))
 
     def _make_delivery(self, target: Placement, wire: Wire | None, plain: bool, tokens: int) -> Delivery:
-        """Return the delivery of a read's rows: plain and in its readers' format; without plain readers, in that
-        format.
+        """Return the delivery of a read's rows: plain and in its readers' format; without plain readers, in that.
 
         Rows on the wire have numbers after the placements, and the readers' values after these.
         """

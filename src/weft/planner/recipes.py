@@ -179,8 +179,7 @@ RECIPES: dict[type[Value], tuple[Recipe, ...]] = {
 
 
 def block_exchanges(mesh: Mesh) -> set[Exchange]:
-    """Return all exchanges of a mesh that merge attention or send rows to experts; gathers are in the stream's
-    edges."""
+    """Return all exchanges of a mesh that merge attention or send rows to experts; the stream has the gathers."""
     kinds = (exchange.all_gatherv, exchange.reduce_scatterv, exchange.all_to_allv, exchange.merge_scatterv)
     merges = {kind(mesh.dcp) for kind in kinds} if mesh.dcp > 1 else set()
     return merges | ({exchange.all_to_allv(mesh.world)} if mesh.world > 1 else set())

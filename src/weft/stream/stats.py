@@ -55,8 +55,7 @@ class StepTimes:
 
     @contextmanager
     def timed(self, counts: Counts, site: str, op: Op) -> Iterator[None]:
-        """Time the calls inside the context, and mark them as a range in torch's profiler. counts: tokens of the
-        plan."""
+        """Time the calls inside the context, and mark them as a range in torch's profiler. counts: the plan's."""
         key = step_key(site, op)
         with record_function(f"{COLLECTIVE}{' + '.join(op.kinds)}"):
             if not self._gpu:

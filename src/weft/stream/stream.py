@@ -82,8 +82,7 @@ class _Deltas:
 
 
 class TraceStream:
-    """Recorder of a model's reads, exchanges inside blocks, and adds, with zero rows, which all blocks must accept
-    anyway.
+    """Recorder of a model's reads, exchanges inside blocks, and adds, with zero rows, which all blocks accept.
 
     Args:
         width: of the residual.

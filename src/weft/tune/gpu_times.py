@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -201,8 +202,12 @@ def check_result(case: Case, name: str, got: Tensor, given: Given) -> None:
     expected, norm = given.expected, given.norm
     if norm is not None:
         expected, got = finish(expected.to(norm.residual.dtype), norm)[1].float(), got[1]
-    got = got[: expected.shape[0]].float()
-    error = float((got - expected).norm() / expected.norm())
+    require_close(case, name, got[: expected.shape[0]], expected)
+
+
+def require_close(case: Any, name: str, got: Tensor, expected: Tensor) -> None:
+    """Raise CommError if a result of `name` differs from the float32 one. case: has a dtype, and a text."""
+    error = float((got.float() - expected).norm() / expected.norm())
     if not error <= TOLERANCE[DTYPES[case.dtype]]:
         raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")
 

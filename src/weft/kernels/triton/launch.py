@@ -137,8 +137,7 @@ class Kernel(JITFunction):
 
 
 def kernel(function: Callable[..., Any] | None = None, **how: Any) -> Any:
-    """Decorate a function in Triton's language. It is launched as with `triton.jit`; how: the options of
-    `triton.jit`."""
+    """Decorate a function in Triton's language. It is launched as with `triton.jit`; how: its options."""
     if function is None:
         return partial(kernel, **how)
     return triton.jit(function, **how) if knobs.runtime.interpret else Kernel(function, **how)

@@ -258,8 +258,7 @@ def save(model: Qwen2MoeForCausalLM, out: Path) -> None:
 
 @torch.inference_mode()
 def score(folder: Path, count: int, device: str, batch: int = 500) -> float:
-    """Return the exact match of greedy replies in float32 on `count` held-out problems, and print three of the misses.
-    """
+    """Return the exact match of greedy replies in float32 on `count` held-out problems; print three misses."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     problems = generate("heldout", count, seed=1234)

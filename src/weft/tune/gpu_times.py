@@ -206,7 +206,7 @@ def check_result(case: Case, name: str, got: Tensor, given: Given) -> None:
 
 
 def require_close(case: Any, name: str, got: Tensor, expected: Tensor) -> None:
-    """Raise CommError if a result of `name` differs from the float32 one. case: has a dtype, and a text."""
+    """Raise CommError if `got`, by `name`, differs from the float32 `expected`. case: has a dtype, and a text."""
     error = float((got.float() - expected).norm() / expected.norm())
     if not error <= TOLERANCE[DTYPES[case.dtype]]:
         raise CommError(f"{name} gave a wrong result for {case}: relative error {error:.1e}")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +40,7 @@ from weft.comm.transport import CommError
 from weft.planner.spec import NAMED_ROWS, Mesh, Rows
 
 T = TypeVar("T")
+ROOT = Path(__file__).parents[1]
 BASIC = frozenset(("all_reduce", "reduce_scatterv", "all_gatherv"))
 """Planned exchanges that NCCL has a call for."""
 SUMS = frozenset(("all_reduce", "reduce_scatterv", "all_reduce+all_gatherv", "reduce_scatterv+all_reduce"))
@@ -82,6 +87,25 @@ def run_world(world: int | ReferenceWorld, rank_main: Callable[[ReferenceTranspo
     if errors:
         raise next((e for e in errors if not isinstance(e, CommError)), errors[0])
     return [results[r] for r in range(len(threads))]
+
+
+def run_with_changes(folder: Path, changes: Mapping[str, Mapping[str, str]], code: str) -> str:
+    """Return what Python code prints with the sources of `weft` changed: by file, new texts for old ones.
+
+    The changed copy is made in `folder`; each old text must stand once in its file. The code may import tests.
+    """
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, texts in changes.items():
+        text = (path := folder / "src" / "weft" / file).read_text()
+        for old, new in texts.items():
+            assert text.count(old) == 1, f"{file}: {old}"
+            text = text.replace(old, new)
+        path.write_text(text)
+    paths = os.pathsep.join([str(folder / "src"), str(ROOT / "tests")])
+    environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def held(whole: torch.Tensor, mesh: Mesh, rows: Rows, rank: int, counts: tuple[int, ...]) -> torch.Tensor:

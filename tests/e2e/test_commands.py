@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any, NoReturn
 
 import pytest
 from rich.progress import Progress, TaskID
+from support import run_with_changes
 
 from e2e.here import weft_here
 from weft.engine.assets import embedded_model_dir
@@ -351,16 +351,10 @@ command.parse(cmd_serve.Command, "serve", ["--help"])
 
 
 def test_an_option_of_the_engine_touches_one_file(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "src", tmp_path / "src")
-    options = tmp_path / "src/weft/engine/config/engine_options.py"
-    beside = "    page_size: int = 16\n"
-    options.write_text(
-        options.read_text().replace(beside, f'    toy_pages: int = 3\n    """Pages of a toy."""\n{beside}')
-    )
-    environ = environment(None) | {"PYTHONPATH": str(tmp_path / "src")}
-    done = subprocess.run([sys.executable, "-c", TOY_OPTION], capture_output=True, text=True, env=environ)
-    assert done.returncode == 0, done.stderr
-    [group] = re.findall(r"cache options(.*?)request options", done.stdout, re.DOTALL)
+    size = "    page_size: int = 16\n"
+    changes = {"engine/config/engine_options.py": {size: f'    toy_pages: int = 3\n    """Pages of a toy."""\n{size}'}}
+    printed = run_with_changes(tmp_path, changes, TOY_OPTION)
+    [group] = re.findall(r"cache options(.*?)request options", printed, re.DOTALL)
     assert re.search(r"--toy-pages INT +Pages of a toy. \(default: 3\)", group)
 
 

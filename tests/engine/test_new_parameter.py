@@ -6,14 +6,12 @@ GPUs, `engine/kernels/triton/sample.py`, which is given the rows' values by the 
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support import run_with_changes
 
 from engine.test_engine import config, prompts
 from weft.engine.controller.engine import Engine
@@ -25,7 +23,6 @@ from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.row_table import RowTable
 from weft.serve.chat.protocol import SamplingFields
 
-SOURCE = Path(__file__).parents[2] / "src"
 TILT = {
     "engine/messages/rank_messages.py": {
         "    min_p: float = 0.0\n": "    min_p: float = 0.0\n    tilt: float = 0.0\n",
@@ -70,19 +67,8 @@ def use_tilt(model: Path) -> None:
 
 
 def test_a_parameter_is_an_edit_of_four_files(model_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(model_dir, tmp_path / "model")
-    for file, changes in TILT.items():
-        text = (path := tmp_path / "src" / "weft" / file).read_text()
-        for old, new in changes.items():
-            assert text.count(old) == 1, f"{file}: {old}"
-            text = text.replace(old, new)
-        path.write_text(text)
-    command = f"from engine import test_new_parameter as t; t.use_tilt(t.Path({str(tmp_path / 'model')!r}))"
-    paths = os.pathsep.join([str(tmp_path / "src"), str(Path(__file__).parents[1])])
-    ran = subprocess.run(
-        [sys.executable, "-c", command], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
-    assert ran.returncode == 0, ran.stderr
+    code = f"from engine import test_new_parameter as t; t.use_tilt(t.Path({str(tmp_path / 'model')!r}))"
+    printed = run_with_changes(tmp_path, TILT, code)
     with Engine(config(model_dir)) as engine:
-        assert ran.stdout.splitlines() == [str([r.token_ids for r in engine.generate(prompts(2), FREE)])] * 2
+        assert printed.splitlines() == [str([r.token_ids for r in engine.generate(prompts(2), FREE)])] * 2

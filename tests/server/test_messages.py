@@ -210,6 +210,8 @@ def test_text_and_counts(served: Served) -> None:
         ({"messages": []}, 400, "invalid_request_error", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "'image'"),
         ({"mcp_servers": [1]}, 400, "invalid_request_error", "mcp_servers is not supported"),
+        ({"priority": 1}, 400, "invalid_request_error", "priority is not supported"),
+        ({"cache_salt": "a"}, 400, "invalid_request_error", "cache_salt is not supported"),
         ({"tools": [{"type": "web_search_20250305"}]}, 400, "invalid_request_error", "tools.0"),
         ({"tools": FLAT}, 400, "invalid_request_error", "knows no tools"),
         ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
@@ -217,7 +219,7 @@ def test_text_and_counts(served: Served) -> None:
         ({"model": "other"}, 404, "not_found_error", "not served here"),
         ({"max_tokens": 10**6}, 400, "invalid_request_error", "maximum context length is 256 tokens"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_have_their_shape(served: Served, body: Any, status: int, kind: str, text: str, stream: bool) -> None:

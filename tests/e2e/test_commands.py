@@ -118,6 +118,19 @@ def test_the_plan_of_readme_is_what_the_command_prints() -> None:
     assert len(PLAN) == 8 and all(line in printed for line in PLAN)
 
 
+def test_the_example_of_the_design_page_is_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = (ROOT / "docs" / "design" / "overview.md").read_text()
+    [(command, shown)] = re.findall(r"```console\n\$ weft ([^\n]*)\n(.*?)```", page, re.DOTALL)
+    fields = json.loads((embedded_model_dir() / "config.json").read_text())
+    fields |= {"num_hidden_layers": 2, "layer_types": fields["layer_types"][:2]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    code, out, err = weft_here(*command.replace("DIR", str(tmp_path)).split())
+    assert (code, out) == (0, shown), err
+
+
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("command", [c for c in GUIDE if c[0] == "weft" and not {"DIR", "cuda"} & set(c)], ids=" ".join)
 def test_commands_of_the_guide(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,17 @@ from weft.comm.shm import ShmTransport
 from weft.comm.torchdist import TorchDistTransport
 from weft.planner.spec import Mesh
 
+TRANSPORTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "shm": (ShmTransport, "{}/shm"),
+    "gloo": (TorchDistTransport, "file://{}/rendezvous"),
+}
+"""By name: a transport, and where its ranks meet in a directory."""
 
-def connect(name: str, mesh: Mesh, rank: int, directory: str, **options: Any) -> ShmTransport | TorchDistTransport:
+
+def connect(name: str, mesh: Mesh, rank: int, directory: str, **options: Any) -> Any:
     """A transport whose ranks meet in a directory."""
-    options = {"timeout_s": 240.0} | options
-    if name == "shm":
-        return ShmTransport(mesh, rank, f"{directory}/shm", **options)
-    return TorchDistTransport(mesh, rank, f"file://{directory}/rendezvous", **options)
+    transport, place = TRANSPORTS[name]
+    return transport(mesh, rank, place.format(directory), **{"timeout_s": 240.0} | options)
 
 
 def rank_main(
@@ -37,7 +41,7 @@ def rank_main(
 def run_processes(
     name: str, mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any
 ) -> list[Any]:
-    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned. name: shm or gloo.
+    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned. name: a key of TRANSPORTS.
 
     Forked, so that none has to import torch: that takes longer than most tests.
     """

@@ -20,7 +20,7 @@ from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import measurement
-from weft.engine.hosts.measurement import over_hosts
+from weft.engine.hosts.measurement import run_over_hosts
 from weft.engine.worker.open_transports import cost_model, table_file
 from weft.planner.cost import ETHERNET, costs, host_table
 from weft.planner.spec import Mesh
@@ -45,12 +45,12 @@ def test_hosts_are_tuned_and_plans_go_by_the_table(tmp_path: Path) -> None:
     """One rank on each of two hosts, by one size: each kind of exchange between hosts, as many as are announced."""
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
     port, options = free_port(), [SHM.option, GLOO.option]
-    said = {"options": options, "sizes": SIZES, "tuning": asdict(ShmTuning())}
+    task = {"options": options, "sizes": SIZES, "tuning": asdict(ShmTuning())}
     elsewhere: list[Any] = []
     config, work = node(1, port, key), tune_hosts.price
-    other = threading.Thread(target=lambda: elsewhere.extend(over_hosts(config, work, dict, print)))
+    other = threading.Thread(target=lambda: elsewhere.extend(run_over_hosts(config, work, dict, print)))
     other.start()
-    rows = list(over_hosts(node(0, port, key), tune_hosts.price, lambda: said, print))
+    rows = list(run_over_hosts(node(0, port, key), tune_hosts.price, lambda: task, print))
     other.join()
     assert not elsewhere, "node 0 alone reports"
     mesh = tune_hosts.mesh_of(2, 1)
@@ -94,11 +94,11 @@ def test_flat_plans_are_of_all_ranks(exchange: str) -> None:
 
 def test_hosts_that_measure_something_else_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
-    for said in ({"work": "collectives"}, {"attn_dp": 2}, None):
-        agent = SimpleNamespace(run=lambda: None, said=said, node=1)
-        monkeypatch.setattr(measurement, "_Hearing", lambda config, say, agent=agent: agent)
+    for task in ({"work": "collectives"}, {"attn_dp": 2}, None):
+        agent = SimpleNamespace(run=lambda: None, task=task, node=1)
+        monkeypatch.setattr(measurement, "_MeasurementAgent", lambda config, say, agent=agent: agent)
         with pytest.raises(EngineError, match="start the same command there as on node 1"):
-            list(over_hosts(node(1, free_port(), key), tune_hosts.price, dict, print))
+            list(run_over_hosts(node(1, free_port(), key), tune_hosts.price, dict, print))
 
 
 def test_what_is_not_measured_over_hosts_is_refused() -> None:

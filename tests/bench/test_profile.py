@@ -13,7 +13,7 @@ from msgspec import structs
 from support import small_config
 
 from e2e.here import weft_here
-from weft.engine.controller.profiling import NotWatched, Recording, WatchedSteps, merge_traces, watch
+from weft.engine.controller.profiling import ProfiledSteps, ProfileError, Recording, merge_traces, watch
 from weft.engine.messages.rank_messages import Profiled
 from weft.planner.spec import Mesh
 from weft_bench.breakdown import Event, clock_shifts, kind_of, read_rank, short, summarise, with_waiting
@@ -243,7 +243,7 @@ def test_what_a_server_recorded_is_read_later(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]  # fmt: skip
     bare = tuple(structs.replace(rank, trace=b"", about="") for rank in ranks)
-    recording = Recording(PAIR, WatchedSteps(4, 0.02, 0.004, (0.001,) * 2, (0.002,) * 2, bare), tuple(ranks))
+    recording = Recording(PAIR, ProfiledSteps(4, 0.02, 0.004, (0.001,) * 2, (0.002,) * 2, bare), tuple(ranks))
     (folder := tmp_path / "traces").mkdir()
     assert recording.write(folder) == ["recording.json", "rank0.json.gz", "rank1.json.gz"]
     assert Recording.read(folder) == recording
@@ -264,7 +264,7 @@ def test_an_idle_engine_has_no_window() -> None:
     ranks = SimpleNamespace(ask_all=lambda message, what: [Profiled(0, 0, 0.0, 0.0, 0.0)])
     config = SimpleNamespace(executor="process", step_timeout_s=60.0)
     engine: Any = SimpleNamespace(config=config, stats=lambda: stats, ask_ranks=lambda question: question(ranks))
-    with pytest.raises(NotWatched, match="only 0 steps were run while 20 were to be watched; keep requests running"):
+    with pytest.raises(ProfileError, match="only 0 steps were run while 20 were to be watched; keep requests running"):
         watch(engine, 20)
 
 

@@ -35,7 +35,7 @@ from weft.serve.cli import cmd_serve
 from weft.serve.cli.command import EngineArguments, UserError, parse
 from weft.serve.cli.command_table import commands as all_commands
 from weft.serve.cli.other_engines import ADVICE
-from weft.serve.cli.progress import start_said
+from weft.serve.cli.progress import startup_progress
 from weft.serve.cli.start import start_engine
 from weft.serve.http.options import Options
 from weft_bench.commands import cmd_demo
@@ -650,7 +650,7 @@ def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:
 
 
 def test_a_start_without_a_terminal_says_how_far_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    with start_said(pause_s=0.01) as start:
+    with startup_progress(pause_s=0.01) as start:
         start.what, start.part = "loading weights", 0.5
         while "weft: loading weights: 50%\n" not in capfd.readouterr().err:
             pass

@@ -12,7 +12,7 @@ from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.startup import resolve_defaults
 from weft.engine.worker import batch_limits
-from weft.engine.worker.batch_limits import chosen_limits
+from weft.engine.worker.batch_limits import choose_limits
 
 GIB = 1 << 30
 QWEN = "qwen3-30b-a3b"
@@ -21,7 +21,7 @@ QWEN = "qwen3-30b-a3b"
 def limits(preset: str, gpu_bytes: int, **options: Any) -> tuple[int, int]:
     small: dict[str, Any] = dict(load_format="dummy", dtype="bfloat16", num_layers=2) | options
     config = EngineConfig(preset_dir(preset), **small)
-    found = chosen_limits(config, config.read_model(), gpu_bytes)
+    found = choose_limits(config, config.read_model(), gpu_bytes)
     return found.batch_sequences, found.batch_tokens
 
 

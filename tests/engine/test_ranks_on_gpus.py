@@ -19,7 +19,7 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import check_float8, check_gpu, device_of, enabled_transports
 from weft.engine.controller import startup
 from weft.engine.hosts import digests
-from weft.engine.worker.open_transports import cost_model, open_transports, untuned
+from weft.engine.worker.open_transports import cost_model, lacks_cost_table, open_transports
 from weft.engine.worker.planning import plan_model
 from weft.kernels.float8 import FLOAT8
 from weft.planner.cost import INFINIBAND, host_table, read_table
@@ -45,12 +45,12 @@ def write(name: str, world: int) -> None:
 
 
 def test_a_host_is_measured_where_no_table_says_what_is_asked() -> None:
-    assert untuned(TWO) and cost_model(TWO).name == "h200x4"
+    assert lacks_cost_table(TWO) and cost_model(TWO).name == "h200x4"
     write("torchdist/nccl", 2)
-    assert not untuned(TWO) and cost_model(TWO).name == str(host_table(gpus=True))
-    assert untuned(EngineConfig(attn_tp=4, moe_tp=4)), "the table is of fewer ranks"
+    assert not lacks_cost_table(TWO) and cost_model(TWO).name == str(host_table(gpus=True))
+    assert lacks_cost_table(EngineConfig(attn_tp=4, moe_tp=4)), "the table is of fewer ranks"
     write("peer", 2)
-    assert untuned(TWO) and not untuned(EngineConfig(attn_tp=2, moe_tp=2, transport="peer"))
+    assert lacks_cost_table(TWO) and not lacks_cost_table(EngineConfig(attn_tp=2, moe_tp=2, transport="peer"))
     for changes in (
         dict(transport="nccl"),
         dict(cost="h200-nvlink"),
@@ -58,7 +58,7 @@ def test_a_host_is_measured_where_no_table_says_what_is_asked() -> None:
         dict(attn_tp=1, moe_tp=1),
         dict(attn_tp=8, moe_tp=8),
     ):
-        assert not untuned(EngineConfig(**dict(attn_tp=2, moe_tp=2) | changes)), changes
+        assert not lacks_cost_table(EngineConfig(**dict(attn_tp=2, moe_tp=2) | changes)), changes
 
 
 def test_gpus_of_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_gpus_of_several_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(LayoutError, match="--moe-exchange dispatch on GPUs supports one host only"):
         startup.check_plans(replace(over, moe_exchange="dispatch"), model)
     apart = EngineConfig(attn_tp=2, moe_tp=2, nnodes=2)
-    assert enabled_transports(apart) == (NCCL,) and not untuned(apart), "no GPU has a neighbour on its host"
+    assert enabled_transports(apart) == (NCCL,) and not lacks_cost_table(apart), "no GPU has a neighbour on its host"
 
 
 def test_hosts_say_which_gpus_they_have(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduler import Scheduled, make_schedulers
 from weft.engine.worker.graph_inputs import Shape
-from weft.engine.worker.open_transports import cost_model, open_transports, untuned
+from weft.engine.worker.open_transports import cost_model, lacks_cost_table, open_transports
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.engine.worker.worker import Finish, Worker
 from weft.planner.chain import Counts
@@ -83,7 +83,7 @@ def test_greedy_outputs_are_those_of_a_cpu(name: str, graphs: bool, expected: li
         pytest.skip(f"needs {world} GPUs; this machine has {GPUS}")
     if not graphs and name not in ("1x1", "2x1", "1x2 split"):
         pytest.skip("eager steps run in three layouts, to save time")
-    if layout.get("moe_exchange") == "dispatch" and untuned(EngineConfig(device="cuda", **layout)):
+    if layout.get("moe_exchange") == "dispatch" and lacks_cost_table(EngineConfig(device="cuda", **layout)):
         pytest.skip("what dispatch takes must be measured first: weft tune --device cuda")
     assert outputs("cuda", cuda_graphs=graphs, **layout) == expected
 

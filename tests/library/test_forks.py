@@ -13,7 +13,7 @@ import torch.distributed as dist
 import weft
 from comm.forks import in_a_child
 from library.worlds import run_ranks
-from weft.comm.forks import OfOneProcess
+from weft.comm.forks import ProcessBound
 from weft.comm.host_memory import HostMemory
 from weft.comm.reference import ReferenceWorld
 from weft.comm.shm import ShmTransport
@@ -73,7 +73,7 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(tmp_path: Path) -> Non
 def test_every_object_of_one_process_is_refused_in_a_child(tmp_path: Path) -> None:
     """Transports that are used without a communicator, and what they are made of."""
     mesh = Mesh()
-    made: list[OfOneProcess] = [
+    made: list[ProcessBound] = [
         ShmTransport(mesh, 0, tmp_path / "shm"),
         TorchDistTransport(mesh, 0, dist.HashStore()),
         HostMemory(mesh, 0, tmp_path / "memory", 5.0),

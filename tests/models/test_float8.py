@@ -26,7 +26,7 @@ from weft.engine.messages.request import SamplingParams
 from weft.engine.models.config_json.common_fields import Storage
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.basic import Layer
-from weft.engine.models.load import build_model, dummy_model, float8_says, load_model
+from weft.engine.models.load import build_model, dummy_model, float8_summary, load_model
 from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.planning import trace
 from weft.kernels import float8, stream_ops
@@ -286,11 +286,11 @@ def test_memory_and_what_is_said_of_it() -> None:
     for kept in (False, True):
         model = build_model(replace(config, float8=kept), Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta"))
         sizes.append(sum(w.numel() * w.element_size() for w in model.layers.parameters()))
-        says = float8_says(model)
+        says = float8_summary(model)
     assert 0.5 * sizes[0] < sizes[1] < 0.52 * sizes[0]
     assert says.startswith("products in FP8: q_a_proj, kv_a_proj_with_mqa, q_b_proj, o_proj, gate_proj, up_proj, down")
     assert "kv_b" not in says and says.endswith("GB a rank); other weights are dequantised")
-    assert not float8_says(build_model(config, Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta")))
+    assert not float8_summary(build_model(config, Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta")))
 
 
 def test_the_engine_serves_products_in_float8(tmp_path: Path) -> None:

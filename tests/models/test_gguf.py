@@ -12,7 +12,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueTy
 
 from models.gguf_files import small_gguf
 from models.layouts import check
-from weft.engine.models.config_json.directory import no_model
+from weft.engine.models.config_json.directory import explain_no_model
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
@@ -108,10 +108,10 @@ def test_other_architectures_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
-    assert no_model(path) == f"there is no file {path}"
+    assert explain_no_model(path) == f"there is no file {path}"
     whole = written(path, {"token_embd.weight": (PLAIN, Kind.F32)}).read_bytes()
-    assert no_model(path) is None
-    assert no_model(tmp_path) == f"{tmp_path} has no config.json; to run a GGUF file, name the file: {path}"
+    assert explain_no_model(path) is None
+    assert explain_no_model(tmp_path) == f"{tmp_path} has no config.json; to run a GGUF file, name the file: {path}"
     for broken in (b"", b"GGUF", b"{}" * 99, whole[:200], whole[:-40]):
         path.write_bytes(broken)
         with pytest.raises(ModelError, match=r"x.gguf cannot be read: .*; is the download complete\?"):

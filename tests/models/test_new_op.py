@@ -23,7 +23,7 @@ from weft.planner.spec import Mesh, Rows
 from weft.stream.hidden import Hidden
 from weft.stream.stats import Stats
 from weft.stream.step_rows import StepRows
-from weft.stream.stream import Stream, Walk
+from weft.stream.stream import ReadExecution, Stream
 
 MESH, WIDTH = Mesh(1, 2, 2, 1), 6
 GROUP, OWING = MESH.placement(Rows.GROUP), MESH.placement(Rows.GROUP, "attn_tp")
@@ -55,13 +55,13 @@ def add_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
         us = op.us + COST.epilogue_us(self._max_bytes(edge.dst, tokens))
         return replace(op, op="biased", us=us)  # type: ignore[arg-type]
 
-    def biased(self: Walk, op: StreamOp) -> None:  # stream.py
+    def biased(self: ReadExecution, op: StreamOp) -> None:  # stream.py
         self.move(op)
         assert isinstance(op.operand, int)
         self.deltas[op.operand] = self.deltas[op.operand] + BIAS
 
     monkeypatch.setattr(StreamPrices, "_move", move)
-    monkeypatch.setattr(Walk, "biased", biased, raising=False)
+    monkeypatch.setattr(ReadExecution, "biased", biased, raising=False)
 
 
 def start(rank: int) -> tuple[Tensor, Tensor]:

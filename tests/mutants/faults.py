@@ -201,22 +201,22 @@ ONCE_MISSED = [
     Fault(
         "a host that waits is forgotten where the first is lost",
         "engine/hosts/agents.py",
-        "            self._take_in(candidate.identity, candidate.join)\n",
+        "            self._admit(candidate.identity, candidate.join)\n",
         "            pass\n",
         (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
     ),
     Fault(
         "a host that leaves keeps its successor out",
         "engine/hosts/agents.py",
-        "        if isinstance(message, Left):\n            self._lose(agent, message.text)\n            return None\n",
+        "        if isinstance(message, Left):\n            self._drop(agent, message.text)\n            return None\n",
         "",
         (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
     ),
     Fault(
         "a host that was lost once is lost for good",
         "engine/hosts/agents.py",
-        "                self._bury()\n        self._lost = None\n",
-        "                self._bury()\n",
+        "                self._drop_silent()\n        self._lost = None\n",
+        "                self._drop_silent()\n",
         (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
     ),
     Fault(
@@ -486,7 +486,7 @@ OWN = [
     Fault(
         "a page of which a part is reused is not copied",
         "engine/kv/manager.py",
-        "            if found.more:  # its",
+        "            if match.more:  # its",
         "            if False:  # its",
         ("tests/engine/test_reuse.py",),
     ),
@@ -507,8 +507,8 @@ OWN = [
     Fault(
         "a shared page is evicted",
         "engine/kv/prefix.py",
-        "pool.holders(held[left - 1]) == 1:",
-        "pool.holders(held[left - 1]) <= 2:",
+        "pool.holders(held[remaining - 1]) == 1:",
+        "pool.holders(held[remaining - 1]) <= 2:",
         ("tests/engine/test_reuse.py", "tests/engine/test_scheduler.py"),
     ),
     Fault(
@@ -592,8 +592,8 @@ OWN = [
     Fault(
         "a rank that ran another plan is not found",
         "engine/controller/executor.py",
-        "asked = Ran(number, counts, results[0].ran.plan, sampled)",
-        "asked = Ran(number, counts, result.ran.plan, sampled)",
+        "due = Ran(number, counts, results[0].ran.plan, sampled)",
+        "due = Ran(number, counts, result.ran.plan, sampled)",
         ("tests/engine/test_faults.py::test_ranks_that_do_not_execute_the_same_are_found_in_that_step",),
     ),
     Fault(
@@ -706,8 +706,8 @@ OWN = [
     Fault(
         "a key is right that begins so",
         "serve/http/guard.py",
-        "secrets.compare_digest(each.strip().encode(), key.encode())",
-        "each.strip().startswith(key)",
+        "secrets.compare_digest(key_given.strip().encode(), key.encode())",
+        "key_given.strip().startswith(key)",
         ("tests/server/test_http.py::test_the_key_is_asked_for",),
     ),
     Fault(

@@ -15,7 +15,7 @@ from weft.planner.chain import Chain, Read
 from weft.planner.cost import PRESETS, Offer, costs, host_table, read_tuning
 from weft.planner.plan import Plan, Planner
 from weft.planner.spec import LayoutError, Mesh, Rows
-from weft.tune.cpu_costs import evened
+from weft.tune.cpu_costs import median_filtered
 
 ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV = "all_reduce", "reduce_scatterv", "all_gatherv"
 BASIC = frozenset((ALL_REDUCE, REDUCE_SCATTERV, ALL_GATHERV))
@@ -195,4 +195,4 @@ def test_a_plan_goes_by_the_table(tmp_path: Path) -> None:
 
 def test_an_outlier_among_measured_epilogues_is_evened_out() -> None:
     points = [(1, 0.8), (2, 0.7), (4, 9.0), (8, 0.9), (16, 1.0)]
-    assert evened(points) == [(1, 0.75), (2, 0.8), (4, 0.9), (8, 1.0), (16, 0.95)]
+    assert median_filtered(points) == [(1, 0.75), (2, 0.8), (4, 0.9), (8, 1.0), (16, 0.95)]

@@ -16,9 +16,9 @@ from weft.serve.http.log import (
     WINDOW_S,
     Formatter,
     LogStream,
-    Sparse,
-    asked_format,
+    RateLimit,
     print_error,
+    requested_format,
     stderr_as_log,
 )
 
@@ -31,7 +31,7 @@ def record(text: str, level: int = logging.WARNING, **fields: object) -> logging
 
 def test_repeats_are_left_out_and_counted() -> None:
     now = 0.0
-    sparse = Sparse(clock=lambda: now)
+    sparse = RateLimit(clock=lambda: now)
     assert [sparse.filter(record("full")) for _ in range(100)] == [True] * BURST + [False] * (100 - BURST)
     assert sparse.filter(record("another")) and sparse.filter(record("full", logging.INFO))
     now = WINDOW_S
@@ -68,7 +68,7 @@ def test_all_that_is_printed_is_json_from_the_first_line_on() -> None:
     err = io.StringIO()
     logging.captureWarnings(False)  # a test before may have begun it, and pytest has undone what it did
     with contextlib.redirect_stderr(err):
-        with stderr_as_log(asked_format(["--port", "0", "--log-format", "json"])):
+        with stderr_as_log(requested_format(["--port", "0", "--log-format", "json"])):
             print("two\nlines", file=sys.stderr, flush=True)
             warnings.showwarning(UserWarning("a warning"), UserWarning, "file.py", 1)  # pytest keeps what is warned
             logging.getLogger("weft.any").info("event", extra={"fields": {"n": 1}})
@@ -79,5 +79,5 @@ def test_all_that_is_printed_is_json_from_the_first_line_on() -> None:
     assert [line["event"] for line in lines[:2]] == ["two", "lines"]
     assert "a warning" in lines[2]["event"] and lines[3] == lines[3] | {"event": "event", "n": 1}
     assert [(line["level"], line["event"]) for line in lines[4:]] == [("ERROR", "an error"), ("ERROR", "weft: it ends")]
-    assert asked_format(["--log-format=json"]) == asked_format(["--log_format", "json"]) == "json"
-    assert asked_format(["--log-format"]) == "text"
+    assert requested_format(["--log-format=json"]) == requested_format(["--log_format", "json"]) == "json"
+    assert requested_format(["--log-format"]) == "text"

@@ -18,7 +18,7 @@ from weft.engine.grammar.grammar import Grammars, grammar
 from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.parsed_output import ParsedOutput
 from weft.serve.chat.parsers import parser
-from weft.serve.chat.reasoning import Start, ThoughtParser, after_thought, start_of
+from weft.serve.chat.reasoning import ReasoningSplitter, Start, after_reasoning, start_of
 from weft.serve.chat.service import Service
 from weft.serve.chat.tool_formats import TOOL_FORMATS
 from weft.serve.chat.tools import OutputDelta
@@ -100,7 +100,7 @@ def test_thoughts_however_they_are_cut(start: Start, completion: str, wanted: An
         cuts = sorted(random.Random(seed).choices(range(len(completion) + 1), k=seed))
         pieces = [completion[a:b] for a, b in zip([0, *cuts], [*cuts, len(completion)], strict=True)]
         for split in (pieces, [*completion, ""]):
-            found, parts = ThoughtParser(parser(HERMES), start), OutputDelta()
+            found, parts = ReasoningSplitter(parser(HERMES), start), OutputDelta()
             for at, piece in enumerate(split):
                 parts += found.push(piece, last=at == len(split) - 1)
             assert (parts.text, parts.thought, len(parts.calls)) == wanted
@@ -148,7 +148,7 @@ def test_marks_that_are_special_tokens_are_seen_by_the_parser_alone(quiet: Quiet
 
 
 def test_tokens_of_a_thought_are_counted() -> None:
-    made = ParsedOutput(ThoughtParser(parser(None), "inside"))
+    made = ParsedOutput(ReasoningSplitter(parser(None), "inside"))
     for at, piece in enumerate(["H", "m", "</think>", "Y", "es."], 1):
         made.add(msgspec.structs.replace(output(piece), completion_tokens=at))
     assert made.reasoning_tokens == 2
@@ -193,7 +193,7 @@ def test_a_grammar_begins_after_the_thought(chat_model_dir: Path, marks: str, ki
     if kind == "calls":
         inner = HERMES.grammar([t["function"] for t in TOOLS], several=False, named=grammars.named)
         completion = '<tool_call>\n{"name":"time","arguments":{"city":"Bern"}}\n</tool_call>'
-    made = after_thought(inner, start, grammars.named)
+    made = after_reasoning(inner, start, grammars.named)
 
     def accepted(text: str) -> str:
         """What the grammar takes of it, and a point where it may end there."""

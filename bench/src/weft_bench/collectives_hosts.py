@@ -33,7 +33,7 @@ from weft.stream.hidden import Hidden
 from weft.stream.step_rows import StepRows
 from weft.stream.stream import Stream
 from weft.tune.cpu_costs import DTYPE, ROW_BYTES, WIDTH, opening_of
-from weft.tune.ranks import Here, Report, all_cores, slowest
+from weft.tune.ranks import HostContext, Report, all_cores, slowest
 from weft_bench.collectives import show_size
 
 EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "layer")
@@ -136,7 +136,7 @@ def cost_described(config: EngineConfig) -> dict[str, Any]:
 
 @contextmanager
 def transports_over_hosts(
-    rank: int, directory: Path, here: Here, said: dict[str, Any], largest: int
+    rank: int, directory: Path, here: HostContext, said: dict[str, Any], largest: int
 ) -> Iterator[tuple[str, Transport, Transport]]:
     """Open shm and gloo; yield the name or path of the cost model, and both. Collective.
 
@@ -164,7 +164,7 @@ def line(flat: RoundTimes, planned: RoundTimes) -> str:
     return f"{case}  {found}  planned {us:9,.0f} µs (predicted {planned.predicted_us:9,.0f})  {ratio:.2f}×"
 
 
-def measure(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
+def measure(rank: int, directory: Path, report: Report, here: HostContext, said: dict[str, Any]) -> None:
     """Run a rank's part; rank 0 reports RoundTimes of each kind for each case.
 
     said: values of `cost_described`; cases: pairs of exchange and bytes; rounds.

@@ -29,7 +29,7 @@ from weft.tune.gpu_times import (
     capture,
     check_result,
     events_us,
-    given_for,
+    make_inputs,
     peer_graph,
     replays_us,
     slowest_us,
@@ -76,7 +76,7 @@ def _measure(
     case: Case, here: World, tunings: dict[str, PeerTuning], baselines: Sequence[Baseline]
 ) -> dict[str, float]:
     rank, plain = here.rank, case.plain
-    given = given_for(case, here)
+    given = make_inputs(case, here)
     xs, norm = given.xs, given.norm
     graphs = {name: peer_graph(name, case, here, tuning, given) for name, tuning in tunings.items()}
     eager: dict[str, float] = {}

@@ -25,7 +25,7 @@ from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.cost import ETHERNET, Costs, costs, over_network
 from weft.planner.spec import Mesh
-from weft.tune.ranks import Here, Report, all_cores, slowest
+from weft.tune.ranks import HostContext, Report, all_cores, slowest
 from weft_bench.collectives_hosts import transports_over_hosts
 from weft_bench.harness import CpuRank
 
@@ -92,7 +92,7 @@ def measure(rank: int, directory: Path, report: Report, request: LatencyRun) -> 
     ranks.close()
 
 
-def measure_over_hosts(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
+def measure_over_hosts(rank: int, directory: Path, report: Report, here: HostContext, said: dict[str, Any]) -> None:
     """Run a rank's part on several hosts: by gloo alone, and by plans of shm inside hosts and gloo across.
 
     said: fields of a LatencyRun except model and mesh; random: whether the model is RANDOM, or the host's; values of

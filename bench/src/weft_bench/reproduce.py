@@ -20,7 +20,7 @@ from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.engine_options import CacheOptions, RequestOptions
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.profiling import NotWatched
+from weft.engine.controller.profiling import ProfileError
 from weft.engine.controller.startup import resolve_defaults
 from weft.engine.messages.request import SamplingParams
 from weft.engine.models.config_json.fields import first_line
@@ -165,7 +165,7 @@ def run_profile(engine: Engine, profile: Profile) -> Figures:
         tokens = _profiled_tokens(profile)
         try:
             found = run(engine, profile.batch, profile.context, profile.steps, tokens, Path(folder))
-        except (NotWatched, ValueError):  # too few steps, or a trace without them
+        except (ProfileError, ValueError):  # too few steps, or a trace without them
             return {}
     collectives = next((row for row in found.figures["kinds"] if row["kind"] == "collectives"), None)
     if collectives is None or not collectives["us"]:

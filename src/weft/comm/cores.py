@@ -26,11 +26,11 @@ def _text(path: Path) -> str:
 
 def core_list(text: str) -> set[int]:
     """Return the numbers of a list such as `0-3,8`. Raises ValueError for any other text, including an empty one."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in text.split(","):
         first, to, last = part.partition("-")
         run = range(int(first), int(last if to else first) + 1)
         if not run or run[-1] >= MAX_CORES:
             raise ValueError
-        found |= set(run)
-    return found
+        cores |= set(run)
+    return cores

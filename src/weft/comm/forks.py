@@ -11,7 +11,7 @@ from typing import Any, Self
 from weakref import WeakSet
 
 
-class OfOneProcess:
+class ProcessBound:
     """Base class of objects that only the process that made them may use.
 
     In a forked child, each of them turns into a `Forked`.
@@ -21,14 +21,14 @@ class OfOneProcess:
     """Exception that every method raises in a forked child."""
 
     def __new__(cls, *_args: Any, **_options: Any) -> Self:
-        made = super().__new__(cls)
-        _owned.add(made)
-        return made
+        instance = super().__new__(cls)
+        _owned.add(instance)
+        return instance
 
     def _forked(self, copy: Forked) -> None:
         """Turn into the copy, in a forked child."""
-        held = {"_held": self.__dict__}  # kept: closing its contents might tell other ranks that the parent is gone
-        self.__dict__, self.__class__ = copy.__dict__ | held, Forked  # type: ignore[assignment]
+        contents = {"_held": self.__dict__}  # kept: closing its contents might tell other ranks that the parent is gone
+        self.__dict__, self.__class__ = copy.__dict__ | contents, Forked  # type: ignore[assignment]
 
 
 class Forked:
@@ -47,12 +47,12 @@ class Forked:
         """Do nothing: only the process that made the object may leave."""
 
 
-_owned: WeakSet[OfOneProcess] = WeakSet()
+_owned: WeakSet[ProcessBound] = WeakSet()
 
 
 def _after_fork() -> None:
-    for each in list(_owned):
-        each._forked(Forked(type(each).__name__, os.getppid(), each.fork_error))
+    for instance in list(_owned):
+        instance._forked(Forked(type(instance).__name__, os.getppid(), instance.fork_error))
     _owned.clear()
 
 

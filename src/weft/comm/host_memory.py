@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from weft.comm.forks import OfOneProcess
+from weft.comm.forks import ProcessBound
 from weft.comm.rendezvous import pidfds, rendezvous
 from weft.comm.transport import CommError, CommTimeout, PeerLost, Ranks
 from weft.planner.spec import Mesh
@@ -22,7 +22,7 @@ NOTE_BYTES = 64
 SLEEP_S = 0.0002
 
 
-class HostMemory(OfOneProcess):
+class HostMemory(ProcessBound):
     """One rank's end. Raises CommError if the ranks of this host do not meet.
 
     path: of a socket in a folder that only this user can reach; the ranks meet there. timeout_s: limit of each wait.

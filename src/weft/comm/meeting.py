@@ -40,12 +40,12 @@ class Facts:
 
 def gather_objects(group: dist.ProcessGroup, mine: T) -> list[T]:
     """Return all ranks' values, in rank order. Collective. Raises CommError."""
-    found: list[T | None] = [None] * group.size()
+    gathered: list[T | None] = [None] * group.size()
     try:
-        dist.all_gather_object(found, mine, group=group)
+        dist.all_gather_object(gathered, mine, group=group)
     except (RuntimeError, ValueError) as error:
         raise CommError(f"rank {group.rank()}: the ProcessGroup failed while the ranks met: {error}") from error
-    return cast(list[T], found)
+    return cast(list[T], gathered)
 
 
 @contextmanager
@@ -62,17 +62,17 @@ def meeting_place(
         terms: JSON-like values that must be equal on all ranks.
         prepare: work that may fail on one rank.
     """
-    own: Exception | None = None
+    own_error: Exception | None = None
     directory: str | None = None
     try:
         prepare()
         if group.rank() == 0:
             directory = tempfile.mkdtemp(prefix="weft-")
     except (RuntimeError, ValueError, OSError) as error:
-        own = error
+        own_error = error
     try:
-        facts = gather_objects(group, _facts(terms, device, directory, own))
-        _raise_first([fact.problem for fact in facts], own)
+        facts = gather_objects(group, _facts(terms, device, directory, own_error))
+        _raise_first([fact.problem for fact in facts], own_error)
         _raise_first(gather_objects(group, _problem(facts, group.rank(), device)), None)
         assert facts[0].directory is not None
         yield Path(facts[0].directory)

@@ -30,7 +30,7 @@ from weft.comm.peer_launch import (
     inbox_bytes,
     launch_of,
     merge_launch,
-    spared_by_two_shot,
+    two_shot_savings,
 )
 from weft.comm.transport import (
     CommError,
@@ -153,8 +153,8 @@ class PeerTransport(NamedCalls):
         self._timeout_s = timeout_s
         self._calls: dict[tuple[object, ...], tuple[Request, int]] = {}
         self._kernels = self._load()
-        if (theirs := self._kernels.layout()) != (ours := layout()):
-            raise CommError(f"the compiled kernels do not match: they say {theirs!r}, this module {ours!r}")
+        if (compiled := self._kernels.layout()) != (declared := layout()):
+            raise CommError(f"the compiled kernels do not match: they say {compiled!r}, this module {declared!r}")
         with self._on_device():
             inboxes = [inbox_bytes(len(g), max_bytes) for g in groups]
             places = [[self.on_host.index(r) for r in g] for g in groups]
@@ -189,9 +189,9 @@ class PeerTransport(NamedCalls):
     def _connect(self, mesh: Mesh, path: Path | str) -> Host:
         """Map the memory of the host's ranks into this process; return the hosts' own connection."""
         host = HostMemory(mesh, self.rank, path, max(120.0, self._timeout_s))
-        mine = torch.empty(NOTE_BYTES, dtype=torch.uint8)
-        self._kernels.export_handle(self._handle, mine)
-        notes = b"".join(host.gather_notes(mine.numpy().tobytes()))
+        own_note = torch.empty(NOTE_BYTES, dtype=torch.uint8)
+        self._kernels.export_handle(self._handle, own_note)
+        notes = b"".join(host.gather_notes(own_note.numpy().tobytes()))
         self._kernels.connect(self._handle, torch.frombuffer(bytearray(notes), dtype=torch.uint8).view(-1, NOTE_BYTES))
         return host
 
@@ -243,16 +243,16 @@ class PeerTransport(NamedCalls):
             self._expect(live, "counts in device memory", torch.int32, counted)
             request.device_counts = live.data_ptr()
         if epilogue is None:
-            given = out = x.new_empty(rows, *x.shape[1:])
+            result = out = x.new_empty(rows, *x.shape[1:])
         else:
-            given = x.new_empty(2, rows, *x.shape[1:])
-            out = given[1]
+            result = x.new_empty(2, rows, *x.shape[1:])
+            out = result[1]
             residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
             request.wide_weight = weight.dtype != x.dtype
             self._expect(residual, "the residual", x.dtype, *out.shape)
             self._expect(weight, "the norm's weight", torch.float32 if request.wide_weight else x.dtype, *x.shape[1:])
             request.residual, request.weight = residual.data_ptr(), weight.data_ptr()
-            request.residual_out, request.eps = given.data_ptr(), epilogue.eps
+            request.residual_out, request.eps = result.data_ptr(), epilogue.eps
             request.quantised = 0
             if epilogue.quantised is not None:
                 values, scales, group_size = epilogue.quantised
@@ -265,7 +265,7 @@ class PeerTransport(NamedCalls):
             self._kernels.run(self._handle, addressof(request))
         except KernelError as error:
             raise CommError(f"rank {self.rank}: {error}") from error
-        return given
+        return result
 
     def _prepare(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, live: bool, epilogue: Epilogue | None
@@ -284,7 +284,7 @@ class PeerTransport(NamedCalls):
             sent, received = sizes[place * n : (place + 1) * n], sizes[place::n]
         segment = max((*sent, *received), default=0) * row_bytes  # largest piece between two ranks in one shot
         shared = n > 2 and exchange.combine == "sum" and exchange.span > 1
-        two_shot = shared and spared_by_two_shot(exchange, segment) > self._tuning.one_shot_bytes
+        two_shot = shared and two_shot_savings(exchange, segment) > self._tuning.one_shot_bytes
         launch = launch_of(self._tuning, largest, two_shot, rows if epilogue is not None else 0, row_bytes)
         request = Request(
             group=self._id(group),
@@ -326,8 +326,8 @@ class PeerTransport(NamedCalls):
             out = out.contiguous()
         if live is not None:
             self._expect(live, "the number of live tokens", torch.int32, 1)
-        own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
-        blocks, threads = merge_launch(self._tuning, own[0].nbytes)
+        own_part = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
+        blocks, threads = merge_launch(self._tuning, own_part[0].nbytes)
         request = MergeRequest(
             group=self._id(group),
             x=out.data_ptr(),
@@ -336,8 +336,8 @@ class PeerTransport(NamedCalls):
             lse=lse.data_ptr(),
             lse_token=lse.stride(0) * lse.element_size(),
             lse_head=lse.stride(1) * lse.element_size(),
-            out=own[0].data_ptr(),
-            out_lse=own[1].data_ptr(),
+            out=own_part[0].data_ptr(),
+            out_lse=own_part[1].data_ptr(),
             live=0 if live is None else live.data_ptr(),
             tokens=tokens,
             heads=heads,
@@ -352,7 +352,7 @@ class PeerTransport(NamedCalls):
             self._kernels.merge(self._handle, addressof(request))
         except KernelError as error:
             raise CommError(f"rank {self.rank}: {error}") from error
-        return own
+        return own_part
 
     def _check_bytes(self, largest: int) -> None:
         if (limit := self.entry.max_bytes) is not None and largest > limit:

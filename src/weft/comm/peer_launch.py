@@ -60,8 +60,8 @@ class PeerTuning:
     def __post_init__(self) -> None:
         """Convert each Split from its JSON form."""
         for name in SPLITS:
-            if isinstance(given := getattr(self, name), dict):
-                object.__setattr__(self, name, Split(**given))
+            if isinstance(value := getattr(self, name), dict):
+                object.__setattr__(self, name, Split(**value))
 
     def split_from(self, size: int) -> PeerTuning:
         """Return this tuning with calls of `size` bytes or more split, for all edges."""
@@ -99,20 +99,20 @@ def launch_of(t: PeerTuning, largest: int, two_shot: bool, normed_rows: int, row
     limit, threads = (t.blocks, t.threads) if few else (wide, t.wide_threads)
     if few:  # one thread for each unit
         threads = min(MAX_THREADS, max(threads, -(-largest // (32 * UNIT_BYTES * limit)) * 32))
-    wanted = max(1, min(limit, -(-largest // (threads * UNIT_BYTES))))
+    blocks_needed = max(1, min(limit, -(-largest // (threads * UNIT_BYTES))))
     if not normed_rows:
-        return Launch((0, 0, wanted), threads)
+        return Launch((0, 0, blocks_needed), threads)
     cluster = t.cluster
     while cluster > 1 and (cluster * normed_rows > limit or units < 64 * cluster):
         cluster //= 2
-    blocks = min(limit, max(wanted, normed_rows * cluster)) // cluster * cluster
+    blocks = min(limit, max(blocks_needed, normed_rows * cluster)) // cluster * cluster
     return Launch((0, 0, blocks), threads_for(-(-units // cluster), MAX_THREADS), cluster)
 
 
 def merge_launch(t: PeerTuning, own_bytes: int) -> tuple[int, int]:
     """Return (maximum of blocks, threads of each) of a merge that gives this rank `own_bytes` bytes."""
-    each = own_bytes / UNIT_BYTES / t.merge_blocks  # units of a block
-    return t.merge_blocks, t.threads if each <= t.threads else t.merge_threads if each <= 1024 else t.wide_threads
+    units = own_bytes / UNIT_BYTES / t.merge_blocks  # units of a block
+    return t.merge_blocks, t.threads if units <= t.threads else t.merge_threads if units <= 1024 else t.wide_threads
 
 
 def threads_for(units: int, limit: int) -> int:
@@ -131,7 +131,7 @@ def inbox_bytes(ranks: int, max_bytes: int) -> int:
     return ranks * (max_bytes + 2 * UNIT_BYTES)
 
 
-def spared_by_two_shot(exchange: Exchange, segment: int) -> float:
+def two_shot_savings(exchange: Exchange, segment: int) -> float:
     """Return the received bytes that a rank saves if segments of `segment` bytes are summed in parts, each by one
     rank."""
     ranks, span, scatters = exchange.ranks, exchange.span, exchange.direction == "scatter"

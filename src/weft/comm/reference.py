@@ -67,21 +67,21 @@ class ComputeLock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Release the lock meanwhile, if this thread holds it."""
-        held = self._release()
+        was_computing = self._release()
         try:
             yield
         finally:
-            if held:
+            if was_computing:
                 if not self._lock.acquire(timeout=self._timeout_s):
                     raise CommError(f"another rank has computed for {self._timeout_s:g} s")
                 self._of_thread.holds = True
 
     def _release(self) -> bool:
         """Release the lock; return True if this thread held it."""
-        if held := getattr(self._of_thread, "holds", False):
+        if was_computing := getattr(self._of_thread, "holds", False):
             self._of_thread.holds = False
             self._lock.release()
-        return held
+        return was_computing
 
 
 class ReferenceWorld:
@@ -172,8 +172,8 @@ class ReferenceTransport(NamedCalls):
 
         def combine(given: list[tuple[Tensor, Sizes]]) -> Tensor:
             all_sizes = _sent(given, place) if permutes else sizes
-            own = [p for p in parts(exchange, all_sizes) if place in p.readers]
-            terms = [[given[s][0][p.source_row : p.source_row + p.rows] for s in p.sources] for p in own]
+            own_parts = [p for p in parts(exchange, all_sizes) if place in p.readers]
+            terms = [[given[s][0][p.source_row : p.source_row + p.rows] for s in p.sources] for p in own_parts]
             return torch.cat([self._world.total(t) if exchange.combine == "sum" else t[0] for t in terms])
 
         call = (exchange, () if permutes else sizes, x.shape[1:], x.dtype)

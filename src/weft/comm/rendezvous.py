@@ -91,9 +91,9 @@ def _host(path: Path, world: int, terms: str, size: int, deadline: float) -> Mee
         peers: dict[int, socket.socket] = {}
         pids = {0: os.getpid()}
         try:
-            for peer, rank, pid, theirs in _callers(server, on_error, deadline) if world > 1 else ():
-                if theirs != terms:
-                    raise CommError(f"rank {rank} has another layout or other sizes than rank 0: {theirs}")
+            for peer, rank, pid, peer_terms in _callers(server, on_error, deadline) if world > 1 else ():
+                if peer_terms != terms:
+                    raise CommError(f"rank {rank} has another layout or other sizes than rank 0: {peer_terms}")
                 if not 0 < rank < world or rank in peers:
                     raise CommError(f"two processes call themselves rank {rank}")
                 peers[rank], pids[rank] = peer, pid
@@ -123,8 +123,8 @@ def _callers(
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         try:
-            while (left := deadline - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
+            while (remaining := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(remaining):
                     if key.fileobj is server:
                         new = on_error.enter_context(server.accept()[0])
                         selector.register(new, selectors.EVENT_READ, (new, bytearray()))
@@ -135,13 +135,13 @@ def _callers(
                         if more and not text.endswith(b"\n") and len(text) < MAX_HELLO:
                             continue
                         hello = json.loads(text)
-                        said = int(hello["rank"]), int(hello["pid"]), str(hello["terms"])
+                        peer_hello = int(hello["rank"]), int(hello["pid"]), str(hello["terms"])
                     except (OSError, ValueError, KeyError, TypeError):
                         selector.unregister(caller)
                         caller.close()
                         continue
                     selector.unregister(caller)
-                    yield caller, *said
+                    yield caller, *peer_hello
             raise TimeoutError
         finally:
             for key in selector.get_map().values():
@@ -170,9 +170,9 @@ def _join(path: Path, rank: int, terms: str, deadline: float) -> Meeting:
 
 
 def _limit(s: socket.socket, deadline: float) -> None:
-    if (left := deadline - time.monotonic()) <= 0:
+    if (remaining := deadline - time.monotonic()) <= 0:
         raise TimeoutError
-    s.settimeout(left)
+    s.settimeout(remaining)
 
 
 def _expect(peer: socket.socket, deadline: float, limit: int) -> bytes:

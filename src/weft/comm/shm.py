@@ -120,13 +120,13 @@ class ShmTransport(NamedCalls):
             lambda: kernels.arena_bytes(world, len(groups), slot_bytes, blocks, block_bytes),
             timeout_s,
         )
-        self._held = held = ExitStack()
-        finalize(self, _leave, held, os.getpid()).atexit = False
+        self._held = resources = ExitStack()
+        finalize(self, _leave, resources, os.getpid()).atexit = False
         try:
             watched = pidfds(meeting.pids)
             for fd in watched:
                 if fd >= 0:
-                    held.callback(os.close, fd)
+                    resources.callback(os.close, fd)
             if tuning.stream_slot_bytes is None:
                 cores = set[int]().union(*map(os.sched_getaffinity, meeting.pids))
                 tuning = replace(tuning, stream_slot_bytes=NEVER if share_a_cache(cores) else 32 << 10)
@@ -144,10 +144,10 @@ class ShmTransport(NamedCalls):
                 astuple(tuning)[1:],
                 isa,
             )
-            held.callback(kernels.destroy, self._handle)
+            resources.callback(kernels.destroy, self._handle)
             meeting.ready()
         except KernelError as error:
-            held.close()
+            resources.close()
             self._explain(error, "start", self._on_host)
         finally:
             meeting.close()
@@ -222,9 +222,9 @@ class ShmTransport(NamedCalls):
         if out.stride(2) != 1 or out.is_neg():
             out = _plain(out)
         tokens, heads, dim = out.shape
-        own = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
-        self._call("merge", group, self._id(group), out, lse.resolve_neg(), *own, tag)
-        return own
+        own_part = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
+        self._call("merge", group, self._id(group), out, lse.resolve_neg(), *own_part, tag)
+        return own_part
 
     def barrier(self, group: Ranks) -> None:
         place_in(group, self.rank)

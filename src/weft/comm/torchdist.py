@@ -83,13 +83,13 @@ class TorchDistTransport(NamedCalls):
             return self._nccl(x, exchange.kind, group, sizes, place)
         if exchange.kind == "all_reduce" and len(group) == 2:  # gloo's own takes one round, too, and copies less
             return self._all_reduced(x, group)
-        found = parts(exchange, sizes)
+        all_parts = parts(exchange, sizes)
         # All ranks compute the same number, whatever their own rows, so that all make the same choice.
-        largest = max(sum(p.rows for p in found if r in p.readers) for r in range(len(group)))
+        largest = max(sum(p.rows for p in all_parts if r in p.readers) for r in range(len(group)))
         row_bytes = x.shape[1:].numel() * x.element_size()
         if exchange.combine == "none" or largest * row_bytes <= self._one_round_bytes:
-            return self._round(x, found, exchange.kind, group, place)
-        first, second = in_two_steps(found)
+            return self._round(x, all_parts, exchange.kind, group, place)
+        first, second = in_two_steps(all_parts)
         return self._round(self._round(x, first, exchange.kind, group, place), second, exchange.kind, group, place)
 
     def _round(self, x: Tensor, found: Sequence[Part], kind: str, group: Ranks, place: int) -> Tensor:
@@ -100,15 +100,15 @@ class TorchDistTransport(NamedCalls):
         send = [sum(p.rows for p in runs) for runs in sent]
         receive = [sum(p.rows for p in runs) for runs in due]
         outgoing = [x[p.source_row : p.source_row + p.rows] for runs in sent for p in runs]
-        given = torch.cat(outgoing) if outgoing else x[:0]
-        got = x.new_empty((sum(receive), *x.shape[1:]))
-        self._call(kind, group, lambda g: dist.all_to_all_single(got, given, receive, send, group=g))
+        send_buffer = torch.cat(outgoing) if outgoing else x[:0]
+        receive_buffer = x.new_empty((sum(receive), *x.shape[1:]))
+        self._call(kind, group, lambda g: dist.all_to_all_single(receive_buffer, send_buffer, receive, send, group=g))
         arrived: dict[tuple[int, Part], Tensor] = {}
-        for r, of in zip(everyone, got.split(receive), strict=True):
+        for r, of in zip(everyone, receive_buffer.split(receive), strict=True):
             arrived |= zip([(r, p) for p in due[r]], of.split([p.rows for p in due[r]]), strict=True)
-        mine = sorted({p for runs in due for p in runs}, key=lambda p: p.reader_row)
-        wanted = [_sum([arrived[s, p] for s in p.sources]) for p in mine]
-        return torch.cat(wanted) if wanted else x[:0]
+        own_parts = sorted({p for runs in due for p in runs}, key=lambda p: p.reader_row)
+        sums = [_sum([arrived[s, p] for s in p.sources]) for p in own_parts]
+        return torch.cat(sums) if sums else x[:0]
 
     def _nccl(self, x: Tensor, kind: str, group: Ranks, sizes: Sizes, place: int) -> Tensor:
         n, equal = len(group), len(set(sizes)) == 1 and sizes[0] > 0

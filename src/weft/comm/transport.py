@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.comm.forks import OfOneProcess
+from weft.comm.forks import ProcessBound
 from weft.comm.transport_registry import TransportEntry
 from weft.kernels import float8
 from weft.kernels.torch_reference import add_rms_norm
@@ -145,7 +145,7 @@ class Transport(Protocol):
         ...
 
 
-class NamedCalls(OfOneProcess):
+class NamedCalls(ProcessBound):
     """Base class of transports with one method per exchange, named after it."""
 
     fork_error = CommError
@@ -187,8 +187,8 @@ class NamedCalls(OfOneProcess):
 
     def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
         """Return the x of global rank `root`; all ranks pass a tensor of that shape."""
-        mine = x if self.rank == root else x[:0]
-        return self.all_gatherv(mine, group, tuple(x.shape[0] * (r == root) for r in group))
+        own_rows = x if self.rank == root else x[:0]
+        return self.all_gatherv(own_rows, group, tuple(x.shape[0] * (r == root) for r in group))
 
     def all_reduce_all_gatherv(self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
         """Return the sums of x over each group of neighbouring ranks, in group order. sizes: rows of each group."""
@@ -273,7 +273,7 @@ def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) ->
 
 def offer_of(entry: TransportEntry, mesh: Mesh, cost: Cost) -> Offer:
     """Return a transport's offer to the planner: its edges of the mesh, and its exchanges inside blocks."""
-    exchanges = {e.exchange for found in legal_edges(mesh).values() for e in found if e.exchange is not None}
+    exchanges = {e.exchange for edges in legal_edges(mesh).values() for e in edges if e.exchange is not None}
     exchanges |= block_exchanges(mesh)
     kinds, epilogues = (frozenset(e.kind for e in exchanges if entry.offers(e, epilogue)) for epilogue in (False, True))
     limits = entry.max_bytes, entry.max_normed_bytes, entry.max_ranks, entry.max_hosts

@@ -124,7 +124,7 @@ def _offers_moves_and_sums(exchange: Exchange, epilogue: bool = False) -> bool:
     return exchange.combine in ("none", "sum") and not epilogue
 
 
-def _offers_what_nccl_calls(exchange: Exchange, epilogue: bool = False) -> bool:
+def _offers_nccl_calls(exchange: Exchange, epilogue: bool = False) -> bool:
     return exchange.kind in ("all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv") and not epilogue
 
 
@@ -146,7 +146,7 @@ PEER = TransportEntry(
     max_normed_bytes=peer_launch.MAX_NORMED_BYTES,
     takes_live_sizes=True,
 )
-NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_what_nccl_calls, _opener("weft.comm.torchdist"))
+NCCL = TransportEntry("nccl", "torchdist/nccl", "cuda", _offers_nccl_calls, _opener("weft.comm.torchdist"))
 TRANSPORTS = (SHM, GLOO, PEER, NCCL)
 REFERENCE = TransportEntry("reference", "reference", "any", offers_all, _opener("weft.comm.reference"), auto=False)
 """Transport of ranks that are threads of one process, or of a single rank; no option for ranks that are processes."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.comm.forks import Forked, OfOneProcess
+from weft.comm.forks import Forked, ProcessBound
 from weft.comm.meeting import meeting_place
 from weft.comm.peer import PeerTransport
 from weft.comm.peer_launch import MAX_RANKS, PeerTuning
@@ -27,7 +27,7 @@ from weft.planner.cost import host_table, read_tuning
 from weft.planner.spec import Mesh
 
 
-class Communicator(OfOneProcess):
+class Communicator(ProcessBound):
     """One rank's end of a ProcessGroup's collectives; ranks have their numbers in the group. Building it is collective.
 
     All ranks make the same calls in the same order, also with zero rows, each from one thread; on GPUs on one stream at

@@ -47,11 +47,11 @@ class Axes:
     @cached_property
     def _cuts(self) -> tuple[int, ...]:
         """The cuts of the rank numbers, ascending, each dividing the next."""
-        found = {1, self.world}
+        cuts = {1, self.world}
         for cut in (self.attn_tp, self.dcp, *self._host_cuts, self.moe_tp):
-            if all(cut % other == 0 or other % cut == 0 for other in found):
-                found.add(cut)
-        return tuple(sorted(found))
+            if all(cut % other == 0 or other % cut == 0 for other in cuts):
+                cuts.add(cut)
+        return tuple(sorted(cuts))
 
     @cached_property
     def strides(self) -> tuple[tuple[int, int], ...]:
@@ -68,7 +68,7 @@ class Axes:
     def of_name(self) -> dict[str, AxisSet]:
         """The axes of each name of GROUP_NAMES that is a set of axes."""
         rail = self.between(*self._host_cuts) if self._host_cuts else 0
-        found = {
+        names = {
             "world": self.between(1, self.world),
             "attn_tp": self.between(1, self.attn_tp),
             "attn_dp": self.between(self.attn_tp, self.world),
@@ -78,7 +78,7 @@ class Axes:
             "host": None if rail is None else (1 << len(self.strides)) - 1 & ~rail,
             "rail": rail,
         }
-        return {name: axes for name, axes in found.items() if axes is not None}
+        return {name: axes for name, axes in names.items() if axes is not None}
 
     @cached_property
     def combined(self) -> dict[str, AxisSet]:
@@ -88,21 +88,21 @@ class Axes:
             by_axes.setdefault(self.of_name[a] & self.of_name[b], f"{a}∩{b}")
         for i, (stride, extent) in enumerate(self.strides):
             by_axes.setdefault(1 << i, f"{extent} ranks {stride} apart")
-        named, found = set(self.of_name.values()), {}
+        named, names = set(self.of_name.values()), {}
         for axes in range(1, 1 << len(self.strides)):
             if axes not in named:
                 singles = [by_axes[1 << i] for i in range(len(self.strides)) if axes >> i & 1]
-                found[by_axes.get(axes) or " × ".join(singles)] = axes
-        return found
+                names[by_axes.get(axes) or " × ".join(singles)] = axes
+        return names
 
     @cached_property
     def names(self) -> dict[AxisSet, str]:
         """The canonical name of each set of axes."""
-        found: dict[AxisSet, str] = {}
+        names: dict[AxisSet, str] = {}
         for name in GROUP_NAMES:
             if name in self.of_name:
-                found.setdefault(self.of_name[name], name)
-        return found | {axes: name for name, axes in self.combined.items()}
+                names.setdefault(self.of_name[name], name)
+        return names | {axes: name for name, axes in self.combined.items()}
 
     @cached_property
     def of_streams(self) -> tuple[AxisSet, ...]:

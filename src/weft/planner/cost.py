@@ -175,7 +175,7 @@ def over_network(model: Costs, network: Network) -> Costs:
             return replace(cost, network=network)
         return cost
 
-    by_transport = {name: {n: priced(c) for n, c in found.items()} for name, found in model.by_transport.items()}
+    by_transport = {name: {n: priced(c) for n, c in table.items()} for name, table in model.by_transport.items()}
     return Costs(model.name, by_transport)
 
 
@@ -190,9 +190,9 @@ def read_table(path: Path, name: str = "") -> Costs:
         for transport, rows in table["transports"].items():
             for world in {row["world"] for row in rows}:
                 us: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
-                here = [r for r in rows if r["world"] == world]
-                kinds = {r["kind"] for r in here}  # other kinds keep their times from other worlds
-                for row in (*here, *(r for r in rows if r["kind"] not in kinds)):
+                entries = [r for r in rows if r["world"] == world]
+                kinds = {r["kind"] for r in entries}  # other kinds keep their times from other worlds
+                for row in (*entries, *(r for r in rows if r["kind"] not in kinds)):
                     key = row["kind"], row["ranks"], row.get("hosts", 1)
                     us.setdefault(key, []).append((float(row["bytes"]), float(row["us"])))
                 points = {key: _points(found) for key, found in us.items()}
@@ -203,10 +203,10 @@ def read_table(path: Path, name: str = "") -> Costs:
 
 
 def _points(pairs: Iterable[Sequence[float]]) -> tuple[tuple[float, float], ...]:
-    found = tuple(sorted((float(size), float(us)) for size, us in pairs))
-    if not found or not all(size > 0 and us >= 0 for size, us in found):
+    points = tuple(sorted((float(size), float(us)) for size, us in pairs))
+    if not points or not all(size > 0 and us >= 0 for size, us in points):
         raise ValueError("times are missing, or not above 0 bytes and µs")
-    return found
+    return points
 
 
 def read_tuning(path: Path, key: str, kind: type[T]) -> T:

@@ -65,8 +65,8 @@ class ShardedContext:
             return None
 
         def merges(cached: int) -> bool:
-            asked = Prompt(-(-(cached + rows) // self.ranks), token, query or 0, merge)
-            found = prices.find(asked, "dcp", rows)
+            prompt = Prompt(-(-(cached + rows) // self.ranks), token, query or 0, merge)
+            found = prices.find(prompt, "dcp", rows)
             return found is not None and found.recipe.name == "merge"
 
         found = bisect.bisect_left(range(MAX_TOKENS), True, key=merges)

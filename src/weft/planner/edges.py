@@ -163,5 +163,5 @@ def rows_received(edge: Edge, mesh: Mesh, rank: int, counts: tuple[int, ...]) ->
         sizes = edge.sizes(mesh, rank, counts)
     else:
         shares = {first: mesh.peers(rows.over, first) for first in edge.segments(mesh, rank)}
-        sizes = tuple(sum(counts[mesh.group_of(r)] for r in held) / mesh.attn_tp for held in shares.values())
+        sizes = tuple(sum(counts[mesh.group_of(r)] for r in ranks) / mesh.attn_tp for ranks in shares.values())
     return exchange.rows_received(edge.exchange, sizes, mesh.peers(edge.group, rank).index(rank))

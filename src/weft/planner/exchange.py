@@ -117,23 +117,23 @@ def parts(exchange: Exchange, sizes: Sequence[int]) -> tuple[Part, ...]:
     n, span = exchange.ranks, exchange.span
     everyone = tuple(range(n))
     if exchange.direction == "permute":
-        sent, received, found = [0] * n, [0] * n, []
+        sent, received, result = [0] * n, [0] * n, []
         for i in everyone:
             for j in everyone:
                 rows = sizes[i * n + j]
-                found.append(Part((i,), (j,), sent[i], received[j], rows))
+                result.append(Part((i,), (j,), sent[i], received[j], rows))
                 sent[i] += rows
                 received[j] += rows
-        return tuple(found)
-    found, begin = [], 0
+        return tuple(result)
+    result, begin = [], 0
     for segment, rows in enumerate(sizes):
         shared = everyone[segment * span : (segment + 1) * span]
         if exchange.direction == "gather":
-            found.append(Part(shared, everyone, 0, begin, rows))
+            result.append(Part(shared, everyone, 0, begin, rows))
         else:
-            found.append(Part(everyone, shared, begin, 0, rows))
+            result.append(Part(everyone, shared, begin, 0, rows))
         begin += rows
-    return tuple(found)
+    return tuple(result)
 
 
 def in_two_steps(found: Sequence[Part]) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
@@ -145,16 +145,16 @@ def in_two_steps(found: Sequence[Part]) -> tuple[tuple[Part, ...], tuple[Part, .
     """
     first: list[Part] = []
     second: list[Part] = []
-    held: dict[int, int] = {}
+    rows_held: dict[int, int] = {}
     for part in found:
         owners = [r for r in part.readers if r in part.sources] or [part.sources[0]]
-        each, more = divmod(part.rows, len(owners))
+        share, more = divmod(part.rows, len(owners))
         begin = 0
         for at, owner in enumerate(owners):
-            rows, place = each + (at < more), held.get(owner, 0)
+            rows, place = share + (at < more), rows_held.get(owner, 0)
             first.append(Part(part.sources, (owner,), part.source_row + begin, place, rows))
             second.append(Part((owner,), part.readers, place, part.reader_row + begin, rows))
-            held[owner] = place + rows
+            rows_held[owner] = place + rows
             begin += rows
     return tuple(first), tuple(second)
 
@@ -190,7 +190,7 @@ def rows_received(exchange: Exchange, sizes: Sequence[float], place: int) -> flo
 
 
 def _check(exchange: Exchange, sizes: Sequence[float]) -> None:
-    wanted = exchange.ranks**2 if exchange.direction == "permute" else exchange.segments
-    if len(sizes) != wanted or min(sizes, default=0) < 0:
-        takes = f"{exchange.kind} over {exchange.ranks} ranks takes {wanted} sizes of 0 or more"
+    expected = exchange.ranks**2 if exchange.direction == "permute" else exchange.segments
+    if len(sizes) != expected or min(sizes, default=0) < 0:
+        takes = f"{exchange.kind} over {exchange.ranks} ranks takes {expected} sizes of 0 or more"
         raise ValueError(f"{takes}, not {list(sizes)}")

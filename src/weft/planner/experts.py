@@ -89,14 +89,14 @@ class Dispatch:
     def parts(self, ranks: int, tokens: int) -> tuple[tuple[Permute | Kernel, int], ...]:
         """Return the exchanges (all_to_allv) and kernels in order: packing writes the rows to send, adding is the
         reverse."""
-        share, sent, own = self.share, self.row_bytes + listed_bytes(self.k), -(-tokens // self.shared)
+        share, sent, own_tokens = self.share, self.row_bytes + listed_bytes(self.k), -(-tokens // self.shared)
         moved = self.row_bytes * (1 + ranks * share)
         return (
             (Permute(COUNTS, self.shared, COUNT_BYTES, 0.0, 0), tokens),
-            (Kernel("pack rows for their experts on OWN", moved, PACK_KERNELS), own),
+            (Kernel("pack rows for their experts on OWN", moved, PACK_KERNELS), own_tokens),
             (Permute(SEND, self.shared, 0, share * sent, sent), tokens),
             (Permute(RETURN, self.shared, 0, share * self.row_bytes, self.row_bytes), tokens),
-            (Kernel("add results on OWN", moved, ranks), own),  # one kernel for each rank's results
+            (Kernel("add results on OWN", moved, ranks), own_tokens),  # one kernel for each rank's results
         )
 
     def bytes(self, tokens: int, ranks: int) -> int:

@@ -31,15 +31,15 @@ class FormCosts:
 
     def pays_from(self) -> int | None:
         """Return the power of two of tokens from which dispatch is always faster; None: not up to MAX_TOKENS."""
-        tokens, found = MAX_TOKENS, None
+        tokens, threshold = MAX_TOKENS, None
         while tokens:
             gather, dispatch = self.us(tokens)
             if dispatch < math.inf or gather < math.inf:  # otherwise the step is too large for both
                 if dispatch >= gather:
                     break
-                found = tokens
+                threshold = tokens
             tokens //= 2
-        return found
+        return threshold
 
     def _us(self, planner: Planner, tokens: int) -> float:
         try:

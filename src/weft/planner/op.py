@@ -134,10 +134,10 @@ class StreamOp(Op):
         return 0.0 if self.edge is None else edge_bytes(self.edge, counts)
 
     def as_dict(self, edge_bytes: EdgeBytes, counts: tuple[int, ...]) -> dict[str, Any]:
-        found: dict[str, Any] = {"op": self.op, "us": finite(self.us)}
+        result: dict[str, Any] = {"op": self.op, "us": finite(self.us)}
         if self.edge is None:
-            return found | {"rows": self.rows.name}
-        return found | {
+            return result | {"rows": self.rows.name}
+        return result | {
             "edge": self.edge.kind,
             "group": self.edge.group,
             "from": str(self.edge.src),
@@ -211,11 +211,11 @@ class BlockOp(Op):
 
     def calls(self, capacity: int, live: float) -> list[tuple[str, int]]:
         """Return (kind, bytes that a rank receives) of each collective. capacity: rows of tensors; live: used rows."""
-        found: list[tuple[str, int]] = []
+        result: list[tuple[str, int]] = []
         for begin in range(0, capacity, self.each):
             rows = max(0, min(self.each, live - begin))
-            found += [(kind, int(moved)) for kind, moved in self.recipe.calls(self.value, self.ranks, rows)]
-        return found
+            result += [(kind, int(moved)) for kind, moved in self.recipe.calls(self.value, self.ranks, rows)]
+        return result
 
     @property
     def bytes(self) -> int:

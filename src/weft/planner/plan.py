@@ -100,9 +100,9 @@ class Planner(StreamPrices):
         super().__init__(mesh, chain, offers, slices_copy)
         self.choice, self.blocks = choice, BlockPrices(mesh, offers, recipes, captured=slices_copy)
         self._kinds = frozenset[str]().union(*(o.kinds for o in offers))
-        found = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
-        found += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
-        self._placements = tuple(dict.fromkeys(found))
+        result = [*self._home.values(), *(d for reads in chain.forms for read in reads for d in read.deltas)]
+        result += [p for edges in legal_edges(mesh).values() for edge in edges for p in (edge.src, edge.dst)]
+        self._placements = tuple(dict.fromkeys(result))
         self._edges = [
             [e for e in legal_edges(mesh).get(at, ()) if not e.moves or e.kind in self._kinds]
             for at in self._placements
@@ -175,24 +175,24 @@ class Planner(StreamPrices):
         steps: list[StreamOp] = []
         while src != dst:
             edges = {edge.dst: edge for edge in legal_edges(self.mesh)[src]}
-            wanted = self.mesh.placement(src.rows) if src.owes else dst
-            if wanted not in edges:
-                wanted = self.mesh.placement(Rows.WORLD)
-            edge = edges[wanted]
+            required = self.mesh.placement(src.rows) if src.owes else dst
+            if required not in edges:
+                required = self.mesh.placement(Rows.WORLD)
+            edge = edges[required]
             steps.append(self._move(operand, edge, tokens))
-            src = wanted
+            src = required
         return steps
 
     def _make_graph(self, tokens: int) -> SearchGraph:
         number = {at: i for i, at in enumerate(self._placements)}
         moves = [[(number[e.dst], self._move(0, e, tokens)) for e in edges] for edges in self._edges]
         finishes: list[list[tuple[int, StreamOp]]] = [[] for _ in moves]
-        for found, edges in zip(finishes, self._edges, strict=True):
+        for result, edges in zip(finishes, self._edges, strict=True):
             for edge in edges:
                 us, transport = self._price(edge, tokens, finish=True) if edge.moves else (0.0, "nobody")
                 if edge.dst.owes is None and transport != "nobody":
                     step = StreamOp("finish", 0, edge, rows=edge.dst.rows, us=us, transport=transport)
-                    found.append((number[edge.dst], step))
+                    result.append((number[edge.dst], step))
         adds = [(at.rows, self._add_us(at.rows, tokens)) for at in self._placements]
         merge, absorb = (tuple(StreamOp(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
         norm, added = (tuple(self._norm(at.rows, tokens, a) for at in self._placements) for a in (False, True))
@@ -238,8 +238,8 @@ class Planner(StreamPrices):
         """Return the cheapest steps of a read, by the residual's placement after it. readers: requirements."""
         sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
-        found = sums.serve(before, delivery)
-        return {self._placements[at].rows: (node.us, with_formats(sums.steps(node))) for at, node in found.items()}
+        result = sums.serve(before, delivery)
+        return {self._placements[at].rows: (node.us, with_formats(sums.steps(node))) for at, node in result.items()}
 
     def _make(self, tokens: int) -> Plan:
         # The state: the residual's rows, and the form of the last read.
@@ -269,12 +269,12 @@ class Planner(StreamPrices):
 
     def _different(self, index: int) -> list[int]:
         """Return one form of each set of a read's forms with equal rows, values inside and deltas added next."""
-        found: dict[object, int] = {}
+        result: dict[object, int] = {}
         for form, reads in enumerate(self.chain.forms):
             after = reads[index + 1].deltas if index + 1 < len(reads) else ()
             read = reads[index]
-            found.setdefault((read.target, read.inside, read.wire, read.plain, after), form)
-        return list(found.values())
+            result.setdefault((read.target, read.inside, read.wire, read.plain, after), form)
+        return list(result.values())
 
     def _refuse(self, plan: Plan) -> None:
         lacking, tokens = [edge for _, step, edge in plan.moves() if step.us == math.inf], max(plan.counts)

@@ -54,11 +54,11 @@ class BlockPrices(Prices):
     def __init__(self, mesh: Mesh, offers: Sequence[Offer], recipes: Recipes | None = None, captured: bool = False):
         super().__init__(mesh, offers)
         self.recipes, self._captured = dict(recipes or {}), captured
-        for kind, asked in self.recipes.items():
+        for kind, choice in self.recipes.items():
             known = ["auto", *(recipe.name for recipe in RECIPES[kind])]
-            if asked not in known:
+            if choice not in known:
                 raise LayoutError(
-                    f"no recipe to {kind.__name__.lower()} is called {asked!r}; there are {', '.join(known)}"
+                    f"no recipe to {kind.__name__.lower()} is called {choice!r}; there are {', '.join(known)}"
                 )
         self.find, self.naive = lru_cache(1 << 12)(self._find), lru_cache(1 << 12)(self._find_naive)
 
@@ -90,17 +90,17 @@ class BlockPrices(Prices):
                     found.append(BlockOp(value, group, ranks, rows, recipe, "", us, rows, some))
                 continue
             for offer in self.offers:
-                each = self._max_rows(value, ranks, rows, offer.max_bytes)
+                limit = self._max_rows(value, ranks, rows, offer.max_bytes)
                 able = self._has(offer, recipe, value, ranks) and self.serves(offer, group)
-                if not able or not each or (recipe.whole and each < rows):
+                if not able or not limit or (recipe.whole and limit < rows):
                     continue
-                us, cuts = 0.0, [(times, part) for times, part in ((rows // each, each), (1, rows % each)) if part]
+                us, cuts = 0.0, [(times, part) for times, part in ((rows // limit, limit), (1, rows % limit)) if part]
                 for times, part in cuts:
                     us += times * self.calls_us(offer, group, recipe.calls(value, ranks, part))
                 for times, part in [(1, rows)] if recipe.once else cuts:
                     us += times * sum(map(self.local_us, recipe.touched(value, ranks, part)))
                 by = offer.transport if recipe.kinds(value, ranks) else "local"
-                found.append(BlockOp(value, group, ranks, rows, recipe, by, us, each))
+                found.append(BlockOp(value, group, ranks, rows, recipe, by, us, limit))
         return sorted(found, key=lambda op: op.us)
 
     def _has(self, offer: Offer, recipe: Recipe, value: Value, ranks: int) -> bool:
@@ -116,23 +116,23 @@ class BlockPrices(Prices):
 
     def _find(self, value: Value, group: str, rows: int) -> BlockOp | None:
         """Return the cheapest option of the requested recipe, even if unmeasured; None if there is none."""
-        asked = self.recipes.get(type(value), "auto")
+        choice = self.recipes.get(type(value), "auto")
         for op in self.options(value, group, rows):
-            if asked == op.recipe.name or (asked == "auto" and op.us < math.inf):
+            if choice == op.recipe.name or (choice == "auto" and op.us < math.inf):
                 return op
         return None
 
     def cheapest(self, value: Value, group: str, rows: int) -> BlockOp:
         """Return the op of `find`. Raises LayoutError with the available recipes if there is none."""
-        found = self.find(value, group, rows)
-        if found is None:
+        op = self.find(value, group, rows)
+        if op is None:
             raise LayoutError(self._refusal(value, group, rows))
-        return found
+        return op
 
     def _refusal(self, value: Value, group: str, rows: int, of: str = "") -> str:
         """Return the text of the error. of: name of the value that it is part of."""
-        asked, ranks = self.recipes.get(type(value), "auto"), self.mesh.size(group)
-        recipes = [recipe for recipe in RECIPES[type(value)] if asked in ("auto", recipe.name)]
+        choice, ranks = self.recipes.get(type(value), "auto"), self.mesh.size(group)
+        recipes = [recipe for recipe in RECIPES[type(value)] if choice in ("auto", recipe.name)]
         for part, n in recipes[0].parts(value, ranks, rows) if recipes[0].parts else ():
             if self.find(part, group, n) is None:
                 return self._refusal(part, group, n, f" of {value.what}")
@@ -148,12 +148,12 @@ class BlockPrices(Prices):
             elif offer.max_bytes is not None:
                 why.append(f"{offer.transport} has max_bytes={offer.max_bytes}")
         found, names = self.options(value, group, rows), ", ".join(offer.transport for offer in self.offers)
-        by, because = "" if asked == "auto" else f" by {asked}", f" ({'; '.join(why)})" if why else ""
+        by, because = "" if choice == "auto" else f" by {choice}", f" ({'; '.join(why)})" if why else ""
         return (
             f"no enabled transport ({names}) can run {value.what}{of}{by} for {rows} rows "
             f"over {group}={ranks}{because}; there is "
             + (", ".join(f"{op.recipe.name} on {op.transport}" for op in found) or "none")
-            + (", not measured here by weft tune" if found and asked == "auto" else "")
+            + (", not measured here by weft tune" if found and choice == "auto" else "")
             + ("; leave --moe-exchange at auto, or plan for fewer tokens" if whole else "")
         )
 
@@ -230,8 +230,8 @@ class StreamPrices(Prices):
         """Return the maximum rows of any rank: the first's, as a group's first ranks hold the remainder."""
         gathered, groups = self.mesh.gathered(rows), self.mesh.gathered(self.mesh.rows(Rows.GROUP))
         whole = self.mesh.extent(gathered & ~groups)
-        held = self.mesh.peers(self.mesh.named(gathered & groups), 0)
-        return whole * sum(self.mesh.row_count(Rows.OWN, rank, (tokens,)) for rank in held)
+        peers = self.mesh.peers(self.mesh.named(gathered & groups), 0)
+        return whole * sum(self.mesh.row_count(Rows.OWN, rank, (tokens,)) for rank in peers)
 
     def _row_bytes(self, wire: Wire | None = None) -> int:
         return wire.row_bytes(self.chain.width) if wire else self.chain.width * self.chain.element_bytes
@@ -256,8 +256,8 @@ class StreamPrices(Prices):
 
     def _quantise(self, rows: Rows, wire: Wire, tokens: int, with_norm: bool) -> StreamOp:
         """Return the op that quantises. with_norm: in the norm's kernel, which has read the rows."""
-        cost, made = self.offers[0].cost, self._format_bytes(rows, wire, tokens)
-        us = cost.epilogue_us(made) if with_norm else cost.local_us(self._max_bytes(self._home[rows], tokens) + made)
+        cost, moved = self.offers[0].cost, self._format_bytes(rows, wire, tokens)
+        us = cost.epilogue_us(moved) if with_norm else cost.local_us(self._max_bytes(self._home[rows], tokens) + moved)
         return StreamOp("quantise", NORMED, rows=rows, us=us, wire=wire)
 
     def _laid_out_us(self, rows: Rows, wire: Wire, tokens: int, kernels: int = 1) -> float:

@@ -151,8 +151,8 @@ def _at_once(kind: str) -> Callable[[Merge, int, float], Calls]:
 
 
 def _a2a_touched(value: Merge, ranks: int, rows: int) -> list[float]:
-    whole = sum(_outputs(value, rows))
-    return [2 * whole, whole + whole / ranks]
+    total_bytes = sum(_outputs(value, rows))
+    return [2 * total_bytes, total_bytes + total_bytes / ranks]
 
 
 def _permute_calls(value: Permute, ranks: int, tokens: float) -> Calls:

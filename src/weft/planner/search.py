@@ -84,11 +84,11 @@ class Delivery:
         return self._known[normed]
 
     def _follow(self, at: int, begin: StreamOp | None) -> tuple[StreamOp, ...]:
-        found = [] if begin is None else [begin]
+        steps = [] if begin is None else [begin]
         while at != self._goal:
             step, at = self._first[at]
-            found.append(step)
-        return tuple(found)
+            steps.append(step)
+        return tuple(steps)
 
 
 class SearchNode(NamedTuple):
@@ -164,17 +164,17 @@ class Sums:
         }
         self.nodes: dict[Deltas, Nodes] = {}
         for chosen, parts in self.parts.items():
-            found: Nodes = {}
+            nodes: Nodes = {}
             if sum(chosen) == 1:
-                given = kinds[chosen.index(1)]
-                found[given] = SearchNode(0.0, 0, given=given)
+                single_kind = kinds[chosen.index(1)]
+                nodes[single_kind] = SearchNode(0.0, 0, given=single_kind)
             for part, rest in parts:
                 if part <= rest:
-                    theirs = self.nodes[rest]
+                    others = self.nodes[rest]
                     for at, node in self.nodes[part].items():
-                        if at in theirs:
-                            _improve(found, at, graph.merge[at], node, theirs[at])
-            self.nodes[chosen] = _spread(found, graph)
+                        if at in others:
+                            _improve(nodes, at, graph.merge[at], node, others[at])
+            self.nodes[chosen] = _spread(nodes, graph)
 
     def serve(self, residual: int | None, delivery: Delivery) -> Nodes:
         """Return the node of the readers' value, by the placement of the residual after the read.
@@ -182,7 +182,7 @@ class Sums:
         residual: its placement before; None if the first delta becomes the residual.
         """
         graph = self.graph
-        taken: dict[Deltas, Nodes] = {}  # the residual, once it has absorbed a set of deltas
+        absorbed: dict[Deltas, Nodes] = {}  # the residual, once it has absorbed a set of deltas
         for chosen, parts in self.parts.items():
             begun: Nodes = {}
             if residual is not None and not parts:
@@ -194,27 +194,27 @@ class Sums:
             added: Nodes = {}
             for part, before in parts:
                 deltas = self.nodes[part]
-                for at, kept in taken[before].items():
+                for at, kept in absorbed[before].items():
                     if at in deltas:
                         _improve(added, at, graph.absorb[at], kept, deltas[at])
-            taken[chosen] = _spread(_better(begun, added), graph)
+            absorbed[chosen] = _spread(_better(begun, added), graph)
         normed: Nodes = {}
-        for at, kept in taken[self.all].items():
+        for at, kept in absorbed[self.all].items():
             _improve(normed, at, graph.norm[at], kept)
         for at, kept in added.items():  # of all deltas, which come last
             _improve(normed, at, graph.norm_of_sum[at], kept)
         for part, before in self.parts[self.all]:
             for src, delta in self.nodes[part].items():
                 for at, step in graph.finishes[src]:
-                    if at in taken[before]:
-                        _improve(normed, at, step, taken[before][at], delta)
-        found: Nodes = {}
+                    if at in absorbed[before]:
+                        _improve(normed, at, step, absorbed[before][at], delta)
+        nodes: Nodes = {}
         for end, node in normed.items():
             if (steps := delivery.steps(end)) is not None:
                 for step in steps:
                     node = SearchNode(node.us + step.us, node.length + 1, step, (node,))
-                found[end] = node
-        return found
+                nodes[end] = node
+        return nodes
 
     def steps(self, node: SearchNode) -> tuple[StreamOp, ...]:
         """Return the steps of a node of `serve` in order, with the indices that deltas have by then."""

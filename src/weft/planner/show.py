@@ -51,18 +51,18 @@ def plan_text(planner: Planner, counts: Counts) -> str:
         *_table(planner, plan, one_transport=len(by) < 2),
         "",
         *(
-            f"{found['format']}: {found['calls']} calls bring {size_text(found['bytes'])} a rank instead of "
-            f"{size_text(found['plain_bytes'])}"
-            for found in _formats(planner, plan)
+            f"{entry['format']}: {entry['calls']} calls bring {size_text(entry['bytes'])} a rank instead of "
+            f"{size_text(entry['plain_bytes'])}"
+            for entry in _formats(planner, plan)
         ),
         *textwrap.wrap(f"naive: {_sum(planner, naive)}: {_kinds(naive)}", 79, subsequent_indent="  "),
         "",
     ]
     if naive.us == math.inf:
         return "\n".join([*lines, "saving: not known, as the naive plan requires what these transports do not offer"])
-    ours, theirs = _totals(planner, plan), _totals(planner, naive)
-    saved = 1 - ours["us"] / theirs["us"] if theirs["us"] else 0.0
-    moved = ours["bytes"] / theirs["bytes"] - 1 if theirs["bytes"] else 0.0
+    plan_totals, naive_totals = _totals(planner, plan), _totals(planner, naive)
+    saved = 1 - plan_totals["us"] / naive_totals["us"] if naive_totals["us"] else 0.0
+    moved = plan_totals["bytes"] / naive_totals["bytes"] - 1 if naive_totals["bytes"] else 0.0
     change = f"{abs(moved):.0%} {'more' if moved > 0 else 'fewer'} bytes" if round(moved, 2) else "equal bytes"
     return "\n".join([*lines, f"saving: {saved:.0%} of the predicted time, with {change}"])
 
@@ -92,12 +92,12 @@ def _sum(planner: Planner, plan: Plan) -> str:
 
 def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
     """Return the calls of each format of rows, and the bytes that a rank receives with and without it."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    sizes_of: dict[str, list[tuple[float, float]]] = {}
     for _, _, edge in plan.moves():
         if edge.src.wire is not None:
             plain = replace(edge, src=replace(edge.src, wire=None), dst=replace(edge.dst, wire=None))
-            sizes = (planner.bytes_received(each, plan.counts) for each in (edge, plain))
-            found.setdefault(str(edge.src.wire.format), []).append((next(sizes), next(sizes)))
+            sizes = (planner.bytes_received(wire, plan.counts) for wire in (edge, plain))
+            sizes_of.setdefault(str(edge.src.wire.format), []).append((next(sizes), next(sizes)))
     return [
         {
             "format": name,
@@ -105,14 +105,14 @@ def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
             "bytes": int(sum(size for size, _ in sizes)),
             "plain_bytes": int(sum(size for _, size in sizes)),
         }
-        for name, sizes in found.items()
+        for name, sizes in sizes_of.items()
     ]
 
 
 def _kinds(plan: Plan) -> str:
     """Return how often each collective runs."""
-    found = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in op.collectives)
-    return ", ".join(f"{times} × {kind}" for kind, times in found.items()) or "nothing moves"
+    counts = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in op.collectives)
+    return ", ".join(f"{times} × {kind}" for kind, times in counts.items()) or "nothing moves"
 
 
 def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
@@ -145,9 +145,9 @@ def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
         rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}{form}",))
         for op in read.ops():
             named = op.brief() if one_transport or not op.kinds else str(op)
-            asked = ", where a row asks for it" * op.asked
+            condition = ", where a row asks for it" * op.asked
             moved = size_text(op.moved(planner.bytes_received, plan.counts)) if op.kinds else ""
-            rows.append((f"    {named}{asked}", moved, f"{op.us:,.1f} µs"))
+            rows.append((f"    {named}{condition}", moved, f"{op.us:,.1f} µs"))
     return columns(rows)
 
 

@@ -167,18 +167,18 @@ class Mesh:
 
         On one host only named groups: each costs transport memory. Over several hosts all sets of axes.
         """
-        found = [canonical for name in GROUP_NAMES[:5] if (canonical := self.canonical(name))]
+        result = [canonical for name in GROUP_NAMES[:5] if (canonical := self.canonical(name))]
         if self.hosts > 1:
-            found += [name for axes in self._axes.of_streams if (name := self.named(axes))]
-        return tuple(dict.fromkeys(found))
+            result += [name for axes in self._axes.of_streams if (name := self.named(axes))]
+        return tuple(dict.fromkeys(result))
 
     @cached_property
     def row_kinds(self) -> tuple[Rows, ...]:
         """Rows that hidden states may hold, each once, fewest first; over several hosts one entry per set of axes."""
-        found = [self.rows(rows) for rows in NAMED_ROWS]
+        result = [self.rows(rows) for rows in NAMED_ROWS]
         if self.hosts > 1:
-            found += [self.rows_over(axes) for axes in self._axes.of_streams]
-        return tuple(sorted(dict.fromkeys(found), key=lambda rows: self.extent(self.gathered(rows))))
+            result += [self.rows_over(axes) for axes in self._axes.of_streams]
+        return tuple(sorted(dict.fromkeys(result), key=lambda rows: self.extent(self.gathered(rows))))
 
     def gathered(self, rows: Rows) -> AxisSet:
         """Return the axes over which rows are gathered."""
@@ -192,10 +192,10 @@ class Mesh:
 
     def rows(self, rows: Rows) -> Rows:
         """Return the canonical form of `rows`."""
-        found = self._rows.get(rows)
-        if found is None:
-            found = self._rows[rows] = self.rows_over(self.gathered(rows))
-        return found
+        result = self._rows.get(rows)
+        if result is None:
+            result = self._rows[rows] = self.rows_over(self.gathered(rows))
+        return result
 
     @cached_property
     def _rows(self) -> dict[Rows, Rows]:
@@ -240,11 +240,11 @@ class Mesh:
 
     @cached_property
     def _canonical(self) -> dict[str, str | None]:
-        found: dict[str, str | None] = {}
+        result: dict[str, str | None] = {}
         for name in GROUP_NAMES:
             axes = self.axes(name)
-            found[name] = None if self.size(name) == 1 else name if axes is None else self.named(axes)
-        return found | {name: name for name in self._axes.combined}
+            result[name] = None if self.size(name) == 1 else name if axes is None else self.named(axes)
+        return result | {name: name for name in self._axes.combined}
 
     def canonical(self, group: str | None) -> str | None:
         """Return the one name of a group's set of ranks; None for a single rank. KeyError for an unknown name."""
@@ -258,12 +258,12 @@ class Mesh:
         """Return the ranks of `rank`'s group, ascending, including `rank`."""
         if group is None:
             return (rank,)
-        found = self._peers.get((group, rank))
-        if found is None:
-            found = self._find_peers(group, rank)
-            for peer in found:
-                self._peers[group, peer] = found
-        return found
+        result = self._peers.get((group, rank))
+        if result is None:
+            result = self._find_peers(group, rank)
+            for peer in result:
+                self._peers[group, peer] = result
+        return result
 
     def _find_peers(self, group: str, rank: int) -> tuple[int, ...]:
         axes = self.axes(group)
@@ -328,10 +328,10 @@ class Mesh:
 
     def placement(self, rows: Rows, owes: str | None = None, split: str | None = None) -> Placement:
         """Return the normalised placement. Raises PlacementError if ranks to sum hold different tokens."""
-        found = self._placements.get((rows, owes, split))
-        if found is None:
-            found = self._placements[rows, owes, split] = self._placement(rows, owes, split)
-        return found
+        result = self._placements.get((rows, owes, split))
+        if result is None:
+            result = self._placements[rows, owes, split] = self._placement(rows, owes, split)
+        return result
 
     @cached_property
     def _placements(self) -> dict[tuple[Rows, str | None, str | None], Placement]:

@@ -92,11 +92,11 @@ def vocabulary_dict(step: SplitStep) -> dict[str, Any]:
 def vocabulary_text(tokens: int, ranks: int, steps: Sequence[SplitStep]) -> str:
     """Return a text on `steps` with a vocabulary of `tokens` over `ranks`: cost and saving of the split in each."""
     rows = [("  rows in each DP group", "embedding", "best tokens", "by", "head", "saved")]
-    whole = [("  logits, where a row asks for more", "by", "bytes a rank", "")]
+    full_rows = [("  logits, where a row asks for more", "by", "bytes a rank", "")]
     for s in steps:
         best, head = s.best.us + s.kernels_us, s.head_us - s.whole_head_us
         cells = (f"+{s.embedding_us:,.1f} µs", f"+{best:,.1f} µs", s.best.transport, f"−{-head:,.1f} µs")
         rows.append((f"  {s.rows:,}", *cells, f"{s.saved_us:,.1f} µs".replace("-", "−")))
-        whole.append((f"  {s.rows:,}", s.logits.transport, size_text(s.logits_bytes), f"{s.logits.us:,.1f} µs"))
+        full_rows.append((f"  {s.rows:,}", s.logits.transport, size_text(s.logits_bytes), f"{s.logits.us:,.1f} µs"))
     title = f"vocabulary: {tokens:,} tokens split over attn_tp={ranks}: cost and saving per decode step"
-    return "\n".join([title, *columns(rows), *columns(whole)])
+    return "\n".join([title, *columns(rows), *columns(full_rows)])

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.profiling import MIN_STEPS, NotWatched, record
+from weft.engine.controller.profiling import MIN_STEPS, ProfileError, record
 from weft.engine.models.config_json.fields import ModelError
 from weft.serve.chat.service import Service
 from weft.serve.chat.templates import Templates
@@ -158,7 +158,7 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
         try:
             recording = await run_in_threadpool(record, engine, steps)
             return recording.report | {"files": await run_in_threadpool(recording.write, folder)}
-        except NotWatched as error:
+        except ProfileError as error:
             raise ApiError(409, str(error)) from error
         finally:
             watching.release()

@@ -125,20 +125,20 @@ class BlockExchanges:
         transport, kind = self._transports[plan.transport], exchange.all_gatherv(len(ranks))
         with self._counted(plan, (sum(sizes) - min(sizes)) * x.shape[1] * x.element_size(), x):
             if plan.each >= max(sizes) or calls is not sizes:
-                return in_a_range(transport, x, kind, ranks, calls)
+                return run_traced(transport, x, kind, ranks, calls)
             out = x.new_empty(sum(sizes), x.shape[1])
             into = out.split(list(sizes))
             for begin in range(0, max(sizes), plan.each):
                 part = tuple(min(plan.each, max(0, size - begin)) for size in sizes)
-                came = in_a_range(transport, x[begin : begin + plan.each], kind, ranks, part)
-                for run, rank_rows in zip(came.split(list(part)), into, strict=True):
+                received = run_traced(transport, x[begin : begin + plan.each], kind, ranks, part)
+                for run, rank_rows in zip(received.split(list(part)), into, strict=True):
                     rank_rows[begin : begin + len(run)] = run
         return out
 
     def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
         """Return the plan's maximum rows of each rank per call for `rows` rows; 0 if no transport has them."""
-        found = self.prices.find(what, group, rows)
-        return 0 if found is None else min(found.each, rows)
+        op = self.prices.find(what, group, rows)
+        return 0 if op is None else min(op.each, rows)
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> Merged:
         """Merge attention over the ranks' shards of the keys.
@@ -154,12 +154,12 @@ class BlockExchanges:
         with self._counted(plan, sum(moved for _, moved in plan.calls(tokens, tokens)), out):
             if tokens <= plan.each:
                 return merge(transport, out, lse, ranks, live)
-            own, total = own_heads(out, ranks), own_heads(lse, ranks)
+            share, total = own_heads(out, ranks), own_heads(lse, ranks)
             for begin in range(0, tokens, plan.each):
                 at = slice(begin, begin + plan.each)
-                here = None if live is None else (live - begin).clamp(0, plan.each)
-                own[at], total[at] = merge(transport, out[at], lse[at], ranks, here)
-        return own, total
+                part_live = None if live is None else (live - begin).clamp(0, plan.each)
+                share[at], total[at] = merge(transport, out[at], lse[at], ranks, part_live)
+        return share, total
 
     def _plan(self, what: Gather | Merge, group: str, rows: int) -> BlockOp:
         """Return the step's plan for a value, of the largest DP group; else, as in prompts, the cheapest for `rows`."""
@@ -223,7 +223,7 @@ def own_heads(x: Tensor, group: Sequence[int]) -> Tensor:
     return x.new_empty(tokens, heads // len(group), *rest)
 
 
-def in_a_range(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes) -> Tensor:
+def run_traced(transport: Transport, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes) -> Tensor:
     """Run `Transport.exchange` as a range in torch's profiler that names the collective."""
     with record_function(f"{COLLECTIVE}{exchange.kind}"):
         return transport.exchange(x, exchange, group, sizes)
@@ -235,12 +235,12 @@ def ag_rs(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Te
     The terms are rounded to the output's dtype before the sum.
     """
     place, n = place_in(group, transport.rank), len(group)
-    own = own_heads(out, group)
-    lses = in_a_range(transport, lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
-    by_rank = transport.empty(n, own.numel(), like=out)
+    share = own_heads(out, group)
+    lses = run_traced(transport, lse.reshape(1, -1), exchange.all_gatherv(n), group, (1,) * n)
+    by_rank = transport.empty(n, share.numel(), like=out)
     total = ops.scale_shard(out, lses.view(n, *lse.shape), place, by_rank)
-    summed = in_a_range(transport, by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
-    return summed.view(own.shape), total
+    summed = run_traced(transport, by_rank, exchange.reduce_scatterv(n), group, (1,) * n)
+    return summed.view(share.shape), total
 
 
 def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:
@@ -249,8 +249,8 @@ def a2a(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tens
     own_heads(out, group)
     packed = transport.empty(n, packed_shards(n, tokens, heads, dim, out.dtype)[1], like=out)
     ops.pack_shard(out, lse, packed)
-    came = in_a_range(transport, packed, exchange.all_to_allv(n), group, (1,) * n**2)
-    return ops.merge_packed(came, tokens, heads, dim)
+    received = run_traced(transport, packed, exchange.all_to_allv(n), group, (1,) * n**2)
+    return ops.merge_packed(received, tokens, heads, dim)
 
 
 def fused(transport: Transport, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None) -> Merged:

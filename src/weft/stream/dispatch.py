@@ -71,10 +71,10 @@ def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: 
     packed[:, :width] = x.index_select(0, row)
     lists = torch.cat((expert.int(), weight.float().view(torch.int32)), dim=1)
     packed[:, width:] = lists.view(x.dtype).index_select(0, row)
-    came = carry(SEND, packed, to_and_from(send, receive, by.rank))
-    experts_of, weights = came[:, width:].contiguous().view(torch.int32).split(k, dim=1)
-    made = work(came[:, :width], weights.contiguous().view(torch.float32).to(weight.dtype), experts_of.long())
-    back = carry(RETURN, made, to_and_from(receive, send, by.rank))
+    received = carry(SEND, packed, to_and_from(send, receive, by.rank))
+    experts_of, weights = received[:, width:].contiguous().view(torch.int32).split(k, dim=1)
+    outputs = work(received[:, :width], weights.contiguous().view(torch.float32).to(weight.dtype), experts_of.long())
+    back = carry(RETURN, outputs, to_and_from(receive, send, by.rank))
     total = x.new_zeros(rows, width, dtype=torch.promote_types(x.dtype, torch.float32))
     for at, run in zip(row.split(send), back.split(send), strict=True):
         total.index_add_(0, at, run.to(total.dtype))
@@ -94,8 +94,8 @@ def on_device(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts
     received = carry(COUNTS, sent[:, None], (1,) * n**2).flatten()
     packed = x.new_empty(n * rows, width + listed_bytes(k) // x.element_size())
     kernels.pack(x, weight, expert, place, sent, packed)
-    there, back = tuple(rows for rows in by.capacity for _ in range(n)), by.capacity * n
-    came = carry(SEND, packed, LiveSizes(there, torch.cat((sent, received))))
-    made = work(came[:, :width], *kernels.lists(came, width, k, received))
-    returned = carry(RETURN, made, LiveSizes(back, torch.cat((received, sent))))
+    send_rows, back = tuple(rows for rows in by.capacity for _ in range(n)), by.capacity * n
+    came = carry(SEND, packed, LiveSizes(send_rows, torch.cat((sent, received))))
+    outputs = work(came[:, :width], *kernels.lists(came, width, k, received))
+    returned = carry(RETURN, outputs, LiveSizes(back, torch.cat((received, sent))))
     return kernels.add(returned, place, sent)

@@ -79,8 +79,8 @@ class Interleave:
         import torch
 
         page, offset = slots // self.span, slots % self.span
-        mine = (slots >= 0) & (self.owner(offset) == place)
-        return torch.where(mine, page * self.page_size + self.local(offset), -1)
+        is_local = (slots >= 0) & (self.owner(offset) == place)
+        return torch.where(is_local, page * self.page_size + self.local(offset), -1)
 
     def gathered(
         self, lengths: Sequence[int], device: torch.device | str = "cpu"
@@ -91,14 +91,14 @@ class Interleave:
         """
         import torch
 
-        held = [[self.length(n, place) for n in lengths] for place in range(self.ranks)]
-        rows, begins = [], [sum(map(sum, held[:place])) for place in range(self.ranks)]
+        lengths_held = [[self.length(n, place) for n in lengths] for place in range(self.ranks)]
+        rows, begins = [], [sum(map(sum, lengths_held[:place])) for place in range(self.ranks)]
         for at, length in enumerate(lengths):
             token = torch.arange(length, device=device)
             begin = torch.tensor(begins, device=device)
             rows.append(begin[self.owner(token)] + self.local(token))
-            begins = [begin + own[at] for begin, own in zip(begins, held, strict=True)]
-        return tuple(map(sum, held)), rows
+            begins = [begin + own_lengths[at] for begin, own_lengths in zip(begins, lengths_held, strict=True)]
+        return tuple(map(sum, lengths_held)), rows
 
 
 def _clip(value: Whole, limit: int) -> Whole:

@@ -79,8 +79,8 @@ class StepTimes:
         while self._events:
             self._read_event()
         known = self._totals.get((counts, key))
-        found = [known] if known else [total for (_, k), total in self._totals.items() if k == key]
-        return sum(seconds for _, seconds in found) / max(1, sum(calls for calls, _ in found))
+        totals = [known] if known else [total for (_, k), total in self._totals.items() if k == key]
+        return sum(seconds for _, seconds in totals) / max(1, sum(calls for calls, _ in totals))
 
     def _read_event(self) -> None:
         counts, key, begin, end = self._events.popleft()
@@ -130,8 +130,8 @@ class Stats:
 
     def table(self, times: StepTimes | None = None) -> list[StepStat]:
         """Return the totals so far. times: source of the seconds of eager calls; without them these seconds are 0."""
-        found = dict(self._by_step)
+        totals = dict(self._by_step)
         if times is not None:
             for (key, counts), calls in self._eager.items():
-                found[key] = replace(found[key], seconds=found[key].seconds + calls * times.mean(counts, key))
-        return list(found.values())
+                totals[key] = replace(totals[key], seconds=totals[key].seconds + calls * times.mean(counts, key))
+        return list(totals.values())

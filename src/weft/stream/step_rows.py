@@ -54,10 +54,10 @@ class StepRows:
 
     def sizes(self, edge: Edge) -> Sizes:
         """Return the capacity of each segment of an edge's exchange."""
-        found = self._sizes.get(edge)
-        if found is None:
-            found = self._sizes[edge] = edge.sizes(self.mesh, self.rank, self.capacity)
-        return found
+        result = self._sizes.get(edge)
+        if result is None:
+            result = self._sizes[edge] = edge.sizes(self.mesh, self.rank, self.capacity)
+        return result
 
     def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
         """Return the `dst` rows of `x`, which has `src` rows."""
@@ -77,27 +77,27 @@ class StepRows:
         order = self._segment_order(edge, x.device)
         if edge.exchange.direction == "scatter":
             return transport.exchange(x.index_select(0, order), edge.exchange, group, self.sizes(edge), epilogue)
-        given = transport.exchange(x, edge.exchange, group, self.sizes(edge), epilogue)
-        return torch.empty_like(given).index_copy_(-2, order, given)
+        result = transport.exchange(x, edge.exchange, group, self.sizes(edge), epilogue)
+        return torch.empty_like(result).index_copy_(-2, order, result)
 
     def _runs(self, rows: Rows) -> dict[int, range]:
         """Return the range of each rank's OWN rows in a tensor of these rows."""
-        found, at = {}, 0
+        result, at = {}, 0
         for peer in self.mesh.peers(rows.over, self.rank):
             count = self.mesh.row_count(Rows.OWN, peer, self.capacity)
-            found[peer], at = range(at, at + count), at + count
-        return found
+            result[peer], at = range(at, at + count), at + count
+        return result
 
     def _segment_order(self, edge: Edge, device: torch.device) -> Tensor:
         """Return int64: the places in rank order of the rows of all segments, one after the other."""
-        found = self._orders.get(edge)
-        if found is None:
+        result = self._orders.get(edge)
+        if result is None:
             joined = max(edge.src.rows, edge.dst.rows, key=lambda rows: self.mesh.extent(self.mesh.gathered(rows)))
             places, firsts = self._runs(joined), edge.segments(self.mesh, self.rank)
-            held = (peer for first in firsts for peer in self.mesh.peers(edge.segment_rows.over, first))
-            order = [place for peer in held for place in places[peer]]
-            found = self._orders[edge] = torch.tensor(order, dtype=torch.int64, device=device)
-        return found
+            peers = (peer for first in firsts for peer in self.mesh.peers(edge.segment_rows.over, first))
+            order = [place for peer in peers for place in places[peer]]
+            result = self._orders[edge] = torch.tensor(order, dtype=torch.int64, device=device)
+        return result
 
 
 class PaddedRows(StepRows):
@@ -160,17 +160,17 @@ class PaddedRows(StepRows):
 
     def live_sizes(self, edge: Edge) -> LiveSizes:
         """Return the rows of each segment of an edge's exchange: live and capacity."""
-        found = self._live_sizes.get(edge)
-        if found is None:
-            found = self._live_sizes[edge] = self._find_sizes(edge)
-        return found
+        result = self._live_sizes.get(edge)
+        if result is None:
+            result = self._live_sizes[edge] = self._find_sizes(edge)
+        return result
 
     def _find_sizes(self, edge: Edge) -> LiveSizes:
-        ranks, own = edge.segments(self.mesh, self.rank), edge.segment_rows == Rows.OWN
-        places = ranks if own else [self.mesh.group_of(r) for r in ranks]
+        ranks, is_own = edge.segments(self.mesh, self.rank), edge.segment_rows == Rows.OWN
+        places = ranks if is_own else [self.mesh.group_of(r) for r in ranks]
         first, last = places[0], places[-1] + 1
         assert list(places) == list(range(first, last)), "segments of live rows are neighbours"
-        return LiveSizes(self.sizes(edge), (self._by_rank if own else self._by_group)[first:last])
+        return LiveSizes(self.sizes(edge), (self._by_rank if is_own else self._by_group)[first:last])
 
     def slice(self, x: Tensor, src: Rows, dst: Rows) -> Tensor:
         return x.index_select(0, self._indices[src, dst])
@@ -198,10 +198,10 @@ class EqualRows(StepRows):
     def fill(self, counts: Counts, fill: Fill = copy_numbers) -> None:
         """Set the live counts, like `PaddedRows.fill`."""
         _check_counts(counts, self.capacity)
-        mine = counts[self.mesh.group_of(self.rank)]
-        if mine != self._filled:
-            fill(self._of_group, [mine])
-            self._filled = mine
+        own_rows = counts[self.mesh.group_of(self.rank)]
+        if own_rows != self._filled:
+            fill(self._of_group, [own_rows])
+            self._filled = own_rows
 
     def live(self, rows: Rows) -> Tensor:
         return self._live[rows]

@@ -130,7 +130,7 @@ class TraceStream:
         if self._deltas.values:
             raise PlacementError(f"added after the last read, so never settled: {self._deltas.named()}")
         self._end_read()
-        reads = (replace(read, **_taken(given)) for read, given in zip(self._reads, self._given, strict=True))
+        reads = (replace(read, **_taken(info)) for read, info in zip(self._reads, self._given, strict=True))
         return Chain(tuple(reads), self._empty.shape[1], self._empty.element_size())
 
 
@@ -142,7 +142,7 @@ def _taken(given: ReadInfo) -> dict[str, Any]:
     return {"wire": wire, "plain": given.plain or len(given.made) != 1}  # rows travel in one format at most
 
 
-class Walk:
+class ReadExecution:
     """Values of a read, and a method for each op (`weft.planner.op.StreamOp`) that runs it on them.
 
     The residual `[rows, width]` is None before the first delta.
@@ -208,8 +208,8 @@ class Walk:
     def pack(self, op: StreamOp) -> None:
         self.quantise(op)
         assert op.wire is not None
-        here = self._stream.hidden(self.normed, self._stream.mesh.placement(op.rows), self._norm.path)
-        listed = self._extra(here) if self._extra and op.wire.extra else None
+        packed_rows = self._stream.hidden(self.normed, self._stream.mesh.placement(op.rows), self._norm.path)
+        listed = self._extra(packed_rows) if self._extra and op.wire.extra else None
         self.normed = formats.pack(self.made, listed, op.wire, self.normed.shape[1])
 
     def unpack(self, op: StreamOp) -> None:
@@ -299,8 +299,8 @@ class Stream:
         traced = read_plan.read if read_plan else None
         if traced is None or traced.site != norm.path or traced.target not in targets:
             expected = f"{traced.site} to read {traced.target}" if traced else "the end"
-            asked = " or ".join(map(str, targets))
-            raise PlacementError(f"{norm.path} reads {asked}, but the trace has {expected} here")
+            requested = " or ".join(map(str, targets))
+            raise PlacementError(f"{norm.path} reads {requested}, but the trace has {expected} here")
         if traced.deltas != tuple(self.deltas.placements):
             wanted = ", ".join(map(str, traced.deltas)) or "nothing"
             raise PlacementError(f"before {norm.path} the trace added {wanted}; now {self.deltas.named()} was added")
@@ -308,17 +308,17 @@ class Stream:
         self._index += 1
         if self._exchanges is not None:
             self._exchanges.serve(read_plan)
-        walk, self.deltas = Walk(self, traced.site, norm, extra), _Deltas()
+        walk, self.deltas = ReadExecution(self, traced.site, norm, extra), _Deltas()
         for op in read_plan.steps:
             getattr(walk, op.op)(op)
         self.residual = walk.residual
         travelled = read_plan.steps[-1].op == "unpack"
         placement = replace(traced.target, wire=traced.wire) if travelled else traced.target
         made = {traced.wire.format: walk.made} if traced.wire and walk.made is not None else {}
-        found = self.hidden(walk.normed, placement, norm.path, extra=walk.received, made=made)
+        hidden = self.hidden(walk.normed, placement, norm.path, extra=walk.received, made=made)
         if self._observer is not None:
-            self._observer(norm.path, found)
-        return found
+            self._observer(norm.path, hidden)
+        return hidden
 
     def finish(self) -> None:
         """Check that the whole plan was walked. Raises PlacementError if the model stopped early."""

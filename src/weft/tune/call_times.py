@@ -47,6 +47,6 @@ def time_phases(
                 times[at].append(time.perf_counter() - start)
         if not warm:
             return times
-        wanted = int(budget / ((time.perf_counter() - began) / calls))
-        agreed = shm.broadcast(torch.tensor([min(MAX_CALLS, max(MIN_CALLS, wanted))]), group, group[0])
+        needed = int(budget / ((time.perf_counter() - began) / calls))
+        agreed = shm.broadcast(torch.tensor([min(MAX_CALLS, max(MIN_CALLS, needed))]), group, group[0])
         calls, warm, times = int(agreed), False, [[] for _ in phases]

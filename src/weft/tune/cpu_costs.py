@@ -109,7 +109,7 @@ def calls_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Ite
 def edges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
     """Yield an edge of each kind, number of ranks and number of hosts."""
     edges: dict[tuple[str, int, int], Edge] = {}
-    for edge in (e for found in legal_edges(mesh).values() for e in found if e.moves):
+    for edge in (e for times in legal_edges(mesh).values() for e in times if e.moves):
         edges.setdefault((edge.kind, mesh.size(edge.group), mesh.hosts_of(edge.group)), edge)
     width, row_bytes = like.shape[1], like.shape[1] * like.element_size()
     for (kind, ranks, hosts), edge in edges.items():
@@ -128,8 +128,8 @@ def edges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Ite
 
 def merges_to_price(mesh: Mesh, rank: int, sizes: list[int], like: Tensor) -> Iterator[PricedCall]:
     """Yield the merges of attention over shards: over a group of each size and number of hosts."""
-    found = [group for group in mesh.groups if rank in group and len(group) > 1]
-    groups = {(len(group), len({mesh.host_of(r) for r in group})): group for group in found}
+    times = [group for group in mesh.groups if rank in group and len(group) > 1]
+    groups = {(len(group), len({mesh.host_of(r) for r in group})): group for group in times}
     for (ranks, hosts), group in groups.items():
         for size in sizes:
             tokens = max(1, size // (ranks * HEAD * like.element_size()))
@@ -221,12 +221,12 @@ def price_locals(rank: int, directory: Path, report: Report, sizes: list[int]) -
         fused = _median_us(partial(shm.all_reduce, a, (0,), epilogue))
         points["local"].append((3 * size, round(_median_us(partial(torch.add, a, b)), 2)))
         points["epilogue"].append((4 * size, round(max(0.1, fused - plain), 2)))
-    points["epilogue"] = evened(points["epilogue"])
+    points["epilogue"] = median_filtered(points["epilogue"])
     report(points)
     shm.close()
 
 
-def evened(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def median_filtered(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return points (bytes, µs), each time the median of itself and its neighbours.
 
     Differences of two times have outliers, which would change the choice of a plan.

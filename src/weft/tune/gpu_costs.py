@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from weft.comm.peer_launch import NEVER, PeerTuning, Split, spared_by_two_shot
+from weft.comm.peer_launch import NEVER, PeerTuning, Split, two_shot_savings
 from weft.comm.transport import Epilogue, Transport
 from weft.comm.transport_registry import NCCL, PEER, TransportEntry, transports
 from weft.planner.exchange import all_reduce, reduce_scatterv_all_reduce
 from weft.tune.call_times import DTYPES, MIXED
-from weft.tune.cpu_costs import calls_to_price, evened, opening_of
+from weft.tune.cpu_costs import calls_to_price, median_filtered, opening_of
 from weft.tune.gpu_times import Case, World, graph_us, peer_us
 from weft.tune.ranks import Report
 
@@ -96,11 +96,11 @@ def _find_tuning(here: World) -> PeerTuning:
     two = best(wide, sums, MIDDLE)
     two = best([replace(two, norm_blocks=b) for b in (256, 128)], normed, MIDDLE)
     one, sizes = replace(two, one_shot_bytes=NEVER), [1 << p for p in range(15, 22)]
-    spared = spared_by_two_shot(all_reduce(world), threshold(one, two, ["all_reduce"], sizes))
+    spared = two_shot_savings(all_reduce(world), threshold(one, two, ["all_reduce"], sizes))
     if mixed:
         segment = threshold(one, two, [MIXED[1]], sizes) // mesh.attn_dp
         mixed_edge = reduce_scatterv_all_reduce(mesh.attn_dp, mesh.attn_tp)
-        spared = max(spared, spared_by_two_shot(mixed_edge, segment))
+        spared = max(spared, two_shot_savings(mixed_edge, segment))
     for name, edges, shapes in (
         ("split_one_shot", copies, ((32, 0, 96, 480), (16, 0, 112, 480), (64, 0, 192, 480))),
         ("split_two_shot", sums, ((128, 224, 176, 224), (64, 112, 88, 480), (32, 64, 32, 480), (48, 112, 104, 480))),
@@ -127,5 +127,5 @@ def _price_locals(here: World, sizes: list[int]) -> dict[str, list[tuple[int, fl
         size = rows * ROW_BYTES
         points["local"].append((3 * size, round(graph_us([partial(torch.add, a, b)]), 2)))
         points["epilogue"].append((4 * size, round(max(0.1, fused - plain), 2)))
-    points["epilogue"] = evened(points["epilogue"])
+    points["epilogue"] = median_filtered(points["epilogue"])
     return points

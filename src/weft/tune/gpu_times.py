@@ -147,12 +147,12 @@ class World:
 
 def peer_us(case: Case, here: World, tunings: Sequence[PeerTuning]) -> list[float]:
     """Return the µs per call of peer, by each tuning. Collective."""
-    given = given_for(case, here)
-    return replays_us([peer_graph("peer", case, here, tuning, given) for tuning in tunings])
+    inputs = make_inputs(case, here)
+    return replays_us([peer_graph("peer", case, here, tuning, inputs) for tuning in tunings])
 
 
 @dataclass(frozen=True)
-class Given:
+class CaseInputs:
     """Inputs of a case. expected: result of a call with the first of xs, without the norm."""
 
     xs: list[Tensor]
@@ -160,14 +160,14 @@ class Given:
     expected: Tensor
 
 
-def given_for(case: Case, here: World) -> Given:
+def make_inputs(case: Case, here: World) -> CaseInputs:
     dtype = DTYPES[case.dtype]
     xs = [torch.randn(case.inputs, case.hidden, device=here.device).to(dtype) for _ in range(INPUTS)]
     norm = _epilogue(case, here.rank, here.device) if case.edge.endswith("+norm") else None
-    return Given(xs, norm, _expected(case, xs[0], here.mesh, here.rank))
+    return CaseInputs(xs, norm, _expected(case, xs[0], here.mesh, here.rank))
 
 
-def peer_graph(name: str, case: Case, here: World, tuning: PeerTuning, given: Given) -> Graph:
+def peer_graph(name: str, case: Case, here: World, tuning: PeerTuning, given: CaseInputs) -> Graph:
     here.peer.tuning = tuning
     ragged = case.edge.endswith("ragged")
     live = LiveSizes(case.capacity, torch.tensor(case.sizes, dtype=torch.int32, device=here.device))
@@ -198,7 +198,7 @@ def _expected(case: Case, x: Tensor, mesh: Mesh, rank: int) -> Tensor:
     return out
 
 
-def check_result(case: Case, name: str, got: Tensor, given: Given) -> None:
+def check_result(case: Case, name: str, got: Tensor, given: CaseInputs) -> None:
     expected, norm = given.expected, given.norm
     if norm is not None:
         expected, got = finish(expected.to(norm.residual.dtype), norm)[1].float(), got[1]
@@ -247,10 +247,10 @@ def replays_us(graphs: Sequence[Graph]) -> list[float]:
     """Return the median µs per call of each graph over alternating replays, of the slowest rank. Collective."""
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(GRAPH_ROUNDS):
-        for g, found in zip(graphs, times, strict=True):
+        for g, samples in zip(graphs, times, strict=True):
             with torch.cuda.stream(g.stream):
-                found += [events_us(g.stream, g.graph.replay) / g.count for _ in range(WARM + REPLAYS)][WARM:]
-    return slowest_us([statistics.median(found) for found in times])
+                samples += [events_us(g.stream, g.graph.replay) / g.count for _ in range(WARM + REPLAYS)][WARM:]
+    return slowest_us([statistics.median(samples) for samples in times])
 
 
 def events_us(stream: torch.cuda.Stream, run: Callable[[], object]) -> float:

@@ -17,7 +17,7 @@ from weft.comm.transport_registry import GLOO, TransportEntry, transports
 from weft.planner.exchange import Exchange
 from weft.planner.spec import Mesh
 from weft.tune.cpu_costs import DTYPE, WIDTH, call_us, calls_to_price, opening_of
-from weft.tune.ranks import Here, Report, all_cores, slowest
+from weft.tune.ranks import HostContext, Report, all_cores, slowest
 
 SIZES = [1 << p for p in range(12, 22, 3)]
 """Bytes; beyond them, times over a network grow in proportion."""
@@ -46,7 +46,7 @@ def _carries(entry: TransportEntry, exchange: Exchange, row: dict[str, Any]) -> 
     return entry.offers(exchange) and entry.spans(row["hosts"])
 
 
-def price(rank: int, directory: Path, report: Report, here: Here, said: dict[str, Any]) -> None:
+def price(rank: int, directory: Path, report: Report, here: HostContext, said: dict[str, Any]) -> None:
     """Run a rank's part. Rank 0 reports a row for each time: transport, kind, ranks, world, hosts, bytes, us.
 
     said: options of the table of transports, sizes in bytes, and the tuning of shm.

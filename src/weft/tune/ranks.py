@@ -23,7 +23,7 @@ Report = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
-class Here:
+class HostContext:
     """Settings of a rank of several hosts."""
 
     mesh: Mesh
@@ -35,19 +35,19 @@ class Here:
 
 def slowest(us: Iterable[float], meeting: Transport, group: Ranks) -> list[float]:
     """Return each figure's maximum over a group's ranks. Collective over `meeting`."""
-    mine = torch.tensor([list(us)], dtype=torch.float64)
-    return meeting.exchange(mine, all_gatherv(len(group)), group, (1,) * len(group)).amax(0).tolist()
+    own = torch.tensor([list(us)], dtype=torch.float64)
+    return meeting.exchange(own, all_gatherv(len(group)), group, (1,) * len(group)).amax(0).tolist()
 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
     """Free this thread, and threads that it starts, from its one core: gloo's threads starve next to a caller there."""
-    mine = os.sched_getaffinity(0)
+    own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     try:
         yield
     finally:
-        os.sched_setaffinity(0, mine)
+        os.sched_setaffinity(0, own)
 
 
 def run_ranks(world: int | Sequence[int], work: Callable[..., None], *args: Any) -> Iterator[Any]:
@@ -67,8 +67,8 @@ def run_ranks(world: int | Sequence[int], work: Callable[..., None], *args: Any)
         for process in processes:
             process.start()
         try:
-            left = len(ranks)
-            while left:
+            running = len(ranks)
+            while running:
                 try:
                     kind, what = reports.get(timeout=1)
                 except queue.Empty:
@@ -80,10 +80,10 @@ def run_ranks(world: int | Sequence[int], work: Callable[..., None], *args: Any)
                     raise CommError(what)
                 if kind == "report":
                     yield what
-                left -= kind == "done"
+                running -= kind == "done"
         finally:
             for process in processes:
-                if process.exitcode is None and left:
+                if process.exitcode is None and running:
                     process.terminate()
                 process.join()
 

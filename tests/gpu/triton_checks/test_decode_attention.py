@@ -134,7 +134,7 @@ def test_rows_that_are_not_short_have_longer_splits(device: torch.device) -> Non
     latents, pages, length = paged(lengths, 1, 40, torch.float32, device)
     q = torch.randn(len(lengths), 20, 40, device=device)
     tile = kernels.tile_of(512, 20)
-    splits = order_splits(length, pages.shape[1] * PAGE, None, None, kernels.Cut(32, 8, 2, 64))
+    splits = order_splits(length, pages.shape[1] * PAGE, None, None, kernels.SplitRule(32, 8, 2, 64))
     found = kernels.latent_decode_attention(q, latents, 32, pages, length, PAGE, 0.2, splits=splits, tile=tile)
     wide = latents.double()
     wanted, _ = definitions.decode_attention(q.double(), wide, wide[..., :32], pages, length, PAGE, 0.2)

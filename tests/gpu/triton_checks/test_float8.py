@@ -132,8 +132,10 @@ def test_linear_of_the_library() -> None:
         weight = weight_of(outputs, width, unit=(128, 128), device=device)
         x = skewed(float8.LIBRARY_ROWS + 3, width, device)
         out = torch.full((len(x), outputs), NAN, device=device, dtype=torch.bfloat16)
-        assert float8.of_library(len(x), weight, out) == (torch.cuda.get_device_capability() == (9, 0))
-        assert not float8.of_library(len(x), weight, out.float()) and not float8.of_library(len(x), weight, out[:, ::2])
+        assert float8.uses_cublas(len(x), weight, out) == (torch.cuda.get_device_capability() == (9, 0))
+        assert not float8.uses_cublas(len(x), weight, out.float()) and not float8.uses_cublas(
+            len(x), weight, out[:, ::2]
+        )
         assert off(float8.linear(x, weight, out), plain_linear(x, weight, torch.float64)) <= 4e-3
 
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from weft.engine.kernels.triton.decode_attention import cut_of
-from weft.engine.kernels.triton.splits import Cut, order_splits
+from weft.engine.kernels.triton.splits import SplitRule, order_splits
 from weft.engine.worker.memory import MAX_SPLIT_TOKENS
 
-CUT = Cut(8, 4, 2)
+CUT = SplitRule(8, 4, 2)
 
 
-def splits_of(length: int, window: int | None, cut: Cut) -> list[tuple[int, int]]:
+def splits_of(length: int, window: int | None, cut: SplitRule) -> list[tuple[int, int]]:
     """First token and the one behind the last of each split of a row, by the definition."""
     seen = min(length, window or length)
     span = cut.tokens * (2 if cut.short is not None and seen > cut.short else 1)

@@ -108,7 +108,7 @@ class Command:
         return 0
 
     def _over_hosts(self, config: Any) -> int:
-        from weft.engine.hosts.measurement import over_hosts
+        from weft.engine.hosts.measurement import run_over_hosts
 
         if self.device == "cuda" or self.baselines or len(self.ranks) > 1:
             raise UserError(
@@ -120,7 +120,7 @@ class Command:
         with results_file(self.json, what) as timings, progress_bar() as bar:
             task = bar.add_task(f"{config.mesh.world} ranks on {config.mesh.hosts} hosts", total=2 * len(cases))
             say = partial(print, file=sys.stderr, flush=True)
-            for timing in over_hosts(config, over.measure, lambda: over.described(config, cases), say):
+            for timing in run_over_hosts(config, over.measure, lambda: over.described(config, cases), say):
                 timings.append(timing)
                 bar.advance(task)
                 if len(timings) % 2 == 0:

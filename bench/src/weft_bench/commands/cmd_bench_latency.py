@@ -104,13 +104,13 @@ class Command:
         yield from run_ranks(self.tp, measure, request)
 
     def _over_hosts(self, config: Any) -> Iterator[Latency]:
-        from weft.engine.hosts.measurement import over_hosts
+        from weft.engine.hosts.measurement import run_over_hosts
         from weft_bench.collectives_hosts import cost_described
 
         said = {"dtype": self.dtype, "prompt": self.input, "output": self.output, "rounds": self.rounds}
         said |= {"random": self.model is None}
         say = partial(print, file=sys.stderr, flush=True)
-        return over_hosts(config, measure_over_hosts, lambda: said | cost_described(config), say)
+        return run_over_hosts(config, measure_over_hosts, lambda: said | cost_described(config), say)
 
 
 def summary(found: list[Latency], transports: tuple[str, ...]) -> dict[str, dict[str, float]]:

@@ -105,8 +105,8 @@ class BackendEntry:
 
     def check(self, needs: Needs) -> None:
         """Raise LayoutError, in one line, if the backend lacks something."""
-        if (found := self.refusal(needs)) is not None:
-            raise LayoutError(f"attention_backend {self.option} {found}")
+        if (problem := self.refusal(needs)) is not None:
+            raise LayoutError(f"attention_backend {self.option} {problem}")
 
 
 Make = Callable[["KVCache"], Any]
@@ -135,8 +135,8 @@ def _torch_lacks(needs: Needs) -> str | None:
 def fa3_library() -> tuple[str, Path] | None:
     """Return the operators' namespace and the file of FlashAttention 3 in an installed package; None without one."""
     for package, file, namespace in FA3_LIBRARIES:
-        found = find_spec(package)
-        for folder in (found and found.submodule_search_locations) or ():
+        library = find_spec(package)
+        for folder in (library and library.submodule_search_locations) or ():
             if (path := Path(folder) / file).is_file():
                 return namespace, path
     return None

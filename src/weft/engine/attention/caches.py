@@ -21,7 +21,7 @@ from weft.engine.kv.cache_spec import CacheGroup, Recurrent, Spec, Window, rule
 from weft.stream.group import ContextGroup
 
 
-class Cached(Protocol):
+class CachedLayer(Protocol):
     """Layer that declares the cache of its share on a rank."""
 
     @property
@@ -115,7 +115,7 @@ class StepCaches:
     plans: tuple[tuple[PagedAttention | ContextParallel, AttentionPlan], ...]
 
     def attend(
-        self, layer: Cached, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
+        self, layer: CachedLayer, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Store k and v in a layer's PagedKV, Window or Latent, then attend with q. Return the output and, if
         requested, the log-sum-exps (see `AttentionInputs`)."""
@@ -124,7 +124,7 @@ class StepCaches:
         return backend.attend(plan, at, Queries(q, scale, lse))
 
     def project(
-        self, layer: Cached, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
+        self, layer: CachedLayer, qkv: Tensor | SplitKPartials, heads: HeadSplit, *, scale: float, lse: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from the result of a layer's projection. Requires a PagedKV or Window. See `attend`."""
         backend, plan, at = self._of(layer)
@@ -132,36 +132,36 @@ class StepCaches:
         return backend.attend(plan, at, Queries(q, scale, lse, gathered=heads.gathered))
 
     def project_latent(
-        self, layer: Cached, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
+        self, layer: CachedLayer, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
         """Attend over a layer's Latent, from the results of its projections. Return the output."""
         backend, plan, at = self._of(layer)
         # Queries that are sent to other ranks are absorbed after that.
         now = absorbed if plan.sharded is None or (plan.rows is None and parts.gathered) else None
-        q, left = parts.store(backend.cache, at, plan.stored, q, kv, now, plan.absorbed_rows)
-        return backend.attend(plan, at, Queries(q, scale, absorbed=left or absorbed, gathered=parts.gathered))[0]
+        q, remainder = parts.store(backend.cache, at, plan.stored, q, kv, now, plan.absorbed_rows)
+        return backend.attend(plan, at, Queries(q, scale, absorbed=remainder or absorbed, gathered=parts.gathered))[0]
 
-    def load(self, layer: Cached, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
+    def load(self, layer: CachedLayer, sequences: slice = slice(None)) -> tuple[Tensor, ...]:
         """Return the states of a Recurrent layer's sequences before the step: float32 `[B, …]`, zeros for a new one."""
         states, at, slots = self._state(layer)
         return states.load(at, slots.before[sequences])
 
-    def states_and_slots(self, layer: Cached) -> tuple[tuple[Tensor, ...], StateSlots]:
+    def states_and_slots(self, layer: CachedLayer) -> tuple[tuple[Tensor, ...], StateSlots]:
         """Return all states of a Recurrent layer, float32 `[slots, …]`, and this step's slots, for a kernel that
         updates states in place. It may write only allocated slots."""
         cache, at, slots = self._state(layer)
         return tuple(states[at] for states in cache.states), slots
 
-    def store(self, layer: Cached, states: tuple[Tensor, ...], sequences: slice = slice(None)) -> None:
+    def store(self, layer: CachedLayer, states: tuple[Tensor, ...], sequences: slice = slice(None)) -> None:
         """Store the states `[B, …]` of a `layer` and `sequences` after the step's rows."""
         cache, at, slots = self._state(layer)
         cache.store(at, slots.after[sequences], states)
 
-    def _of(self, layer: Cached) -> tuple[PagedAttention | ContextParallel, AttentionPlan, int]:
+    def _of(self, layer: CachedLayer) -> tuple[PagedAttention | ContextParallel, AttentionPlan, int]:
         cache, at = self.caches.places[layer.path]
         return *self.plans[cache], at
 
-    def _state(self, layer: Cached) -> tuple[StateCache, int, StateSlots]:
+    def _state(self, layer: CachedLayer) -> tuple[StateCache, int, StateSlots]:
         cache, at = self.caches.places[layer.path]
         group, states = self.caches.states[cache]
         slots = self.batch.tables[group]

@@ -133,8 +133,8 @@ class CapturedPrompts:
         self._live, first = live.contiguous(), at < live  # the first rows are merged
         decode = local.decode.plan(DecodeRows(pages, group.lengths(lengths).where(counts == 1, 0)))
         batch, page_size = replace(batch, starts=merged), local.cache.page_size
-        here = PromptRows(batch, pages, page_size, None, group.lengths, False, False)
-        self._plan = AttentionPlan(stored, slice(len(lengths)), decode, local.prompts.plan(here), first)
+        local_rows = PromptRows(batch, pages, page_size, None, group.lengths, False, False)
+        self._plan = AttentionPlan(stored, slice(len(lengths)), decode, local.prompts.plan(local_rows), first)
         self._queries = self._query_calls(at, query_rows) if query_rows else None
 
     def _gathers(self, limits: TokenLimits, counts: Tensor, seen: Tensor, tokens: Tensor) -> tuple[int, Tensor]:
@@ -160,12 +160,12 @@ class CapturedPrompts:
         """limit, each: maximum tokens of a rank, and of a call. seen: int64 `[B]`, tokens of each sequence that are
         gathered. held: `[ranks, B]`, tokens per rank."""
         interleave, device, page_size = self._group.interleave, pages.device, self._local.cache.page_size
-        (ranks, sequences), mine = held.shape, held[self._group.place]
+        (ranks, sequences), own_lengths = held.shape, held[self._group.place]
         # This rank's tokens, sequence by sequence.
-        until = mine.cumsum(0)
+        until = own_lengths.cumsum(0)
         token = torch.arange(limit, device=device)
         sequence = torch.searchsorted(until, token, right=True).clamp(max=sequences - 1)
-        token = (token - (until - mine)[sequence]).clamp(max=pages.shape[1] * page_size - 1)
+        token = (token - (until - own_lengths)[sequence]).clamp(max=pages.shape[1] * page_size - 1)
         slots = pages[sequence, token // page_size] * page_size + token % page_size
         # Places of all ranks' tokens in the order of each sequence, and the received rows for them.
         aligned = (seen + PAGE - 1) // PAGE * PAGE
@@ -225,19 +225,19 @@ class CapturedPrompts:
         what, found = Gather(QUERIES, q[0].nbytes, relaid=True, live=True), q.new_empty(rows, ranks * heads, dim)
         own, all_ = q.reshape(rows, heads * dim), found.view(rows * ranks, heads * dim)
         for call in self._queries:
-            came = self._group.gather_live(what, own[call.begin : call.end], call.live)
-            copy_rows(came, call.order, call.heads, all_[call.begin * ranks : call.end * ranks])
+            received = self._group.gather_live(what, own[call.begin : call.end], call.live)
+            copy_rows(received, call.order, call.heads, all_[call.begin * ranks : call.end * ranks])
         return found
 
     def _gather(self, tokens: GatheredTokens, layer: int) -> tuple[Stored, Stored]:
         """Return the keys and values of all ranks' tokens, `[places, …]`, in the order of each sequence."""
         rows, widths = rows_of(self._local.cache, layer), row_widths(self._local.cache)
         own = rows[0].new_empty(len(tokens.slots), sum(widths))
-        for kept, to in zip(rows, own.split(widths, dim=1), strict=False):  # padding may follow
-            copy_rows(kept, tokens.slots, tokens.own, to)
+        for stored, to in zip(rows, own.split(widths, dim=1), strict=False):  # padding may follow
+            copy_rows(stored, tokens.slots, tokens.own, to)
         what = Gather(TOKENS, own.shape[1] * own.element_size(), live=True)
         found = own.new_empty(len(tokens.calls[0].order), own.shape[1])
         for call in tokens.calls:
-            came = self._group.gather_live(what, own[call.begin : call.end], call.live)
-            copy_rows(came, call.order, tokens.places, found)
+            received = self._group.gather_live(what, own[call.begin : call.end], call.live)
+            copy_rows(received, call.order, tokens.places, found)
         return vectors_of(self._local.cache, found)

@@ -89,8 +89,8 @@ class ContextParallel:
         form = self._form_of_prompts(plan, queries)
         if isinstance(form, AttentionPlan):
             return self._merge(form, layer, queries)
-        own = queries.of_rank(self._group.place, self._group.interleave.ranks)
-        out, lse = self.local.attend_to(form.plan, *self._tokens(form, layer), own)
+        own_queries = queries.of_rank(self._group.place, self._group.interleave.ranks)
+        out, lse = self.local.attend_to(form.plan, *self._tokens(form, layer), own_queries)
         if plan.decode is not None:
             one_row = replace(queries, q=queries.q[plan.rows])
             out[plan.rows], total = self._merge(replace(plan, rows=None), layer, one_row)
@@ -139,13 +139,13 @@ class ContextParallel:
         group, rows = self._group, len(queries.q)
         tokens = min(step.pages.numel() * self.cache.page_size, MAX_TOKENS // group.interleave.ranks)
         what = self._seen(tokens, queries)
-        each = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), tokens)
+        rows_a_call = group.rows_of_call(Gather(TOKENS, what.token_bytes, live=True), tokens)
 
         def merges(seen: int) -> bool:
             return group.prefill(replace(what, seen=seen), rows) == "merge"
 
-        limit = bisect.bisect_left(range(1, tokens + 1), True, key=merges) if each else 0
-        limits, calls = TokenLimits(limit, tokens, each, what.merge.heads // group.interleave.ranks), 0
+        limit = bisect.bisect_left(range(1, tokens + 1), True, key=merges) if rows_a_call else 0
+        limits, calls = TokenLimits(limit, tokens, rows_a_call, what.merge.heads // group.interleave.ranks), 0
         if not queries.gathered:
             calls = group.rows_of_call(Gather(QUERIES, what.query_bytes, relaid=True, live=True), rows)
         form = CapturedPrompts(self.local, group, step.batch, step.pages, plan.stored, limits, calls)
@@ -163,10 +163,10 @@ class ContextParallel:
 
     def _tokens(self, form: Gathered, layer: int) -> tuple[Stored, Stored]:
         """Gather the keys and values of prompts' tokens from all ranks."""
-        here = [x.index_select(0, form.slots) for x in rows_of(self.cache, layer)]
-        padding = row_widths(self.cache)[len(here) :]
-        here += [here[0].new_empty(len(form.slots), width) for width in padding]
-        rows = self._group.tokens(here[0] if len(here) == 1 else torch.cat(here, dim=1), form.sizes)
+        local = [x.index_select(0, form.slots) for x in rows_of(self.cache, layer)]
+        padding = row_widths(self.cache)[len(local) :]
+        local += [local[0].new_empty(len(form.slots), width) for width in padding]
+        rows = self._group.tokens(local[0] if len(local) == 1 else torch.cat(local, dim=1), form.sizes)
         return vectors_of(self.cache, rows)
 
 

@@ -64,9 +64,9 @@ def by_keyword(operator: Any) -> Callable[..., Any]:
 @cache
 def operators() -> Operators:
     """Load and return the operators of the installed package, once."""
-    found = fa3_library()
-    assert found is not None, "the table refuses the backend where there is none"
-    namespace, path = found
+    library = fa3_library()
+    assert library is not None, "the table refuses the backend where there is none"
+    namespace, path = library
     torch.ops.load_library(str(path))
     ops = getattr(torch.ops, namespace)
     metadata = getattr(ops, "get_scheduler_metadata", None)
@@ -112,7 +112,7 @@ class Fa3Decode(DecodeKernel):
                 page_size=cache.page_size,
                 **shape,
             )
-        found: Tensor = operators().forward(
+        output: Tensor = operators().forward(
             **_tensors(cache, inputs.q[:, None], inputs, cache.page_size),
             out=inputs.out[:, None],
             seqused_k=plan.lengths,
@@ -121,7 +121,7 @@ class Fa3Decode(DecodeKernel):
             scheduler_metadata=plan.metadata.get(heads),
             **shape,
         )[1]  # `[B, heads, 1]`
-        return None if inputs.lse is None else found.squeeze(-1)
+        return None if inputs.lse is None else output.squeeze(-1)
 
 
 class Fa3PromptPlan(NamedTuple):
@@ -152,14 +152,14 @@ class Fa3Prompts(PromptKernel):
         at = torch.arange(total, dtype=starts.dtype, device=starts.device)
         sequence = torch.searchsorted(starts[1:], at, right=True).clamp(max=len(count) - 1)
         longest = max((span.rows for span in rows.known or ()), default=total)
-        theirs = ((used[sequence] > 0) & (at < starts[-1]))[:, None]
+        used_rows = ((used[sequence] > 0) & (at < starts[-1]))[:, None]
         pages, lengths = self.cache.readable(rows.pages), rows.batch.lengths
-        return Fa3PromptPlan(pages, starts, used, lengths, longest, rows.page_size, theirs)
+        return Fa3PromptPlan(pages, starts, used, lengths, longest, rows.page_size, used_rows)
 
     def run(self, plan: Fa3PromptPlan, inputs: AttentionInputs) -> None:
         if not len(inputs.q):
             return
-        found = operators().forward(
+        output = operators().forward(
             **_tensors(self.cache, inputs.q, inputs, plan.page_size),
             out=inputs.out,
             cu_seqlens_q=plan.starts,
@@ -173,7 +173,7 @@ class Fa3Prompts(PromptKernel):
             **_mask(self.cache),
         )[1]  # `[heads, T]`; undefined in rows of other sequences
         if inputs.lse is not None:
-            torch.where(plan.rows, found.T, inputs.lse, out=inputs.lse)
+            torch.where(plan.rows, output.T, inputs.lse, out=inputs.lse)
 
 
 def _mask(cache: KVCache) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def gathered_bytes(spec: PagedKV | Latent, dtype: torch.dtype) -> int:
 
 def rows_of(cache: KVCache, layer: int) -> list[Tensor]:
     """Return a layer's cached slots as rows of one dtype, `[slots, width]` each."""
-    rows = [kept[layer].flatten(1) for kept in cache.tensors]
+    rows = [stored[layer].flatten(1) for stored in cache.tensors]
     return rows if cache.exponents is None else [x.view(torch.uint8) for x in rows]
 
 

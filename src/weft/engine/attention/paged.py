@@ -86,9 +86,9 @@ class PagedAttention:
         q = queries.q if absorbed is None else absorbed.query(queries.q, rows)
         if queries.lse and lse is None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        found = out if absorbed is None else None
-        found = q.new_empty(*q.shape[:2], values.shape[-1]) if found is None else found
-        inputs = AttentionInputs(q, keys, values, queries.scale, found, lse)
+        output = out if absorbed is None else None
+        output = q.new_empty(*q.shape[:2], values.shape[-1]) if output is None else output
+        inputs = AttentionInputs(q, keys, values, queries.scale, output, lse)
         if plan.rows is None:
             found_lse = self.decode.run(plan.decode, inputs)
             lse = found_lse if queries.lse else None
@@ -98,8 +98,8 @@ class PagedAttention:
                 self._decode_some(plan, plan.rows, inputs)
             ran = self.prompts.run(plan.prompts, inputs)
         if absorbed is None:
-            return found, lse
-        out = absorbed.output(found, rows, out)
+            return output, lse
+        out = absorbed.output(output, rows, out)
         if rows is not None and absorbed.up is not None:
             self.prompts.expand(ran, inputs, absorbed.first(queries.q), absorbed.up, out)
         return out, lse

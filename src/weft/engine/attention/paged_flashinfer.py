@@ -73,11 +73,11 @@ class FlashInferDecode(DecodeKernel):
     def run(self, plan: Sequences, inputs: AttentionInputs) -> Tensor | None:
         if not len(inputs.q):
             return inputs.lse
-        found = self._wrappers.run(plan, inputs)
+        output = self._wrappers.run(plan, inputs)
         if plan.empty is not None:
             inputs.out.masked_fill_(plan.empty[..., None], 0.0)
-            found = None if found is None else found.masked_fill_(plan.empty, float("-inf"))
-        return found
+            output = None if output is None else output.masked_fill_(plan.empty, float("-inf"))
+        return output
 
 
 class FlashInferPrompts(PromptKernel):
@@ -104,11 +104,11 @@ class FlashInferPrompts(PromptKernel):
         if plan is None:
             return
         q, part = inputs.q[plan.at], inputs.out[plan.at]  # a view of out, or a copy
-        found = self._wrappers.run(plan, replace(inputs, q=q, out=part))
+        output = self._wrappers.run(plan, replace(inputs, q=q, out=part))
         if not isinstance(plan.at, slice):
             inputs.out[plan.at] = part
-        if inputs.lse is not None and found is not None:
-            inputs.lse[plan.at] = found
+        if inputs.lse is not None and output is not None:
+            inputs.lse[plan.at] = output
 
 
 def sequences(
@@ -149,10 +149,10 @@ class Wrappers:
         if isinstance(self._cache.spec, Latent):
             width = inputs.values.shape[-1]
             parts = q[..., :width], q[..., width:], v[:, :, 0], k[:, :, 0, width:]
-            found = wrapper.run(*parts, out=out, return_lse=lse, return_lse_base_on_e=True)
-            return found[1] if lse else None
-        found = wrapper.run(q, (k, v), out=out, return_lse=lse)
-        return found[1].mul_(LN2) if lse else None
+            output = wrapper.run(*parts, out=out, return_lse=lse, return_lse_base_on_e=True)
+            return output[1] if lse else None
+        output = wrapper.run(q, (k, v), out=out, return_lse=lse)
+        return output[1].mul_(LN2) if lse else None
 
     def _planned(self, plan: Sequences, q: Tensor, kv_heads: int, scale: float) -> Any:
         """Return the wrapper that planned these sequences. The first layer of a step plans, since it knows its

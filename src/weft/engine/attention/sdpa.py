@@ -106,8 +106,8 @@ class TorchPrompts(PromptKernel):
                 both = F.linear(latent[:, 0], part.flatten(0, 1)).unflatten(1, part.shape[:2])
                 own, values = both.tensor_split([n], dim=-1)
                 keys = torch.cat((own, rotated.expand(-1, len(part), -1)), dim=-1)
-                found = _attend(q[None, :, i : i + heads], keys[None], values[None], mask, inputs.scale)
-                out[at, i : i + heads] = found[0]
+                output = _attend(q[None, :, i : i + heads], keys[None], values[None], mask, inputs.scale)
+                out[at, i : i + heads] = output[0]
 
 
 def _sees(position: Tensor, row: Tensor, window: int | None) -> Tensor:

@@ -113,11 +113,11 @@ class EngineConfig(EngineOptions, ModelDirectory):
         """Read the model's config.json. Raises ModelError."""
         from weft.engine.models.registry import load_config, registry  # imports torch, which checks do without
 
-        found = load_config(self.model, registry(self.plugins), self.num_layers)
+        model_config = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
         split, float8 = self.split_vocabulary == "on", self.float8 == "on"
         return replace(
-            found, split_vocabulary=split, replicate_queries=replicates, experts=self.moe_exchange, float8=float8
+            model_config, split_vocabulary=split, replicate_queries=replicates, experts=self.moe_exchange, float8=float8
         )
 
     @property

@@ -32,18 +32,18 @@ def on_gpus(config: EngineConfig) -> bool:
         if entry is not None and not entry.runs_on("cpu"):
             raise LayoutError(f"transport {config.transport} runs on GPUs only; drop --transport or use --device cuda")
         return False
-    asked = config.device == "cuda" or (entry is not None and not entry.runs_on("cpu"))
+    gpu_requested = config.device == "cuda" or (entry is not None and not entry.runs_on("cpu"))
     on_cpus = entry is not None and not entry.runs_on("cuda")
     have, world = torch.cuda.device_count(), config.ranks_of_host
-    if asked and not have:
-        here = "torch is built without CUDA" if torch.version.cuda is None else "CUDA sees no GPU"
-        raise LayoutError(f"ranks are to run on GPUs, but {here} here; run weft doctor, or use --device cpu")
-    if asked and have < world:
+    if gpu_requested and not have:
+        reason = "torch is built without CUDA" if torch.version.cuda is None else "CUDA sees no GPU"
+        raise LayoutError(f"ranks are to run on GPUs, but {reason} here; run weft doctor, or use --device cpu")
+    if gpu_requested and have < world:
         raise LayoutError(
             f"the layout has {world} ranks{' on each host' * (config.mesh.hosts > 1)}, a GPU each, and this machine "
             f"has {have} GPU(s) that CUDA sees; choose a smaller layout, or device cpu"
         )
-    if asked and on_cpus:
+    if gpu_requested and on_cpus:
         raise LayoutError(f"transport {config.transport} runs on CPUs only; drop --transport or use --device cpu")
     return have >= world and not on_cpus
 
@@ -100,9 +100,9 @@ def enabled_transports(config: EngineConfig) -> tuple[TransportEntry, ...]:
         return (REFERENCE,)
     known = transports(config.plugins)
     if config.transport == AUTO:
-        found = automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
+        chosen = automatic(known, "cuda" if gpus else "cpu", config.ranks_of_host)
         alone = config.mesh.hosts > 1 and config.ranks_of_host == 1  # intra-host transports have nothing to carry
-        return tuple(entry for entry in found if not alone or entry.max_hosts is None)
+        return tuple(entry for entry in chosen if not alone or entry.max_hosts is None)
     check_serves([known[config.transport]], config.mesh)
     return (known[config.transport],)
 
@@ -119,10 +119,10 @@ def attention_backend(
     gpus, option = on_gpus(config), config.attention_backend
     if device is None and gpus and option == ANY_BACKEND and fa3_library() is not None:
         device = torch.device("cuda", 0)
-    asked = device is not None and device.type == "cuda"
+    gpu_requested = device is not None and device.type == "cuda"
     needs = Needs(
         device="cuda" if gpus else "cpu",
-        capability=torch.cuda.get_device_capability(device) if asked else None,
+        capability=torch.cuda.get_device_capability(device) if gpu_requested else None,
         dtype=str(dtype_of(config)).removeprefix("torch."),
         kv_dtype=config.kv_dtype,
         caches=caches,
@@ -131,6 +131,6 @@ def attention_backend(
         dcp_prefill=config.dcp_prefill,
         graphs=gpus and config.cuda_graphs,
     )
-    found = automatic_backend(needs) if option == ANY_BACKEND else backends(config.plugins)[option]
-    found.check(needs)
-    return found
+    chosen = automatic_backend(needs) if option == ANY_BACKEND else backends(config.plugins)[option]
+    chosen.check(needs)
+    return chosen

@@ -25,12 +25,12 @@ def name_thread(name: str) -> None:
 
 def cpu_by_thread() -> dict[str, float]:
     """Return seconds of CPU time of this process's threads, summed by name."""
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     for thread in os.listdir("/proc/self/task"):
         try:
             name = Path(f"/proc/self/task/{thread}/comm").read_text().rstrip("\n")
             seconds = time.clock_gettime(~int(thread) << 3 | PER_THREAD)
         except OSError:  # it has ended
             continue
-        found[name] = found.get(name, 0.0) + seconds
-    return found
+        times[name] = times.get(name, 0.0) + seconds
+    return times

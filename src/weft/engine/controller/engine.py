@@ -14,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from weft.comm.forks import OfOneProcess
+from weft.comm.forks import ProcessBound
 from weft.engine.config.config import EngineConfig, EngineError, QueueFull
 from weft.engine.config.threads import name_thread
 from weft.engine.controller.event_publisher import EventPublisher, KvEventsConfig, open_publisher
@@ -45,7 +45,7 @@ MAX_STEP_BITS = 20
 """Number of bins of `EngineStats.step_sizes`."""
 
 
-class Engine(OfOneProcess):
+class Engine(ProcessBound):
     """Engine that serves a model on all ranks of a layout. A thread-safe context manager, used by one process.
 
     progress: called with (what, fraction) during the start. kv_events: publishes changes of the prefix caches; omitted:
@@ -230,7 +230,7 @@ class Engine(OfOneProcess):
         self._requests.refuse("the engine is shutting down and takes no new requests")
         if seconds > 0:
             self._requests.wait_until_empty(seconds)
-        left = self._requests.here
+        unfinished = self._requests.here
         self._closing.set()
         self._executor.interrupt()
         self._requests.put(partial(setattr, self, "_stopping", True))
@@ -238,7 +238,7 @@ class Engine(OfOneProcess):
         self._executor.close()
         if self.kv_events:
             self.kv_events.close()
-        return left
+        return unfinished
 
     def close(self) -> None:
         """End all requests with "abort" and stop the ranks. May be called twice."""
@@ -271,7 +271,7 @@ class Engine(OfOneProcess):
                 try:
                     if not (self._outputs or self._in_flight or self._requests.wait(IDLE_CHECK_S)):
                         self._executor.idle()
-                    self._take_in()
+                    self._admit()
                     if (self._outputs or self._in_flight) and not self._stopping:
                         self._step()
                     if self.kv_events:
@@ -283,7 +283,7 @@ class Engine(OfOneProcess):
             log.error("the engine ends: %s", self.error)
             self._executor.close(grace_s=0)
         finally:
-            self._leave()
+            self._shut_down()
 
     def _restart(self, error: Exception) -> None:
         """Restart the ranks after a failure, and resume every request from its prompt and its tokens so far.
@@ -303,8 +303,8 @@ class Engine(OfOneProcess):
                 output.sequence.forget_pages()
                 self._place(output)
             try:
-                self._requests.pause(pause, self._take_in_or_stop)
-                self._executor.start(poll=self._take_in_or_stop)
+                self._requests.pause(pause, self._admit_or_stop)
+                self._executor.start(poll=self._admit_or_stop)
             except Exception as another:
                 error = another
                 continue
@@ -313,7 +313,7 @@ class Engine(OfOneProcess):
             return
         self._stopping = True
 
-    def _take_in(self) -> None:
+    def _admit(self) -> None:
         """Run commands of callers, then admit new requests, then end overdue ones. Called between two steps."""
         for command in self._requests.commands():
             command()
@@ -322,12 +322,12 @@ class Engine(OfOneProcess):
             self._outputs.begin(output)
         self._outputs.end_overdue()
 
-    def _take_in_or_stop(self) -> None:
-        self._take_in()
+    def _admit_or_stop(self) -> None:
+        self._admit()
         if self._stopping:
             raise EngineError("the engine is closed")
 
-    def _leave(self) -> None:
+    def _shut_down(self) -> None:
         """End every request and run the last commands, so that each caller gets a result; then accept no more."""
         self._stopping = True
         self._outputs.notify()

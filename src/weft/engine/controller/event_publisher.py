@@ -59,18 +59,18 @@ class KvEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Parse JSON. Raises ValueError in one line."""
         option = "--kv-events-config"
         try:
-            found = msgspec.json.decode(text, type=cls)
+            config = msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             example = '{"publisher": "zmq", "endpoint": "tcp://*:5557"}'
             raise ValueError(f"{option} {text!r}: {error}; it is JSON such as {example}") from error
         for name in ("endpoint", "replay_endpoint"):
-            value = getattr(found, name)
+            value = getattr(config, name)
             if value is not None and not value.startswith(("tcp://", "ipc://")):
                 raise ValueError(f"{option}: {name} is {value!r}; it must begin with tcp:// or ipc://")
         for name in ("buffer_steps", "hwm", "max_queue_size"):
-            if (value := getattr(found, name)) <= 0:
+            if (value := getattr(config, name)) <= 0:
                 raise ValueError(f"{option}: {name} is {value}; it must be above 0")
-        return found
+        return config
 
 
 class Channel:

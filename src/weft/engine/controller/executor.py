@@ -113,13 +113,13 @@ class Executor(ABC):
             result = self._await(Result, deadline, f"step {number}")
             self._results[result.rank].append(result)
         self._in_flight.popleft()
-        results = [each.popleft() for each in self._results]
+        results = [queue.popleft() for queue in self._results]
         leaders = [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
         for rank, result in enumerate(results):
             sampled = leaders[self.mesh.group_of(rank)].ran.tokens
-            asked = Ran(number, counts, results[0].ran.plan, sampled)
-            if result.ran != asked:
-                raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {asked} was due, as on others")
+            due = Ran(number, counts, results[0].ran.plan, sampled)
+            if result.ran != due:
+                raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {due} was due, as on others")
         return leaders
 
     def report(self) -> None:
@@ -175,13 +175,13 @@ class Executor(ABC):
 
     def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:
         while (message := self._receive()) is None:
-            self._go_on(deadline, what, poll)
+            self._check_wait(deadline, what, poll)
             self.check()
         if isinstance(message, Failure):
             raise self._cause(message)
         return message
 
-    def _go_on(self, deadline: float, what: str, poll: Callable[[], None]) -> None:
+    def _check_wait(self, deadline: float, what: str, poll: Callable[[], None]) -> None:
         """Raise EngineError if waiting any longer is useless. Call it while waiting."""
         poll()
         if self._interrupted.is_set():
@@ -233,9 +233,9 @@ class Executor(ABC):
 def _compare_plans(ready: dict[int, Ready]) -> None:
     """Raise EngineError if a rank's plans differ from rank 0's."""
     for rank, message in sorted(ready.items()):
-        for found, asked in itertools.zip_longest(message.plans, ready[0].plans):
-            if found != asked:
+        for reported, due in itertools.zip_longest(message.plans, ready[0].plans):
+            if reported != due:
                 raise EngineError(
-                    f"ranks diverge: rank {rank} plans {found}, where rank 0 plans {asked}; "
+                    f"ranks diverge: rank {rank} plans {reported}, where rank 0 plans {due}; "
                     "give all the same options, cost table and version of weft"
                 )

@@ -55,7 +55,7 @@ class HostsExecutor(ProcessExecutor):
             log.warning("waiting for node %s at %s", nodes, self._agents.where)
             self._progress(f"waiting for node {nodes} at {self._agents.where}", 0.0)
         until = time.monotonic() + self.config.join_timeout_s + SILENT_S
-        self._agents.wait_for_all(self.config.join_timeout_s, lambda: self._go_on(until, "the other hosts", poll))
+        self._agents.wait_for_all(self.config.join_timeout_s, lambda: self._check_wait(until, "the other hosts", poll))
         self._starts += 1
         config, table = replace(self.config, interface=self._interface), _table(self.config)
         if table is None and config.cost == "auto":
@@ -68,7 +68,7 @@ class HostsExecutor(ProcessExecutor):
             self._poller.register(source, zmq.POLLIN)
         deadline = time.monotonic() + LOAD_TIMEOUT_S
         while not self._local.launched(POLL_S):
-            self._go_on(deadline, "the start", poll)
+            self._check_wait(deadline, "the start", poll)
 
     def _send(self, rank: int, message: ToRank) -> None:
         assert self._agents is not None

@@ -90,9 +90,9 @@ class RecordedRun:
 
     def logits(self, prompts: TokenLists) -> list[list[np.ndarray]]:
         """Return the logits `[vocabulary]` of each token of each output."""
-        found = [dict(zip(*self.whole(step, LOGITS), strict=True)) for step in range(len(self.steps))]
+        reads = [dict(zip(*self.whole(step, LOGITS), strict=True)) for step in range(len(self.steps))]
         ends = [p * NUMBERS + len(prompt) - 1 for p, prompt in enumerate(prompts)]
-        return [[rows[end + step] for step, rows in enumerate(found)] for end in ends]
+        return [[rows[end + step] for step, rows in enumerate(reads)] for end in ends]
 
     def outputs(self, prompts: TokenLists) -> list[list[int]]:
         """Return the greedy tokens of each output."""
@@ -128,9 +128,9 @@ def compare(first: RecordedRun, other: RecordedRun, prompts: TokenLists, toleran
         for site in (site for site in sites if site in other.steps[step]):
             numbers, values = first.whole(step, site)
             copies = other.copies(step, site)
-            wanted = values[np.searchsorted(numbers, copies.numbers)]
-            away = np.abs(copies.values - wanted)
-            off = np.linalg.norm(away, axis=1) / np.maximum(np.linalg.norm(wanted, axis=1), 1e-30)
+            expected = values[np.searchsorted(numbers, copies.numbers)]
+            away = np.abs(copies.values - expected)
+            off = np.linalg.norm(away, axis=1) / np.maximum(np.linalg.norm(expected, axis=1), 1e-30)
             off[np.isnan(off)] = math.inf
             row = int(off.argmax())
             if off[row] > tolerance and departure is None:
@@ -150,12 +150,12 @@ def compare(first: RecordedRun, other: RecordedRun, prompts: TokenLists, toleran
                 }
             largest, before = max(largest, float(off[row])), site
             reads.append({"step": step, "site": site, "relative": _finite(off[row])})
-    partings, theirs = [], other.outputs(prompts)
+    partings, others = [], other.outputs(prompts)
     for prompt, rows in enumerate(first.logits(prompts)):
-        for token, (logits, got) in enumerate(zip(rows, theirs[prompt], strict=True)):
-            if (best := int(logits.argmax())) != got:
-                margin = _finite(logits[best] - logits[got])
-                partings.append({"prompt": prompt, "token": token, "first": best, "other": got, "margin": margin})
+        for token, (logits, actual) in enumerate(zip(rows, others[prompt], strict=True)):
+            if (best := int(logits.argmax())) != actual:
+                margin = _finite(logits[best] - logits[actual])
+                partings.append({"prompt": prompt, "token": token, "first": best, "other": actual, "margin": margin})
                 break
     return {"largest": _finite(largest), "departure": departure, "partings": partings, "reads": reads}
 
@@ -181,8 +181,8 @@ def record(config: EngineConfig, prompts: TokenLists, steps: int, given: TokenLi
         if isinstance(reported, Progress):
             say(reported.what, reported.done / reported.total)
             return
-        step, found, exchanges = reported
-        for site, rows in found.items():
+        step, reads, exchanges = reported
+        for site, rows in reads.items():
             recording.steps[step].setdefault(site, []).append(rows)
         if exchanges is not None:
             recording.exchanges[step] = exchanges
@@ -220,11 +220,11 @@ def record_transformers(
             tokens = torch.tensor([[*text, *given[prompt][:-1]]], device=model.device)
             with torch.inference_mode():
                 seen[LOGITS] = model(tokens, use_cache=False).logits
-            for step, found in enumerate(recording.steps):
+            for step, reads in enumerate(recording.steps):
                 at = np.arange(*_span(text, step))
                 for site in (site for site in sites if site in seen):
                     rows = RowCopies(np.zeros_like(at), prompt * NUMBERS + at, _array(seen[site].flatten(0, -2)[at]))
-                    found.setdefault(site, []).append(rows)
+                    reads.setdefault(site, []).append(rows)
     except (AttributeError, ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(f"transformers does not run {config.model}: {first_line(error)}") from error
     return recording
@@ -255,11 +255,11 @@ def _span(prompt: Sequence[int], step: int) -> tuple[int, int]:
 
 def _exchanges(plan: Plan) -> dict[str, list[str]]:
     """Return the exchanges of a plan between each site and the previous one."""
-    found, after = dict[str, list[str]](), list[str]()
+    calls, after = dict[str, list[str]](), list[str]()
     for read in plan.reads:
-        found[read.read.site] = after + [str(op) for step in read.steps for op in step.steps() if op.kinds]
+        calls[read.read.site] = after + [str(op) for step in read.steps for op in step.steps() if op.kinds]
         after = [str(op) for each in read.inside for op in each.steps() if op.kinds and not op.asked]
-    return found | {LOGITS: after}
+    return calls | {LOGITS: after}
 
 
 def _run_threads(config: EngineConfig, report: Report, *work: Any) -> None:
@@ -304,13 +304,13 @@ def _run(
     worker = Worker(config, transports, cost_model(config), report if rank == 0 else lambda message: None)
     runner, size, pages = worker.runner, worker.table.page_size, _pages(config, prompts, steps)
     groups = [range(group, len(prompts), mesh.attn_dp) for group in range(mesh.attn_dp)]
-    mine = groups[mesh.group_of(rank)]
-    texts = {p: list(prompts[p]) for p in mine}
+    own_rows = groups[mesh.group_of(rank)]
+    texts = {p: list(prompts[p]) for p in own_rows}
     for step in range(steps):
         spans = [_span(prompt, step) for prompt in prompts]
         numbers = [[p * NUMBERS + at for p in group for at in range(*spans[p])] for group in groups]
         counts, seqs, tokens = tuple(map(len, numbers)), list[SeqRows](), list[int]()
-        for i, p in enumerate(mine):
+        for i, p in enumerate(own_rows):
             begin, end = spans[p]
             states = [2 * i + step % 2 if step else -1, 2 * i + (step + 1) % 2]  # alternate between two slots
             table = range(i * pages, i * pages + -(-end // size))
@@ -325,7 +325,7 @@ def _run(
         rows.add(LOGITS, logits, Rows.GROUP)
         report((step, rows.found, _exchanges(runner.planner.plan(counts)) if rank == 0 else None))
         last = np.cumsum([seq.rows for seq in seqs], dtype=np.int64) - 1
-        for p, token in zip(mine, logits[last].argmax(1).tolist(), strict=True):
+        for p, token in zip(own_rows, logits[last].argmax(1).tolist(), strict=True):
             texts[p].append(token if given is None else given[p][step])
 
 
@@ -348,10 +348,10 @@ class _StepRecord:
 
     def add(self, site: str, value: Tensor, rows: Rows) -> None:
         """Record rows `[n, width]` of this rank."""
-        held, kind = [(self.rank, rows)], self.mesh.rows(rows)
+        holders, kind = [(self.rank, rows)], self.mesh.rows(rows)
         if kind not in NAMED_ROWS:
-            held = [(peer, Rows.OWN) for peer in self.mesh.peers(kind.over, self.rank)]
-        ranges = [self.mesh.row_range(part, peer, self.counts) for peer, part in held]
+            holders = [(peer, Rows.OWN) for peer in self.mesh.peers(kind.over, self.rank)]
+        ranges = [self.mesh.row_range(part, peer, self.counts) for peer, part in holders]
         numbers = np.concatenate([self.numbers[begin:end] for begin, end in ranges])
         self.found[site] = RowCopies(np.full_like(numbers, self.rank), numbers, _array(value))
 

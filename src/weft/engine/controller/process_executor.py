@@ -39,7 +39,7 @@ class ProcessExecutor(Executor):
         self._local.launch(self.config, self._starts)
         deadline = time.monotonic() + LOAD_TIMEOUT_S
         while not self._local.launched(POLL_S):
-            self._go_on(deadline, "the start", poll)
+            self._check_wait(deadline, "the start", poll)
 
     def _send(self, rank: int, message: ToRank) -> None:
         self._local.send(rank, encode(message))

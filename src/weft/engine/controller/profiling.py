@@ -33,12 +33,12 @@ POLL_S = 0.005
 """Interval of reading the number of steps; reading it delays the engine's thread a little."""
 
 
-class NotWatched(EngineError):
+class ProfileError(EngineError):
     """Error of a window of steps that could not be profiled, on a working engine."""
 
 
 @dataclass(frozen=True)
-class WatchedSteps:
+class ProfiledSteps:
     """A profiled window.
 
     Attributes:
@@ -58,14 +58,14 @@ class WatchedSteps:
     ranks: tuple[Profiled, ...]
 
 
-def watch(engine: Engine, steps: int, *, traced: bool = False) -> WatchedSteps:
+def watch(engine: Engine, steps: int, *, traced: bool = False) -> ProfiledSteps:
     """Profile the next steps of an engine, filled by running requests. The caller's thread waits.
 
-    traced: record a trace of each rank by torch's profiler, instead of only CPU time. Raises NotWatched if too few
+    traced: record a trace of each rank by torch's profiler, instead of only CPU time. Raises ProfileError if too few
     steps follow, and EngineError.
     """
     if engine.config.executor == "thread":
-        raise NotWatched("ranks that are threads have no CPU times of their own; profile them as processes")
+        raise ProfileError("ranks that are threads have no CPU times of their own; profile them as processes")
 
     def begin(executor: Executor) -> tuple[int, float]:
         executor.ask_all(StartProfile(steps, traced), "the profilers")
@@ -79,19 +79,19 @@ def watch(engine: Engine, steps: int, *, traced: bool = False) -> WatchedSteps:
     deadline = time.monotonic() + engine.config.step_timeout_s
     while (now := engine.stats()).steps <= first + steps + 1 and now.running and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    last, cpu_after, found = engine.ask_ranks(end)
-    if (seen := min(rank.steps for rank in found)) < steps:
-        raise NotWatched(
+    last, cpu_after, results = engine.ask_ranks(end)
+    if (seen := min(rank.steps for rank in results)) < steps:
+        raise ProfileError(
             f"only {seen} steps were run while {steps} were to be watched; keep requests running meanwhile"
         )
-    found.sort(key=lambda rank: rank.rank)
-    return WatchedSteps(
+    results.sort(key=lambda rank: rank.rank)
+    return ProfiledSteps(
         steps,
-        found[0].seconds,
+        results[0].seconds,
         (cpu_after - cpu_before) * steps / (last - first),
-        tuple(rank.thread_cpu_s for rank in found),
-        tuple(rank.process_cpu_s for rank in found),
-        tuple(found),
+        tuple(rank.thread_cpu_s for rank in results),
+        tuple(rank.process_cpu_s for rank in results),
+        tuple(results),
     )
 
 
@@ -106,7 +106,7 @@ class Recording:
     """
 
     mesh: Mesh
-    window: WatchedSteps
+    window: ProfiledSteps
     traced: tuple[Profiled, ...]
 
     @property
@@ -146,7 +146,7 @@ def trace_file(rank: int) -> str:
 def record(engine: Engine, steps: int) -> Recording:
     """Watch the next steps of an engine that runs requests: once for CPU time, and once with the profiler.
 
-    steps: MIN_STEPS or more. Raises NotWatched if the requests end before the steps are over, and EngineError.
+    steps: MIN_STEPS or more. Raises ProfileError if the requests end before the steps are over, and EngineError.
     """
     window = watch(engine, steps)
     return Recording(engine.config.mesh, window, watch(engine, steps + SKIPPED, traced=True).ranks)

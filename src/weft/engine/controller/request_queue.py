@@ -91,8 +91,8 @@ class RequestQueue:
     def pause(self, seconds: float, take_in: Callable[[], None]) -> None:
         """Wait, and call `take_in` for each arrival and at least once a second."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self.wait(min(left, 1.0))
+        while (remaining := until - time.monotonic()) > 0:
+            self.wait(min(remaining, 1.0))
             take_in()
 
     def wait_for_capacity(self, timeout_s: float) -> bool:
@@ -136,5 +136,5 @@ class RequestQueue:
         """Return the seconds until `over` more requests end, at the rate of the latest ends."""
         if len(self._ends) < 2:
             return 1.0
-        each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return min(max(1.0, over * each), MAX_RETRY_S)
+        interval = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return min(max(1.0, over * interval), MAX_RETRY_S)

@@ -19,7 +19,7 @@ from weft.engine.kv.cache_spec import Spec
 from weft.engine.models.config_json.directory import config_file
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.model_config import ModelConfig
-from weft.engine.models.load import build_model, float8_says
+from weft.engine.models.load import build_model, float8_summary
 from weft.engine.models.weights.checkpoint import weight_files
 from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.worker.batch_limits import with_batch_limits
@@ -155,7 +155,7 @@ def float8_products(config: EngineConfig, model: ModelConfig) -> str:
     if not model.float8 or model.storage.float8_block is None:
         return ""
     cpu = torch.device("cpu")
-    return float8_says(build_model(model, config.mesh, 0, dtype_of(config), cpu, shape_only=True))
+    return float8_summary(build_model(model, config.mesh, 0, dtype_of(config), cpu, shape_only=True))
 
 
 def _offers(config: EngineConfig) -> list[Offer]:

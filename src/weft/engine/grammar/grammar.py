@@ -14,7 +14,7 @@ from typing import Any, Literal
 import llguidance
 import llguidance.hf
 
-from weft.engine.grammar.grammar_sandbox import LIMITS, GrammarSandbox, in_a_line
+from weft.engine.grammar.grammar_sandbox import LIMITS, GrammarSandbox, one_line_error
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -74,9 +74,9 @@ def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
     any_whitespace: allow unlimited whitespace wherever JSON does; else one space may follow a comma or a colon.
     """
     schema = {} if schema is True else schema
-    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
-    if isinstance(own, dict) and not any_whitespace:
-        schema = schema | {"x-guidance": SEPARATORS | own}
+    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
+    if isinstance(options, dict) and not any_whitespace:
+        schema = schema | {"x-guidance": SEPARATORS | options}
     return json.dumps(schema)
 
 
@@ -182,7 +182,7 @@ class Grammars:
                 raise ValueError(f"compiled it takes {size >> 20} MiB; at most {MAX_BYTES >> 20} are given")
             matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0, limits=LIMITS)
             if matcher.is_error():
-                raise ValueError(in_a_line(matcher.get_error()))
+                raise ValueError(one_line_error(matcher.get_error()))
         except ValueError as error:
             raise ValueError(f"the grammar cannot be used: {error}") from error
         return Compiled(matcher, size)

@@ -51,11 +51,11 @@ REGEX_SHOWN = 40
 """Characters of a regular expression in an error."""
 
 
-def in_a_line(error: str) -> str:
+def one_line_error(error: str) -> str:
     """Return an error of llguidance in one line; for a regular expression, the reason and the place."""
-    if (found := REGEX_ERROR.search(error)) is not None:
-        at = len(found[2])
-        return f"{found[3]} at character {at} of the regular expression, {found[1][at : at + REGEX_SHOWN]!r}"
+    if (match := REGEX_ERROR.search(error)) is not None:
+        at = len(match[2])
+        return f"{match[3]} at character {at} of the regular expression, {match[1][at : at + REGEX_SHOWN]!r}"
     if "regex parse error:" in error and (reason := re.search(r"^error: (.*)", error, re.MULTILINE)) is not None:
         return f"{reason[1]} in the regular expression"
     return re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", error.splitlines()[0])
@@ -168,7 +168,7 @@ def _tried(tokens: llguidance.LLTokenizer, grammar: str) -> dict[str, Any]:
     if mask:
         matcher.consume_token((mask & -mask).bit_length() - 1)
     if error := matcher.get_error():
-        return {"error": in_a_line(error)}
+        return {"error": one_line_error(error)}
     return {"bytes": max(_own() - before, len(grammar))}
 
 

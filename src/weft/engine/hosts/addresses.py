@@ -76,5 +76,5 @@ def interface_to(address: str, port: int) -> str:
 def check_interface(name: str) -> None:
     """Raise EngineError, with a list of this host's interfaces, for an unknown interface."""
     if name not in (known := interfaces()):
-        listed = ", ".join(f"{other} ({', '.join(found)})" for other, found in known.items() if found)
+        listed = ", ".join(f"{other} ({', '.join(addresses)})" for other, addresses in known.items() if addresses)
         raise EngineError(f"this host has no interface {name}; it has {listed}")

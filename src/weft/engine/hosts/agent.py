@@ -92,7 +92,7 @@ class HostAgent:
             self._context.destroy(linger=1000)
 
     def _serve(self) -> None:
-        began, said, looked = time.monotonic(), 0.0, 0.0
+        began, last_heartbeat, looked = time.monotonic(), 0.0, 0.0
         while True:
             # The monitor first: node 0's last message is in the socket before the monitor reports that it is gone.
             sources: list[Any] = [self._monitor, self._socket]
@@ -110,9 +110,9 @@ class HostAgent:
                 self._send(FromRanks(self._number, message))
             if (now := time.monotonic()) > looked + TICK_MS / 1000:
                 looked = now
-                self._look_after_ranks()
-            if self._welcome and now > said + ALIVE_S:
-                said = now
+                self._monitor_ranks()
+            if self._welcome and now > last_heartbeat + ALIVE_S:
+                last_heartbeat = now
                 self._send(Alive())
             if not self._welcome and now > began + self._config.join_timeout_s:
                 raise EngineError(f"node 0 was not heard at {self._where} within {self._config.join_timeout_s:g} s")
@@ -168,7 +168,7 @@ class HostAgent:
         except (EngineError, OSError) as error:
             self._fail(str(error), killed=True)
 
-    def _look_after_ranks(self) -> None:
+    def _monitor_ranks(self) -> None:
         if not self._ranks.running or self._ended:
             return
         try:

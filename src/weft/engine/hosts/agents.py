@@ -114,7 +114,7 @@ class Agents:
             if self.socket.poll(100):
                 self.receive()
             else:
-                self._bury()
+                self._drop_silent()
         self._lost = None
 
     def start(self, config: dict[str, Any], table: str | None, number: int) -> None:
@@ -137,7 +137,7 @@ class Agents:
         except (zmq.Again, ValueError, msgspec.DecodeError):  # none yet, or of another version
             return None
         if isinstance(message, Join):
-            self._take_in(identity, message)
+            self._admit(identity, message)
             return None
         agent = next((a for a in self._agents.values() if a.identity == identity), None)
         if agent is None:  # refused or given up; it may not know, if its connection survived
@@ -147,7 +147,7 @@ class Agents:
             return None
         agent.heard = time.monotonic()
         if isinstance(message, Left):
-            self._lose(agent, message.text)
+            self._drop(agent, message.text)
             return None
         if (candidate := self._candidates.pop(agent.join.node, None)) is not None:
             self._refuse(candidate, f"{agent.name} is there already; give each host another --node-rank")
@@ -166,7 +166,7 @@ class Agents:
 
         killed: only ranks ended by a signal count.
         """
-        self._bury()
+        self._drop_silent()
         if self._lost:
             return self._lost
         return next((e.text for e in self._ended if e.killed or not killed), None)
@@ -181,7 +181,7 @@ class Agents:
             if self.socket.poll(100):
                 self.receive()
             else:
-                self._bury()
+                self._drop_silent()
 
     def close(self) -> None:
         """Request all agents to exit. May be called twice."""
@@ -197,7 +197,7 @@ class Agents:
     def _send(self, agent: Agent, message: bytes) -> None:
         self.socket.send_multipart([agent.identity, message])
 
-    def _take_in(self, identity: bytes, join: Join) -> None:
+    def _admit(self, identity: bytes, join: Join) -> None:
         agent = Agent(identity, join, time.monotonic())
         if join.node not in self._nodes:
             nodes = f"1 to {self._nodes[-1]}"
@@ -216,16 +216,16 @@ class Agents:
         self.refused[agent.join.node] = why
         self._send(agent, encode(Refused(why)))
 
-    def _bury(self) -> None:
+    def _drop_silent(self) -> None:
         """Give up agents without recent heartbeats."""
         now = time.monotonic()
         for agent in list(self._agents.values()):
             if now - agent.heard > SILENT_S:
-                self._lose(agent, f"has not been heard for {SILENT_S:g} s")
+                self._drop(agent, f"has not been heard for {SILENT_S:g} s")
 
-    def _lose(self, agent: Agent, why: str) -> None:
+    def _drop(self, agent: Agent, why: str) -> None:
         node = agent.join.node
         del self._agents[node]
         self._lost = f"{agent.name} {why}"
         if (candidate := self._candidates.pop(node, None)) is not None:
-            self._take_in(candidate.identity, candidate.join)
+            self._admit(candidate.identity, candidate.join)

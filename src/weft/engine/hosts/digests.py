@@ -42,15 +42,15 @@ ADVICE = {
 def facts(config: EngineConfig) -> dict[str, str]:
     """Return the facts of this host, by their names in errors. Raises ModelError if weights are missing."""
     python = ".".join(platform.python_version_tuple()[:2])
-    found = {"weft": f"{weft.__version__} ({_source()})", "torch": str(torch.__version__), "python": python}
+    facts = {"weft": f"{weft.__version__} ({_source()})", "torch": str(torch.__version__), "python": python}
     if on_gpus(config):
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["devices"] = _devices(config)
-    found["config.json"] = _of_files([config_file(config.model)])
-    found["tokenizer"] = _of_files(sorted(config.tokenizer.glob("tokenizer*")))
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    facts["devices"] = _devices(config)
+    facts["config.json"] = _of_files([config_file(config.model)])
+    facts["tokenizer"] = _of_files(sorted(config.tokenizer.glob("tokenizer*")))
     if config.load_format == "auto":
-        found["weights"] = _of_files(weight_files(config.model))
-    return found
+        facts["weights"] = _of_files(weight_files(config.model))
+    return facts
 
 
 def options(config: EngineConfig) -> dict[str, Any]:
@@ -69,12 +69,12 @@ def difference(
 ) -> str | None:
     """Return one line on the first difference of `theirs`, of `node` on `host`, and `ours`; None if there is none."""
     for name, value in ours[0].items():
-        if (found := theirs[0].get(name)) != value:
-            return f"node {node} ({host}) has other {name}: {found}, where node 0 has {value}; {ADVICE[name]}"
+        if (other := theirs[0].get(name)) != value:
+            return f"node {node} ({host}) has other {name}: {other}, where node 0 has {value}; {ADVICE[name]}"
     for name, value in ours[1].items():
-        if (found := theirs[1].get(name)) != value:
+        if (other := theirs[1].get(name)) != value:
             option = f"--{name.replace('_', '-')}"
-            return f"node {node} ({host}) was started with {option} {found}, node 0 with {value}; give both the same"
+            return f"node {node} ({host}) was started with {option} {other}, node 0 with {value}; give both the same"
     return None
 
 

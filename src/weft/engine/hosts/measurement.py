@@ -15,14 +15,14 @@ from weft.engine.hosts import addresses
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
 from weft.engine.messages.host_messages import Start
-from weft.tune.ranks import Here, Report, run_ranks
+from weft.tune.ranks import HostContext, Report, run_ranks
 
-RankWork = Callable[[int, Path, Report, Here, dict[str, Any]], None]
+RankWork = Callable[[int, Path, Report, HostContext, dict[str, Any]], None]
 """Function of a rank's part of a measurement, called with its rank, a folder shared by its host's ranks, a function to
 report with, facts of its host, and node 0's description."""
 
 
-def over_hosts(
+def run_over_hosts(
     config: EngineConfig, work: RankWork, describe: Callable[[], dict[str, Any]], say: Callable[[str], None]
 ) -> Iterator[Any]:
     """Run this host's ranks of a measurement. Yields the reports of rank 0, on node 0 only.
@@ -41,43 +41,43 @@ def over_hosts(
     interface = config.interface or addresses.interface_to(address, config.master_port)
     addresses.check_interface(interface)
     node = config.node_rank or 0
-    said = _tell(config, {"work": name, **describe()}) if node == 0 else _hear(config, name, say)
-    here = Here(config.mesh, interface, (config.master_addr, config.store_port), config.plugins, config.model)
+    task = _announce(config, {"work": name, **describe()}) if node == 0 else _await_task(config, name, say)
+    host = HostContext(config.mesh, interface, (config.master_addr, config.store_port), config.plugins, config.model)
     ranks = [r for r in range(config.mesh.world) if config.mesh.host_of(r) == node]
-    yield from run_ranks(ranks, _rank, work, here, said)
+    yield from run_ranks(ranks, _rank, work, host, task)
 
 
-def _tell(config: EngineConfig, said: dict[str, Any]) -> dict[str, Any]:
+def _announce(config: EngineConfig, task: dict[str, Any]) -> dict[str, Any]:
     agents = Agents(config)
     try:
         agents.wait_for_all(config.join_timeout_s, lambda: None)
-        agents.start(said, None, 1)
+        agents.start(task, None, 1)
     finally:
         agents.close()
-    return said
+    return task
 
 
-def _hear(config: EngineConfig, work: str, say: Callable[[str], None]) -> dict[str, Any]:
-    agent = _Hearing(config, say)
+def _await_task(config: EngineConfig, work: str, say: Callable[[str], None]) -> dict[str, Any]:
+    agent = _MeasurementAgent(config, say)
     agent.run()
-    if agent.said is None or agent.said.get("work") != work:
+    if agent.task is None or agent.task.get("work") != work:
         raise EngineError(f"node 0 measures nothing here: start the same command there as on node {agent.node}")
-    return agent.said
+    return agent.task
 
 
-class _Hearing(HostAgent):
+class _MeasurementAgent(HostAgent):
     """Agent that joins, and leaves with node 0's first message."""
 
-    said: dict[str, Any] | None = None
+    task: dict[str, Any] | None = None
 
     def _start(self, start: Start) -> None:
-        self.said = start.config
+        self.task = start.config
 
     def _follow(self, frame: bytes) -> bool:
-        return super()._follow(frame) and self.said is None
+        return super()._follow(frame) and self.task is None
 
 
-def _rank(rank: int, directory: Path, report: Report, work: RankWork, here: Here, said: dict[str, Any]) -> None:
+def _rank(rank: int, directory: Path, report: Report, work: RankWork, host: HostContext, task: dict[str, Any]) -> None:
     (meeting := directory / "ranks").mkdir(exist_ok=True)  # the same name on every host
-    os.environ["GLOO_SOCKET_IFNAME"] = here.interface
-    work(rank, meeting, report, here, said)
+    os.environ["GLOO_SOCKET_IFNAME"] = host.interface
+    work(rank, meeting, report, host, task)

@@ -46,26 +46,26 @@ class _Allowed:
 
 def authenticator(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> ThreadAuthenticator:
     """Start an authenticator that admits only agents with the secret. Stop it before the context ends."""
-    found = ThreadAuthenticator(context)
-    found.start()
-    found.configure_curve_callback("*", _Allowed(_pair(key, b"agent")[1]))
-    return found
+    socket = ThreadAuthenticator(context)
+    socket.start()
+    socket.configure_curve_callback("*", _Allowed(_pair(key, b"agent")[1]))
+    return socket
 
 
 def listening(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socket[bytes]:
     """Return node 0's socket, not bound yet."""
-    found = context.socket(zmq.ROUTER)
-    found.curve_secretkey, found.curve_publickey = _pair(key, b"node 0")
-    found.curve_server = True
-    return _limited(found)
+    socket = context.socket(zmq.ROUTER)
+    socket.curve_secretkey, socket.curve_publickey = _pair(key, b"node 0")
+    socket.curve_server = True
+    return _limited(socket)
 
 
 def connecting(context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> zmq.Socket[bytes]:
     """Return an agent's socket, not connected yet."""
-    found = context.socket(zmq.DEALER)
-    found.curve_secretkey, found.curve_publickey = _pair(key, b"agent")
-    found.curve_serverkey = _pair(key, b"node 0")[1]
-    return _limited(found)
+    socket = context.socket(zmq.DEALER)
+    socket.curve_secretkey, socket.curve_publickey = _pair(key, b"agent")
+    socket.curve_serverkey = _pair(key, b"node 0")[1]
+    return _limited(socket)
 
 
 def endpoint(address: str, port: int) -> str:

@@ -104,29 +104,29 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     system = beta[..., None] * (k @ k.transpose(-1, -2)) * between  # its diagonal is not read: it counts as 1
     one = torch.eye(size, dtype=q.dtype, device=q.device).expand_as(system)
     inverse = torch.linalg.solve_triangular(system, one, upper=False, unitriangular=True) if size > 1 else one
-    wanted, seen = beta[..., None] * v, (beta[..., None] * since) * k
+    targets, seen = beta[..., None] * v, (beta[..., None] * since) * k
     inside, asked = (q @ k.transpose(-1, -2)) * between, since * q
     kept, keep = (k * (last - total)[..., None].exp()).transpose(-1, -2), last[..., None].exp()
-    found = []
+    outputs = []
     for i in range(chunks):
-        new = inverse[..., i, :, :] @ (wanted[..., i, :, :] - seen[..., i, :, :] @ state)
-        found.append(asked[..., i, :, :] @ state + inside[..., i, :, :] @ new)
+        new = inverse[..., i, :, :] @ (targets[..., i, :, :] - seen[..., i, :, :] @ state)
+        outputs.append(asked[..., i, :, :] @ state + inside[..., i, :, :] @ new)
         state = keep[..., i, :, :] * state + kept[..., i, :, :] @ new
-    return torch.cat(found, dim=-2)[..., :rows, :], state
+    return torch.cat(outputs, dim=-2)[..., :rows, :], state
 
 
 def equal_spans(counts: Sequence[int]) -> list[tuple[slice, slice, int]]:
     """Return (rows, sequences, rows of each sequence) per call: neighbouring sequences of one row share a call. counts:
     rows of each sequence."""
-    found: list[tuple[slice, slice, int]] = []
+    spans: list[tuple[slice, slice, int]] = []
     first = at = 0
     for count, equal in itertools.groupby(counts):
         sequences = len(list(equal))
         for many in [sequences] if count == 1 else [1] * sequences:
             if count:
-                found.append((slice(first, first + count * many), slice(at, at + many), count))
+                spans.append((slice(first, first + count * many), slice(at, at + many), count))
             first, at = first + count * many, at + many
-    return found
+    return spans
 
 
 def _unit(x: Tensor) -> Tensor:

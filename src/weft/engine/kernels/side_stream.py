@@ -36,8 +36,8 @@ def on_side_stream(function: Callable[[], T], like: Tensor) -> tuple[T, Callable
     """
     if not like.is_cuda or len(like) > MAX_ROWS:
         return function(), nothing
-    here, side = torch.cuda.current_stream(like.device), side_stream(like.device)
-    side.wait_stream(here)
+    current, side = torch.cuda.current_stream(like.device), side_stream(like.device)
+    side.wait_stream(current)
     with torch.cuda.stream(side):
-        made = function()
-    return made, lambda: here.wait_stream(side)
+        result = function()
+    return result, lambda: current.wait_stream(side)

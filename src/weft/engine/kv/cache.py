@@ -61,10 +61,10 @@ class KVCache:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors, `[layers, slots, …]` each. FP8 is viewed as bytes, because torch lacks operations on FP8."""
-        kept = [self.keys] if isinstance(self.spec, Latent) else [self.keys, self.values]
+        stored = [self.keys] if isinstance(self.spec, Latent) else [self.keys, self.values]
         if self.exponents is None:
-            return kept
-        return [*(x.view(torch.uint8) for x in kept), *self.exponents]
+            return stored
+        return [*(x.view(torch.uint8) for x in stored), *self.exponents]
 
     def readable(self, pages: Tensor) -> Tensor:
         """Return page tables that libraries may read whole, even before a window."""
@@ -77,13 +77,13 @@ class KVCache:
         if self.exponents is not None:
             vectors = [to_vectors(x) for x in rows]
             rows = [x.values.view(torch.uint8) for x in vectors] + [x.exponents for x in vectors]
-        for kept, new in zip(self.tensors, rows, strict=True):
-            kept[layer].index_copy_(0, slots, new)
+        for tensor, new in zip(self.tensors, rows, strict=True):
+            tensor[layer].index_copy_(0, slots, new)
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy pages `[N]` onto others. All sources are read before the first write."""
-        for kept in self.tensors:
-            pages = kept.unflatten(1, (-1, self.page_size))
+        for tensor in self.tensors:
+            pages = tensor.unflatten(1, (-1, self.page_size))
             pages.index_copy_(1, destinations, pages.index_select(1, sources))
 
 
@@ -106,5 +106,5 @@ class StateCache:
     def store(self, layer: int, slots: Tensor, states: tuple[Tensor, ...]) -> None:
         """Write states `[B, …]` of a `layer` to slots `[B]`; −1: not stored."""
         at = torch.where(slots < 0, self.slots + 1, slots)
-        for kept, state in zip(self.states, states, strict=True):
-            kept[layer].index_copy_(0, at, state.float())
+        for tensor, state in zip(self.states, states, strict=True):
+            tensor[layer].index_copy_(0, at, state.float())

@@ -101,11 +101,11 @@ def cache_groups(
     the same number for the prefix cache.
     """
     groups = []
-    for each in dict.fromkeys(map(rule, specs)):
+    for group_rule in dict.fromkeys(map(rule, specs)):
         size = kv_tokens // page_size
-        if each.state:
+        if group_rule.state:
             size = max_running * (2 if prefix_cache else 1)
-        elif each.window is not None:
-            size = min(size, max_running * (-(-each.window // page_size) + 2) + -(-max_batch_tokens // page_size))
-        groups.append(CacheGroup(each, size))
+        elif group_rule.window is not None:
+            size = min(size, max_running * (-(-group_rule.window // page_size) + 2) + -(-max_batch_tokens // page_size))
+        groups.append(CacheGroup(group_rule, size))
     return tuple(groups)

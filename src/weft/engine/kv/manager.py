@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from weft.engine.kv.cache_events import CacheEvents
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.pages import PagePool
-from weft.engine.kv.prefix import Match, PrefixTree
+from weft.engine.kv.prefix import PrefixMatch, PrefixTree
 from weft.engine.kv.prefix_run import ABSENT
 
 
@@ -59,8 +59,8 @@ class CacheManager:
     @property
     def max_tokens(self) -> int:
         """Maximum tokens of a request."""
-        whole = [self.pools[g].total for g in self._paged if self.rules[g].window is None]
-        return min(whole) * self.page_size if whole else 2**62
+        unwindowed = [self.pools[g].total for g in self._paged if self.rules[g].window is None]
+        return min(unwindowed) * self.page_size if unwindowed else 2**62
 
     @property
     def used(self) -> int:
@@ -87,14 +87,14 @@ class CacheManager:
         """Allocate for a request of `tokens` and its next `rows`. Return the allocation and the number of reused ones;
         None, and no change, if memory is short. reuse: the request may start from a cached prefix under its `salt`."""
         known = tokens[: len(tokens) - 1] if reuse else []
-        found = self.tree.match(known, salt) if self.tree else Match(0, [[] for _ in self.groups], 0, ABSENT)
-        reused, tables = found.tokens + found.more, found.tables
+        match = self.tree.match(known, salt) if self.tree else PrefixMatch(0, [[] for _ in self.groups], 0, ABSENT)
+        reused, tables = match.tokens + match.more, match.tables
         for group in self._states:
             tables[group] = [*(tables[group] or [ABSENT]), ABSENT]
         allocation = CacheAllocation(tables, salt=salt)
         if self.grow(allocation, len(tokens), min(len(tokens), reused + rows)):
-            if found.more:  # its destination may be the page itself, evicted: it is read before any write
-                allocation.copy = found.page, tables[0][found.tokens // self.page_size]
+            if match.more:  # its destination may be the page itself, evicted: it is read before any write
+                allocation.copy = match.page, tables[0][match.tokens // self.page_size]
             return allocation, reused
         self.release(allocation)
         return None
@@ -113,10 +113,10 @@ class CacheManager:
         if any(count > self.pools[group].free for group, count in missing.items()):
             return False
         for group, count in missing.items():
-            taken = self.pools[group].take(count)
-            assert taken is not None
+            pages = self.pools[group].take(count)
+            assert pages is not None
             table = allocation.tables[group]
-            table[len(table) - (1 if self.rules[group].state else 0) :] = taken
+            table[len(table) - (1 if self.rules[group].state else 0) :] = pages
         self._note_capacity(allocation)
         return True
 
@@ -124,7 +124,7 @@ class CacheManager:
         """Grow each allocation to its number of tokens while pages are free. Requires not `frees_on_advance`."""
         for group, pool in enumerate(self.pools):
             missing = [-(-end // self.page_size) - len(allocation.tables[group]) for allocation, end in ends]
-            if (count := sum(max(0, each) for each in missing) - pool.free) > 0 and self.tree:
+            if (count := sum(max(0, pages) for pages in missing) - pool.free) > 0 and self.tree:
                 self.tree.evict(group, count)
             for (allocation, _), count in zip(ends, missing, strict=True):
                 if count > 0:
@@ -135,11 +135,11 @@ class CacheManager:
     def _note_capacity(self, allocation: CacheAllocation) -> None:
         allocation.capacity = min((len(allocation.tables[g]) * self.page_size for g in self._paged), default=1 << 62)
 
-    def rows_to_border(self, computed: int, tokens: int) -> int:
+    def rows_to_boundary(self, computed: int, tokens: int) -> int:
         """Return the maximum rows before a state has to be kept, at the last page border before a prompt's last token.
         A state is kept only where a step ends, and others can start from it only at a page border."""
-        border = self._border(tokens)
-        return border - computed if self._states and self.tree and computed < border else tokens - computed
+        boundary = self._boundary(tokens)
+        return boundary - computed if self._states and self.tree and computed < boundary else tokens - computed
 
     def advance(self, allocation: CacheAllocation, tokens: Sequence[int], computed: int, *, keep: bool) -> None:
         """Free everything that no later row reads, after the first `computed` of a request's `tokens` have run. keep:
@@ -149,8 +149,8 @@ class CacheManager:
             if before not in (ABSENT, after):
                 self.pools[group].release([before])
             allocation.tables[group] = [after, after]
-        if keep or (self._states and computed == self._border(len(tokens))):
-            self.remember(allocation, tokens[:computed])
+        if keep or (self._states and computed == self._boundary(len(tokens))):
+            self.cache_prefix(allocation, tokens[:computed])
         for group in self._paged:
             window = self.rules[group].window
             if window is not None:
@@ -159,7 +159,7 @@ class CacheManager:
                 self.pools[group].release(page for page in table[:passed] if page != ABSENT)
                 table[:passed] = [ABSENT] * passed
 
-    def remember(self, allocation: CacheAllocation, tokens: Sequence[int], *, ended: bool = False) -> None:
+    def cache_prefix(self, allocation: CacheAllocation, tokens: Sequence[int], *, ended: bool = False) -> None:
         """Let others start from `tokens`, which the request has run. ended: the request is finished, so its last page
         is kept although it is not full."""
         if self.tree is None:
@@ -184,17 +184,17 @@ class CacheManager:
 
     def forget(self) -> None:
         """Free everything that the prefix tree alone holds."""
-        for group, each in enumerate(self.pools if self.tree else []):
+        for group, pool in enumerate(self.pools if self.tree else []):
             assert self.tree is not None
-            self.tree.evict(group, each.total)
+            self.tree.evict(group, pool.total)
         if self._events and self.tree and not self.tree.nodes:
             self._events.cleared()
 
-    def _border(self, tokens: int) -> int:
+    def _boundary(self, tokens: int) -> int:
         return (tokens - 1) // self.page_size * self.page_size
 
     def check_idle(self) -> None:
         """Raise AssertionError if pages are neither free nor the tree's. Call it when no request is running."""
-        held = self.tree.held if self.tree else [0] * len(self.pools)
-        for pool, kept in zip(self.pools, held, strict=True):
-            assert pool.free + kept == pool.total, (pool.free, kept, pool.total)
+        pages_held = self.tree.held if self.tree else [0] * len(self.pools)
+        for pool, cached in zip(self.pools, pages_held, strict=True):
+            assert pool.free + cached == pool.total, (pool.free, cached, pool.total)

@@ -25,11 +25,11 @@ class PagePool:
 
     def take(self, count: int) -> list[int] | None:
         """Return `count` free pages, held once, or None and change nothing if fewer are free."""
-        left = len(self._free) - count
-        if left < 0:
+        remaining = len(self._free) - count
+        if remaining < 0:
             return None
-        pages = self._free[left:][::-1]
-        del self._free[left:]
+        pages = self._free[remaining:][::-1]
+        del self._free[remaining:]
         for page in pages:
             self._holders[page] = 1
         self.used += count

@@ -30,7 +30,7 @@ from weft.engine.kv.prefix_run import ABSENT, Run, RunPath, common_length
 from weft.engine.kv.tokens import TOKEN_BYTES, token_array, token_bytes
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """Reusable part of a prompt.
 
     Attributes:
@@ -122,7 +122,7 @@ class PrefixTree:
         path = self._reusable(root, content)
         return self._page_size * sum(pages for _, pages in path) + self._part(root, path, content)[0]
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> Match:
+    def match(self, tokens: Sequence[int], salt: str = "") -> PrefixMatch:
         """Return the reusable part of a prompt and hold it for the caller.
 
         Tables have ABSENT for pages that a window has passed. A page to copy is not held: its content lasts until a
@@ -144,12 +144,12 @@ class PrefixTree:
             self._pools[group].hold(page for page in held if page != ABSENT)
             tables.append(held)
         self._touch(with_part)
-        return Match(self._page_size * count, tables, more, page)
+        return PrefixMatch(self._page_size * count, tables, more, page)
 
     def insert(
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], *, part: bool = False, salt: str = ""
     ) -> None:
-        """Remember the full pages of a computed prefix of `tokens` under a `salt`. tables: as in `Match`.
+        """Remember the full pages of a computed prefix of `tokens` under a `salt`. tables: as in `PrefixMatch`.
 
         A state is that after the last token, and is kept only at the end of a page. Pages that the tree already has are
         kept instead of newer ones. part: keep the last page too, which is not full and is never written again.
@@ -182,14 +182,14 @@ class PrefixTree:
         self, tokens: Sequence[int], tables: Sequence[Sequence[int]], first: int, pages: int
     ) -> list[Sequence[int]]:
         """Return, per group, the `pages` entries of a sequence's tables from number `first` on."""
-        found: list[Sequence[int]] = []
+        entries: list[Sequence[int]] = []
         for rule, table in zip(self._rules, tables, strict=True):
             if rule.state:
                 ends = table and (first + pages) * self._page_size == len(tokens)
-                found.append([*[ABSENT] * (pages - 1), table[-1] if ends else ABSENT])
+                entries.append([*[ABSENT] * (pages - 1), table[-1] if ends else ABSENT])
             else:
-                found.append(table[first : first + pages])
-        return found
+                entries.append(table[first : first + pages])
+        return entries
 
     def _hold(self, run: Run, entries: Sequence[Sequence[int]]) -> None:
         """Hold the entries that the first pages of a run lack."""
@@ -233,9 +233,9 @@ class PrefixTree:
         run.held, run.hashes = [held[pages:] for held in run.held], run.hashes[pages:]
         head.children[self._key(run)] = run
         head.order.append(self._key(run))
-        for group, kept in self._kept.items():
+        for group, leaves in self._kept.items():
             if not run.holds(group):
-                kept.pop(run, None)
+                leaves.pop(run, None)
         self.nodes += 1
         return head
 
@@ -281,11 +281,11 @@ class PrefixTree:
             run = entry[2]
             if not _current(entry):
                 continue
-            held, left = run.held[group], run.pages
-            while left and freed < count and pool.holders(held[left - 1]) == 1:
-                left, freed = left - 1, freed + 1
-            self._shorten(run, left)
-            if not left:
+            held, remaining = run.held[group], run.pages
+            while remaining and freed < count and pool.holders(held[remaining - 1]) == 1:
+                remaining, freed = remaining - 1, freed + 1
+            self._shorten(run, remaining)
+            if not remaining:
                 self._remove(run)
             else:
                 in_use.append(entry)
@@ -307,12 +307,12 @@ class PrefixTree:
     def _prune(self, run: Run) -> None:
         """Remove the last empty pages of a leaf, and of its ancestors that become leaves."""
         while run.parent is not None and not run.children:
-            left = run.pages
-            while left and all(held[left - 1] == ABSENT for held in run.held):
-                left -= 1
-            if left < run.pages:
-                self._shorten(run, left)
-            if left:
+            remaining = run.pages
+            while remaining and all(held[remaining - 1] == ABSENT for held in run.held):
+                remaining -= 1
+            if remaining < run.pages:
+                self._shorten(run, remaining)
+            if remaining:
                 return
             run = self._remove(run)
 
@@ -357,10 +357,10 @@ class PrefixTree:
         last, now = self._end(path), next(self._clock)
         for run, _ in path:
             run.used = now
-            for group, kept in self._kept.items():
-                kept.pop(run, None)
+            for group, leaves in self._kept.items():
+                leaves.pop(run, None)
                 if run.holds(group):
-                    kept[run] = None
+                    leaves[run] = None
         self._offer(last)
 
     def _offer(self, run: Run) -> None:

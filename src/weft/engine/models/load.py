@@ -148,10 +148,10 @@ def dummy_model(
         if isinstance(layer, NORMS):
             part.fill_(1.0)
         elif name in layer.units:
-            _make_up(part, source, LARGEST)
+            _fill_dummy(part, source, LARGEST)
             _scales_of(layer, name, source).fill_(_bound(source) / LARGEST)
         else:
-            _make_up(part, source)
+            _fill_dummy(part, source)
         if progress:
             progress(done + 1, len(jobs))
     return model
@@ -168,7 +168,7 @@ class DummyTensor:
         """Return its values, of `source.shape`."""
         whole = torch.ones(self.source.shape, dtype=dtype, device=device)
         if not self.ones:
-            _make_up(whole, self.source)
+            _fill_dummy(whole, self.source)
         return whole
 
 
@@ -183,7 +183,7 @@ def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
     return list(tensors.values())
 
 
-def float8_says(model: LanguageModel) -> str:
+def float8_summary(model: LanguageModel) -> str:
     """Return one line about the products that a model computes in FP8, and their bytes; empty if there are none."""
     names, size = dict[str, None](), 0
     for layer in model.modules():
@@ -219,7 +219,7 @@ def _bound(source: Source) -> float:
     return float((3 / source.shape[-1]) ** 0.5) if len(source.shape) > 1 else 0.1
 
 
-def _make_up(part: torch.Tensor, source: Source, bound: float | None = None) -> None:
+def _fill_dummy(part: torch.Tensor, source: Source, bound: float | None = None) -> None:
     """Fill a slice of a tensor with hashes of the whole tensor's indices. bound: maximum magnitude; None: `_bound`."""
     width = source.shape[-1]
     bound = _bound(source) if bound is None else bound

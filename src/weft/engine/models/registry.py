@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from weft.engine.models.config_json.directory import config_file, is_gguf, no_model
+from weft.engine.models.config_json.directory import config_file, explain_no_model, is_gguf
 from weft.engine.models.config_json.fields import HARMLESS, MAX_LAYERS, Fields, ModelError, first_line
 from weft.engine.models.config_json.json_file import read_json
 from weft.engine.models.config_json.known_fields import known_fields
@@ -78,7 +78,7 @@ def registry(plugins: Sequence[str] = ()) -> Registry:
 def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int | None = None) -> ModelConfig:
     """Read config.json of `model_dir`, or a GGUF file's metadata. num_layers: truncate the model to its first layers.
     Raises ModelError for a missing directory, an unknown model type, or a field that none of `families` supports."""
-    if (why := no_model(model_dir)) is not None:
+    if (why := explain_no_model(model_dir)) is not None:
         raise ModelError(why)
     path = config_file(model_dir)
     values = _values(path)
@@ -126,7 +126,7 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
     if theirs in CONFIG_MAPPING:
         known = known_fields(CONFIG_MAPPING[theirs])
         if kind not in AS_PUBLISHED:
-            values = _filled(values, theirs) | {"model_type": kind}
+            values = _with_defaults(values, theirs) | {"model_type": kind}
     fields = Fields(values, known)
     config = families[kind](fields)
     if not isinstance(config, ModelConfig):
@@ -134,7 +134,7 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
     return replace(config, ignored=tuple(fields.finish()))
 
 
-def _filled(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _with_defaults(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return a config with transformers' defaults and names. Raises ModelError, which names the field."""
     given = {name: value for name, value in values.items() if name not in HARMLESS or name in ("dtype", "torch_dtype")}
     # transformers fills lists per layer.

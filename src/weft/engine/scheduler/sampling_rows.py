@@ -23,8 +23,8 @@ def adjust(sequence: Sequence) -> Adjust | None:
         return None
     return Adjust(
         logprobs=-1 if p.logprobs is None else p.logprobs,
-        banned=() if sequence.grammar else _banned(sequence),
-        added=_added(sequence),
+        banned=() if sequence.grammar else _banned_tokens(sequence),
+        added=_logit_bias(sequence),
         repetition=p.repetition_penalty,
         repeated=tuple(sorted(set(sequence.tokens))) if p.repetition_penalty != 1 else (),
         mask=sequence.allowed if sequence.grammar is None else sequence.grammar.mask(sequence.allowed),
@@ -48,7 +48,7 @@ def bits(tokens: Iterable[int], vocabulary: int) -> bytes:
     return bytes(mask)
 
 
-def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
+def _logit_bias(sequence: Sequence) -> tuple[tuple[int, float], ...]:
     """Return the bias minus the penalties of the tokens so far: presence once, frequency per occurrence."""
     p = sequence.params
     if not (p.presence_penalty or p.frequency_penalty):
@@ -59,7 +59,7 @@ def _added(sequence: Sequence) -> tuple[tuple[int, float], ...]:
     return tuple(added.items())
 
 
-def _banned(sequence: Sequence) -> tuple[int, ...]:
+def _banned_tokens(sequence: Sequence) -> tuple[int, ...]:
     """Return end tokens before min_tokens, and the last token of each bad word after its other tokens."""
     p, output = sequence.params, sequence.tokens
     banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()

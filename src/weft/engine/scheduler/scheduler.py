@@ -109,8 +109,8 @@ class Scheduler:
             self._repeats = 0
             # At most one step is in flight when a step is scheduled, so all tokens with a row are known.
             assert sequence.computed <= len(sequence.tokens)
-            self.caches.remember(sequence.allocation, sequence.tokens[: sequence.computed], ended=True)
-            self._give_up(sequence)
+            self.caches.cache_prefix(sequence.allocation, sequence.tokens[: sequence.computed], ended=True)
+            self._free(sequence)
         else:
             self.waiting.remove(sequence)
 
@@ -143,7 +143,7 @@ class Scheduler:
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
         if any((a := s.allocation) and s.computed + s.decode_tokens > a.capacity and not s.ending for s in decoding):
-            self._grow_ahead(decoding)
+            self._preallocate(decoding)
         for sequence in decoding:  # in the order of `running`
             tokens = sequence.decode_tokens
             if budget >= tokens and sequence.allocation is not None and not sequence.ending:  # else it was preempted
@@ -170,7 +170,7 @@ class Scheduler:
                 sequence.pending += rows if sequence.decoding else 1
                 sequence.decoding = True
         self._step = []
-        self._foresee(scheduled)
+        self._plan_repeats(scheduled)
         return scheduled
 
     def check_idle(self) -> None:
@@ -180,13 +180,13 @@ class Scheduler:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _foresee(self, scheduled: Scheduled) -> None:
+    def _plan_repeats(self, scheduled: Scheduled) -> None:
         """Note how often this step of one token a row can repeat, unless a sequence comes or goes."""
         rows, self._repeats = scheduled.rows, 0
         changes = rows.decode_tokens or rows.adjust or self.caches.frees_on_advance
         if len(rows.decode_rows) == len(self.running) and not changes:
-            left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
-            self._repeats = min(left, default=0)
+            steps_left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
+            self._repeats = min(steps_left, default=0)
             self._same = Scheduled(GroupRows(rows.decode_rows), scheduled.sampled, [])
 
     def _repeat(self) -> Scheduled:
@@ -196,7 +196,7 @@ class Scheduler:
             sequence.pending += 1
         return self._same
 
-    def _grow_ahead(self, decoding: Seq[Sequence]) -> None:
+    def _preallocate(self, decoding: Seq[Sequence]) -> None:
         """Allocate pages for all decoding sequences when one needs a page, so that the steps in between are alike.
 
         Each gets up to PAGES_AHEAD pages, free ones or the prefix tree's, so no sequence is preempted for them. If
@@ -206,8 +206,8 @@ class Scheduler:
             return
         page_size, running = self.caches.page_size, len(self.running)
         first = -(-self.waiting.first().left // page_size) if self.waiting else 0  # it waits for a row
-        held = sum(len(s.allocation.tables[0]) for s in self.running if s.allocation)
-        if held + first + 2 * running > self.caches.total:
+        pages_held = sum(len(s.allocation.tables[0]) for s in self.running if s.allocation)
+        if pages_held + first + 2 * running > self.caches.total:
             return
         ahead = page_size * max(1, min(PAGES_AHEAD, (self.caches.free - first) // running))
         self.caches.grow_all([(s.allocation, min(s.computed + ahead, s.to_run)) for s in decoding if s.allocation])
@@ -268,7 +268,7 @@ class Scheduler:
         if sequence.decoding:
             return sequence.decode_tokens
         limit = max(1, budget // SCORED_COST) if sequence.to_score else budget
-        return min(self.caches.rows_to_border(sequence.computed, len(sequence.tokens)), limit)
+        return min(self.caches.rows_to_boundary(sequence.computed, len(sequence.tokens)), limit)
 
     def _plan_rows(self, sequence: Sequence, budget: int) -> int:
         """Add the next rows of a prompt to the step. Returns their share of the budget."""
@@ -320,10 +320,10 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.running.remove(sequence)
-        self._give_up(sequence)
+        self._free(sequence)
         self.waiting.put_back(sequence)
 
-    def _give_up(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         assert sequence.allocation is not None
         self.caches.release(sequence.allocation)
         self._free_rows.append(sequence.row)

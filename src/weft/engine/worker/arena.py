@@ -93,7 +93,7 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     Reads Linux's /proc/meminfo and the files of cgroup v2 and v1; a group's reclaimable file cache counts as free.
     """
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-    found = [int(meminfo["MemAvailable"].split()[0]) << 10]
+    limits = [int(meminfo["MemAvailable"].split()[0]) << 10]
     for line in (proc / "self" / "cgroup").read_text().split():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -103,8 +103,8 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
         else:
             continue
         group = root / path.strip("/")
-        found += [_left(folder, *names) for folder in (group, *group.parents) if folder.is_relative_to(root)]
-    return max(0, min(found))
+        limits += [_left(folder, *names) for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    return max(0, min(limits))
 
 
 def _left(group: Path, limit: str, usage: str, reclaimable: str) -> int:

@@ -32,15 +32,15 @@ def with_batch_limits(config: EngineConfig) -> EngineConfig:
     if not on_gpus(config) or None not in (config.max_batch_tokens, config.max_running):
         return config
     sizes = (torch.cuda.get_device_properties(device_of(config, r)).total_memory for r in range(config.ranks_of_host))
-    return chosen_limits(config, config.read_model(), min(sizes))
+    return choose_limits(config, config.read_model(), min(sizes))
 
 
-def chosen_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> EngineConfig:
+def choose_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> EngineConfig:
     """Return the configuration with limits for GPUs with this memory."""
     dtype = dtype_of(config)
     layers = build_model(model, config.mesh, 0, dtype, torch.device("meta"))
-    left = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)
-    if config.max_batch_tokens is None and left >= LARGE_BATCH_BYTES:
+    free_bytes = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)
+    if config.max_batch_tokens is None and free_bytes >= LARGE_BATCH_BYTES:
         config = replace(config, max_batch_tokens=max(LARGE_BATCH_TOKENS, config.max_running or 0))
     if config.max_running is not None:
         return config
@@ -49,8 +49,8 @@ def chosen_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> E
         tokens = sequences * SEQUENCE_TOKENS
         if sequences > config.batch_tokens or (config.kv_tokens is not None and tokens > config.cached_tokens):
             continue
-        found = replace(config, max_running=sequences)
-        need = CacheNeed(found, specs, kv_dtype_of(config))
-        if need.bytes(-(-tokens // config.interleave.span)) <= CACHE_SHARE * left:
-            return found
+        limited = replace(config, max_running=sequences)
+        need = CacheNeed(limited, specs, kv_dtype_of(config))
+        if need.bytes(-(-tokens // config.interleave.span)) <= CACHE_SHARE * free_bytes:
+            return limited
     return config

@@ -43,7 +43,7 @@ class DeviceRows:
         seed, length, *parameters, entries = self._all.split(sizes)
         self.seed, self.length = seed[: 2 * max_rows].view(torch.int64), length[:max_rows]
         named = zip(parameters, formats.items(), strict=True)
-        self.parameters = {name: each[:max_rows].view(dtype) for each, (name, (_, dtype)) in named}
+        self.parameters = {name: values[:max_rows].view(dtype) for values, (name, (_, dtype)) in named}
         self.entries = entries[: max_rows * sum(self.widths)].fill_(-1).view(max_rows, -1)
         self._seeds, *self._columns, self._entries, _ = itertools.accumulate(sizes, initial=0)
         self._joined = struct.Struct("".join(["=i", *(code for code, _ in formats.values()), "q"]))

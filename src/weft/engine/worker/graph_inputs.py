@@ -78,21 +78,21 @@ def decode_capacities(max_rows: int) -> list[int]:
     """Return capacities of graphs of decode rows: powers of two to 64, then every 64 to 256, then two per doubling; the
     last is `max_rows`. Each graph keeps logits of its rows, and all cost the same time to capture.
     """
-    found = [*(1 << i for i in range(7)), 128, 192, 256]
-    while found[-1] < max_rows:
-        found += [found[-1] * 3 // 2, found[-1] * 2]
-    return sorted({min(c, max_rows) for c in found})
+    capacities = [*(1 << i for i in range(7)), 128, 192, 256]
+    while capacities[-1] < max_rows:
+        capacities += [capacities[-1] * 3 // 2, capacities[-1] * 2]
+    return sorted({min(c, max_rows) for c in capacities})
 
 
 def prompt_capacities(max_rows: int) -> list[int]:
     """Return capacities of graphs with prompts. With few rows, the weights' reads dominate and padding costs little;
     from 512 on less than a quarter of a graph's rows is padding.
     """
-    found = [64, 128, 256, 384]
-    while found[-1] < max_rows:
-        octave = 512 << (len(found) - 4) // 4
-        found += [octave * quarters // 4 for quarters in (4, 5, 6, 7)]
-    return sorted({min(c, max_rows) for c in found})
+    capacities = [64, 128, 256, 384]
+    while capacities[-1] < max_rows:
+        octave = 512 << (len(capacities) - 4) // 4
+        capacities += [octave * quarters // 4 for quarters in (4, 5, 6, 7)]
+    return sorted({min(c, max_rows) for c in capacities})
 
 
 def captures_prompts(caches: Caches, recipes: Recipes) -> bool:

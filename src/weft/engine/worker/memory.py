@@ -168,12 +168,12 @@ def large_steps(config: EngineConfig, longest: int) -> list[list[int]]:
     and one decode row of every sequence. longest: maximum tokens of a sequence.
     """
     longest = min(config.batch_tokens, longest)
-    each, more = divmod(config.batch_tokens, config.batch_sequences)
-    spread = [min(longest, each + (i < more)) for i in range(config.batch_sequences)]
+    length, more = divmod(config.batch_tokens, config.batch_sequences)
+    spread = [min(longest, length + (i < more)) for i in range(config.batch_sequences)]
     return [[longest], spread, [1] * config.batch_sequences]
 
 
-def made_up_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: int) -> list[tuple[int, ...]]:
+def dummy_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: int) -> list[tuple[int, ...]]:
     """Return page tables of made-up `tokens`, one for each of `groups`; sequences share pages if there are too few.
 
     first: number of the sequence's first page. span: tokens per page.
@@ -185,15 +185,15 @@ def made_up_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: 
 def step_of(
     rows: Sequence[int], groups: Sequence[CacheGroup], span: int, device: torch.device, context: int = 0
 ) -> Batch:
-    """Return a step of sequences with `rows`, each after `context` cached tokens. groups, span: of `made_up_tables`."""
+    """Return a step of sequences with `rows`, each after `context` cached tokens. groups, span: of `dummy_tables`."""
     seqs, at = [], 0
     for count in rows:
-        seqs.append(SeqRows(count, context, made_up_tables(groups, at, context + count, span), 1))
+        seqs.append(SeqRows(count, context, dummy_tables(groups, at, context + count, span), 1))
         at -= -(context + count) // span
     return build_batch([0] * sum(rows), seqs, span, [g.rule for g in groups], device)
 
 
-def captured_form(batch: Batch, pages: int) -> Batch:
+def as_captured(batch: Batch, pages: int) -> Batch:
     """Return a step with prompts in the form of a CUDA graph: unknown to the host, with tables of `pages` pages."""
 
     def wide(tables: PageTables | StateSlots) -> PageTables | StateSlots:
@@ -217,7 +217,7 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
     batches = [step_of(rows, groups, span, device, context) for rows, context in cases]
     if (prompts := config.cuda_graphs and runner.captures_prompts) and config.dcp > 1:
         tokens = min(MAX_TOKENS, config.batch_sequences * longest)
-        batches.insert(0, captured_form(batches[-3], -(-tokens // span)))
+        batches.insert(0, as_captured(batches[-3], -(-tokens // span)))
     for batch in batches:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -112,8 +112,8 @@ class ModelRunner:
             counts: rows of every DP group in this step.
             full: False: if the vocabulary is split, return this rank's share `[S, own]` of logits (`SplitVocabulary`).
         """
-        mine = counts[self.mesh.group_of(self.rank)]
-        if len(counts) != self.mesh.attn_dp or len(batch.tokens) != mine:
+        own_rows = counts[self.mesh.group_of(self.rank)]
+        if len(counts) != self.mesh.attn_dp or len(batch.tokens) != own_rows:
             raise ValueError(f"{len(batch.tokens)} rows on rank {self.rank}, but the step's counts are {counts}")
         rows = StepRows(self.mesh, self.rank, counts)
         plan, times = self.planner.plan(counts), self.stats.times()

@@ -32,16 +32,16 @@ def cost_model(config: EngineConfig) -> Costs:
     Exchanges between hosts without times are priced by a usual network.
     """
     if config.cost != "auto":
-        found = costs(config.cost)
+        cost = costs(config.cost)
     elif config.executor == "thread":
-        found = costs("cpu")
+        cost = costs("cpu")
     else:
         names = [entry.name for entry in enabled_transports(config)]
-        found = host_costs(on_gpus(config), names, config.mesh.hosts)
-    return found if config.mesh.hosts == 1 else over_network(found, INFINIBAND if on_gpus(config) else ETHERNET)
+        cost = host_costs(on_gpus(config), names, config.mesh.hosts)
+    return cost if config.mesh.hosts == 1 else over_network(cost, INFINIBAND if on_gpus(config) else ETHERNET)
 
 
-def untuned(config: EngineConfig) -> bool:
+def lacks_cost_table(config: EngineConfig) -> bool:
     """Tell whether this host lacks a cost table for its GPU ranks, or has one for fewer ranks.
 
     With NCCL alone no table is needed: tuning measures peer, which requires GPUs that access each other's memory.

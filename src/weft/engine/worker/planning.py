@@ -109,11 +109,11 @@ def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: 
     if mesh.dcp == 1:
         return None
     caches = cached_layers(build_model(config, mesh, 0, config.dtype, torch.device("meta"))).values()
-    kept = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
+    bytes_a_token = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
     latent = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, Latent))
     tokens = Counter(gathered_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV | Latent))
     values = [inside.value for inside in chain.inside if inside.group == "dcp"]
-    return ShardedContext(mesh.dcp, values, tokens, kept, latent)
+    return ShardedContext(mesh.dcp, values, tokens, bytes_a_token, latent)
 
 
 def split_steps(
@@ -126,12 +126,12 @@ def split_steps(
         return []
     head = SplitHead(mesh.attn_tp, config.vocab_size, config.hidden_size * dtype.itemsize)
     whole, split = (plan_model(replace(config, split_vocabulary=s), mesh, dtype, offers) for s in (False, True))
-    found = []
+    steps = []
     for n in rows:
         counts = (n,) * mesh.attn_dp
         try:
-            ours, theirs = ([s.us for r in p.plan(counts).reads for s in r.steps] for p in (split, whole))
-            found.append(split_step(head, n, sum(ours) - sum(theirs), split.blocks))
+            split_us, whole_us = ([s.us for r in p.plan(counts).reads for s in r.steps] for p in (split, whole))
+            steps.append(split_step(head, n, sum(split_us) - sum(whole_us), split.blocks))
         except LayoutError:  # no transport can hold it; with --split-vocabulary on, planning fails later
             return []
-    return found
+    return steps

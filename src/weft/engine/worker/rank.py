@@ -32,7 +32,7 @@ from weft.planner.spec import LayoutError
 def main(directory: Path, rank: int, parent: int) -> int:
     """Run a rank until it receives Stop, fails, or loses its parent. Returns its exit code."""
     name_thread(f"weft-rank-{rank}")
-    threading.Thread(target=_leave_with_parent, args=(parent, directory.parent), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent, directory.parent), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
     bind(config, rank)
@@ -70,7 +70,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
     return code
 
 
-def _leave_with_parent(parent: int, root: Path) -> None:
+def _exit_with_parent(parent: int, root: Path) -> None:
     """Exit when the parent is gone, even if it was killed, and remove the controller's folder.
 
     Every rank removes the folder: no rank needs it any more, and the last one removes remains of earlier attempts.

@@ -89,8 +89,8 @@ class RankProfiler:
         self._wanted = 0
         if self._steps:
             wall, thread, process = (now - then for now, then in zip(self._clocks(), self._began, strict=True))
-            each = {name: cpu - self._threads.get(name, 0.0) for name, cpu in cpu_by_thread().items()}
-            self._done = Profiled(self._runner.rank, len(self._steps), wall, thread, process, each)
+            seconds = {name: cpu - self._threads.get(name, 0.0) for name, cpu in cpu_by_thread().items()}
+            self._done = Profiled(self._runner.rank, len(self._steps), wall, thread, process, seconds)
         if self._profiler is not None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

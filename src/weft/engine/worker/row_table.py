@@ -77,8 +77,8 @@ class RowTable:
             tokens.frombytes(chunk.tokens)
         seqs = [SeqRows(k, table[row].length, table[row].tables, k) for row, k in group_rows.decode_each]
         for chunk in group_rows.chunks:
-            wanted = chunk.count if chunk.score else int(chunk.samples)
-            seqs.append(SeqRows(chunk.count, table[chunk.row].length, table[chunk.row].tables, wanted))
+            count = chunk.count if chunk.score else int(chunk.samples)
+            seqs.append(SeqRows(chunk.count, table[chunk.row].length, table[chunk.row].tables, count))
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
             rows = on_device(group_rows.decode_rows, torch.int64, self.device)

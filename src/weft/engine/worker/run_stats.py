@@ -81,7 +81,7 @@ class RunStats:
         plan = self._planner.plan(counts) if shape is None else self.graph_plan(shape.rows)
         rows = counts[self._exchanges.mesh.group_of(self._exchanges.rank)]
         capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.sampled)
-        found: list[tuple[str, str, str, int]] = []
+        moves: list[tuple[str, str, str, int]] = []
         for site, op in plan.ops(asked=False):
             if op.by_counts:
                 calls = [(str(op), self._planner.received(op, counts))]
@@ -90,8 +90,8 @@ class RunStats:
                 calls = [(name, moved * sampled // max(plan.counts)) for name, moved in calls]
             else:
                 calls = op.named_calls(capacity, rows)
-            found += [(site, name, op.group, moved) for name, moved in calls]
-        return found
+            moves += [(site, name, op.group, moved) for name, moved in calls]
+        return moves
 
     def _in_order(self, found: list[StepStat]) -> list[StepStat]:
         order = {fold(read.site): at for at, read in reversed([*enumerate(self._planner.chain.reads)])}

@@ -128,8 +128,8 @@ def _adjust(logits: Tensor, how: Adjust) -> Tensor:
     if how.mask:
         packed = torch.frombuffer(bytearray(how.mask), dtype=torch.uint8)
         may = (packed[:, None] >> torch.arange(8)) & 1
-        gone = may.flatten()[: len(logits)].logical_not().to(logits.device)
-        logits[gone], raw[gone] = float("-inf"), float("-inf")
+        masked = may.flatten()[: len(logits)].logical_not().to(logits.device)
+        logits[masked], raw[masked] = float("-inf"), float("-inf")
     # If bans exclude all tokens allowed by the mask, ignore the bans.
     return torch.where(torch.isfinite(logits).any(), logits, raw)
 
@@ -158,13 +158,13 @@ def _cut(logits: Tensor, how: Sequence[Sampling], temperature: Tensor) -> Tensor
     cut = logits.clone()
     for row, h in enumerate(how):
         if h.top_k > 0 or h.top_p < 1:
-            kept = _kept(logits[row] / temperature[row], h.top_k, h.top_p)
+            tokens_kept = _top_tokens(logits[row] / temperature[row], h.top_k, h.top_p)
             cut[row] = float("-inf")
-            cut[row, kept] = logits[row, kept]
+            cut[row, tokens_kept] = logits[row, tokens_kept]
     return cut
 
 
-def _kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
+def _top_tokens(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
     """Return the tokens of a row `[vocabulary]` kept by top_k and then top_p; among equals, lower tokens first."""
     scaled = scaled.where(scaled == scaled, float("-inf"))
     count = min(top_k or LEADING, len(scaled))
@@ -177,10 +177,10 @@ def _kept(scaled: Tensor, top_k: int, top_p: float) -> Tensor:
             return tokens
         probability = ordered.softmax(-1) if top_k else (ordered - scaled.logsumexp(-1)).exp()
         before = probability.cumsum(-1) - probability  # sum of the more probable tokens
-        gone = before >= top_p
-        gone[0] = False
-        if top_k or gone[-1] or count == len(scaled):
-            return tokens[~gone]
+        masked = before >= top_p
+        masked[0] = False
+        if top_k or masked[-1] or count == len(scaled):
+            return tokens[~masked]
         count = min(8 * count, len(scaled))
 
 

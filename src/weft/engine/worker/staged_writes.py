@@ -102,9 +102,9 @@ class PinnedWrites(StagedWrites):
             if not self._staged and self._counts[self._place, 0]:  # the kernel has not read it yet
                 torch.cuda.current_stream().synchronize()
             end = min(self._staged + len(at), ELEMENTS)
-            here, now = slice(self._staged, end), end - self._staged
-            self._offsets[self._place, here] = at[:now] + first
-            self._values[self._place, here] = values[:now]
+            staged, now = slice(self._staged, end), end - self._staged
+            self._offsets[self._place, staged] = at[:now] + first
+            self._values[self._place, staged] = values[:now]
             at, values, self._staged = at[now:], values[now:], end
             if end == ELEMENTS:
                 self.flush()

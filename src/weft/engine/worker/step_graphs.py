@@ -64,9 +64,9 @@ class StepGraphs:
         self._inputs = {kind.shapes[0].prompts: kind for kind in inputs}
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
         weight, max_rows = model.embed.weight, len(rows.length)
-        self._device, own = weight.device, len(weight)  # the head is split like the embedding
+        self._device, own_vocabulary = weight.device, len(weight)  # the head is split like the embedding
         # Logits of steps with prompts are rarely read again: one buffer serves all graphs of such steps.
-        self._logits = weight.new_empty(max_rows if True in self._inputs else 0, own)
+        self._logits = weight.new_empty(max_rows if True in self._inputs else 0, own_vocabulary)
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         self.token_ring = PinnedTokenRing(max_rows, self._device.type == "cuda")
         self._counts: dict[int, CapturedRows] = {}  # by rows

@@ -58,14 +58,14 @@ class StepOutput:
 
         logits: of all sampled rows, or of the sampled rows `of`, which include all rows with requests.
         """
-        asked = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
-        self._sampled_at = [at for at, row in enumerate(self._rows.sampled_rows) if row in asked] if asked else []
+        limits = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
+        self._sampled_at = [at for at, row in enumerate(self._rows.sampled_rows) if row in limits] if limits else []
         if self._sampled_at:
             at = on_device(self._sampled_at, torch.int64, logits.device)
             tokens = self._tokens.index_select(0, at).long().clamp(min=0)
             if of is not None:
                 at = on_device([of.index(i) for i in self._sampled_at], torch.int64, logits.device)
-            counts = [asked[self._rows.sampled_rows[i]] for i in self._sampled_at]
+            counts = [limits[self._rows.sampled_rows[i]] for i in self._sampled_at]
             self._note(logits.index_select(0, at), tokens, counts)
 
     def _note(self, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class StepOutput:
             copied = to_host([self._tokens])
             self._read_tokens = lambda: copied()[0].numpy()
         if self._found:
-            self._wait = to_host([tensor for found in self._found for tensor in found])
+            self._wait = to_host([tensor for tensors in self._found for tensor in tensors])
 
     def tokens(self) -> tuple[tuple[int, ...], int]:
         """Wait for the tokens and their checksum. Raises AssertionError for a row without a last token."""
@@ -98,9 +98,9 @@ class StepOutput:
             return (), []
         lists = [tensor.tolist() for tensor in self._wait()]
         read = []
-        for *found, counts in zip(lists[::3], lists[1::3], lists[2::3], self._counts, strict=True):
-            each = zip(*found, counts, strict=True)
-            read.append(tuple((v, tuple(zip(best[:n], values[:n], strict=True))) for v, values, best, n in each))
+        for *tensors, counts in zip(lists[::3], lists[1::3], lists[2::3], self._counts, strict=True):
+            columns = zip(*tensors, counts, strict=True)
+            read.append(tuple((v, tuple(zip(best[:n], values[:n], strict=True))) for v, values, best, n in columns))
         if not self._sampled_at:
             return (), read
         sampled: list[Logprobs | None] = [None] * len(self._rows.sampled_rows)

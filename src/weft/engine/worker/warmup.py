@@ -13,7 +13,7 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.tokens import token_bytes
 from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling, Step
-from weft.engine.worker.memory import made_up_tables
+from weft.engine.worker.memory import dummy_tables
 
 OTHERS = (1023,)
 """Numbers of rows in addition to powers of two and their successors: some tiles need 1,024 rows or more."""
@@ -70,7 +70,7 @@ def _rows(
 
     def join(context: int, tokens: int) -> int:
         row = len(joins)
-        tables = made_up_tables(groups, row, context + tokens, config.interleave.span)
+        tables = dummy_tables(groups, row, context + tokens, config.interleave.span)
         joins.append(Join(row, row, context, tuple(tables), sampling))
         return row
 

@@ -227,8 +227,8 @@ class ChatRequest(CommonRequest):
     def names(self) -> Names:
         """Checked name of a field → the client's name."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        own = {"prompt": "messages", "max_tokens": limit} | ({"logprobs": "top_logprobs"} if self.logprobs else {})
-        return {**own, **self._names}
+        base = {"prompt": "messages", "max_tokens": limit} | ({"logprobs": "top_logprobs"} if self.logprobs else {})
+        return {**base, **self._names}
 
     @property
     def must_call(self) -> bool:
@@ -248,8 +248,8 @@ class ChatRequest(CommonRequest):
         ):
             message = "continue_final_message and add_generation_prompt exclude each other; leave one out"
             raise ApiError(400, message, param="continue_final_message")
-        if taken := OUR_ARGUMENTS & set(self.chat_template_kwargs):
-            message = f"chat_template_kwargs cannot set {sorted(taken)[0]}"
+        if reserved := OUR_ARGUMENTS & set(self.chat_template_kwargs):
+            message = f"chat_template_kwargs cannot set {sorted(reserved)[0]}"
             raise ApiError(400, message, param="chat_template_kwargs")
         if self.must_call and not self.tools:
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
@@ -303,12 +303,12 @@ class ChatRequest(CommonRequest):
         """Return the prompt's text. ApiError 400 for messages that the template refuses or drops, or if it fails."""
         if not (template := self.template(tokenizer)):
             raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-        own = self.chat_template is None
+        default = self.chat_template is None
         shape = templates.shape(template)
         form = tool_format_of(template)
         if self.offered and (form is None or not shape.tools):
             raise ApiError(400, "this model's chat template knows no tools; leave them out", param="tools")
-        if own:
+        if default:
             self._refuse_dropped(shape, partial(templates.drops, template))
         arguments = (
             self._effort(form)
@@ -320,7 +320,7 @@ class ChatRequest(CommonRequest):
             }
         )
         plain = [message.plain(f"messages.{at}") for at, message in enumerate(self.messages)]
-        return templates.render(template, shape.built(plain), own, **arguments)
+        return templates.render(template, shape.built(plain), default, **arguments)
 
     def _effort(self, form: ToolFormat | None) -> dict[str, Any]:
         """Return the template's arguments for reasoning_effort. ApiError 400 for a level that the model lacks."""

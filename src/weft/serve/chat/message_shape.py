@@ -64,11 +64,11 @@ class MessageShape:
         """Return OpenAI's messages in this shape. The content of OpenAI's is text, arguments of calls are objects."""
         made = [message | {"role": self.role(message["role"])} for message in messages]
         if self.one_system:
-            made = _with_one_system(made)
+            made = _join_system(made)
         if self.one_call:
-            made = _with_one_call(made)
+            made = _split_calls(made)
         if self.calls_apart:
-            made = [part for message in made for part in _apart(message)]
+            made = [part for message in made for part in _split(message)]
         return [self._written(message) for message in made]
 
     def _written(self, message: Message) -> Message:
@@ -99,7 +99,7 @@ class MessageShape:
         return name if fits or not self.short_ids else hashlib.sha256(str(name).encode()).hexdigest()[:ID_LENGTH]
 
 
-def _with_one_system(messages: Sequence[Message]) -> list[Message]:
+def _join_system(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with all system messages joined into the first."""
     systems = [message for message in messages if message["role"] in ("system", "developer")]
     rest = [message for message in messages if message["role"] not in ("system", "developer")]
@@ -107,7 +107,7 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
     return [*([systems[0] | {"content": "\n\n".join(texts)}] if systems else []), *rest]
 
 
-def _with_one_call(messages: Sequence[Message]) -> list[Message]:
+def _split_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with a message per call, followed by the call's results."""
     made: list[Message] = []
     at = 0
@@ -130,7 +130,7 @@ def _with_one_call(messages: Sequence[Message]) -> list[Message]:
     return made
 
 
-def _apart(message: Message) -> list[Message]:
+def _split(message: Message) -> list[Message]:
     """Return a message with text and calls as two messages."""
     if not message.get("tool_calls") or not message["content"]:
         return [message]
@@ -195,7 +195,7 @@ def find(render: Render) -> MessageShape:
     shapes = [MessageShape(in_parts=parts, one_system=one) for one in (False, True) for parts in (False, True)]
     found = first(shapes, WITH_SYSTEMS, MARKS[:6]) or first(shapes[:2], CONVERSATION, MARKS[:3])
     shape = found or MessageShape(calls=False)
-    shape = replace(shape, developer=_knows_developer(render, shape))
+    shape = replace(shape, developer=_shows_developer(render, shape))
     shape = replace(shape, tools=_holds(render(shape.built([USER]), TOOLS), ["weftcall1"]))
     no, yes = False, True
     calling = [
@@ -215,7 +215,7 @@ def drops(render: Render, shape: MessageShape, role: str) -> bool:
     return text is not None and MARKS[3] not in text
 
 
-def _knows_developer(render: Render, shape: MessageShape) -> bool:
+def _shows_developer(render: Render, shape: MessageShape) -> bool:
     """Return whether the template renders the developer's role differently from an unknown role."""
     knowing = replace(shape, developer=True)
     as_developer, as_other = (

@@ -40,10 +40,10 @@ class Prompts:
         if not prompt:
             raise ApiError(400, "prompt is empty; give one or more", param="prompt")
         self.check_choices(len(prompt) * body.n, "prompt" if body.n == 1 else "n")
-        kept, special = self._kept(body), body.add_special_tokens
-        if kept is None:
+        max_tokens, special = self._kept(body), body.add_special_tokens
+        if max_tokens is None:
             self.check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
-        return [self._tokens(p, kept, special) for p in prompt]
+        return [self._tokens(p, max_tokens, special) for p in prompt]
 
     def of_chat(self, body: ChatRequest) -> list[int]:
         """Return the tokens of a chat's messages and tools, rendered by the chat template."""
@@ -59,14 +59,14 @@ class Prompts:
         if body.chat_template is not None and not self._takes_templates:
             message = "chat_template is not accepted here; start weft serve with --trust-request-chat-template"
             raise ApiError(400, message, param="chat_template")
-        whole = self._kept(body) is None
-        if whole and (count := len(body.messages)) > self._engine.max_model_len:  # each has at least one token
+        untruncated = self._kept(body) is None
+        if untruncated and (count := len(body.messages)) > self._engine.max_model_len:  # each has at least one token
             raise self._too_long(f"{count} messages", "messages")
-        if whole:
+        if untruncated:
             characters = sum(m.characters for m in body.messages) + sum(len(json.dumps(f)) for f in body.offered)
             self.check_length(characters, "messages")
         text = body.prompt(self._tokenizer, self._templates)
-        if whole:
+        if untruncated:
             self.check_length(len(text), "messages")
         return text
 
@@ -100,12 +100,12 @@ class Prompts:
 
     def _kept(self, body: CommonRequest) -> int | None:
         """Return the number of last tokens to keep; None: all. A request's -1 keeps all that fit with the output."""
-        longest, wanted = self._engine.max_model_len - 1, body.truncate_prompt_tokens
-        if wanted is None or wanted > longest:
+        longest, requested = self._engine.max_model_len - 1, body.truncate_prompt_tokens
+        if requested is None or requested > longest:
             return None  # longer prompts than the context are refused as usual
-        if wanted == -1:
-            wanted = longest + 1 - max(body.output_limit or 1, 1)
-        return max(wanted, 1)
+        if requested == -1:
+            requested = longest + 1 - max(body.output_limit or 1, 1)
+        return max(requested, 1)
 
     def _tokens(self, prompt: str | list[int], kept: int | None, special: bool) -> list[int]:
         """Return the last `kept` tokens of a prompt, all for None."""

@@ -25,7 +25,7 @@ def start_of(prompt: str, continued: str = "") -> Start | None:
     return None if end.endswith(END) else "free"
 
 
-def after_thought(grammar: str, start: Start, named: Collection[str]) -> str:
+def after_reasoning(grammar: str, start: Start, named: Collection[str]) -> str:
     """Return the grammar of an output that follows `grammar` after its thought, if any. named: see `Grammars.named`."""
     literal = literals({BEGIN, END} & set(named))
     # If the end is a token that no text matches, it ends the text by itself.
@@ -34,7 +34,7 @@ def after_thought(grammar: str, start: Start, named: Collection[str]) -> str:
     return followed(f"start: {thought} @output\nthought: inside /\\n{{0,2}}/\n{inside}\n", grammar)
 
 
-class ThoughtParser:
+class ReasoningSplitter:
     """Parser that splits off the thought and passes the rest to the inner parser, without line breaks in between.
 
     hidden: special tokens that no client sees; each arrives in one piece.
@@ -81,7 +81,7 @@ class ThoughtParser:
         return parts
 
 
-class WithoutThought:
+class ReasoningFilter:
     """Parser that drops the thought of an output."""
 
     def __init__(self, inner: Parser):

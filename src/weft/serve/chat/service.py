@@ -18,8 +18,8 @@ from weft.serve.chat.parsed_output import ParsedOutput, Reply, respond
 from weft.serve.chat.parsers import EndingParser, parser
 from weft.serve.chat.prompts import Prompts
 from weft.serve.chat.protocol import CommonRequest
-from weft.serve.chat.reasoning import BEGIN, END, Start, ThoughtParser, WithoutThought, after_thought, start_of
-from weft.serve.chat.structure import Asked, grammar_of
+from weft.serve.chat.reasoning import BEGIN, END, ReasoningFilter, ReasoningSplitter, Start, after_reasoning, start_of
+from weft.serve.chat.structure import RequestedGrammar, grammar_of
 from weft.serve.chat.templates import Templates
 from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser
@@ -129,12 +129,12 @@ class Service:
 
         def made() -> Parser:
             one_call = not body.parallel_tool_calls
-            found = parser(form, body.offered, hidden, one_call=one_call, bare=bare)
+            output_parser = parser(form, body.offered, hidden, one_call=one_call, bare=bare)
             if begun:
-                found.push(begun, last=False)
+                output_parser.push(begun, last=False)
             if start:
-                found = ThoughtParser(found, start, hidden)
-            return found if body.include_reasoning else WithoutThought(found)
+                output_parser = ReasoningSplitter(output_parser, start, hidden)
+            return output_parser if body.include_reasoning else ReasoningFilter(output_parser)
 
         return made if form or start else None
 
@@ -171,21 +171,21 @@ class Service:
             more: further parameters.
         """
         grammars = self.engine.text_processor.grammars
-        asked = grammar_of(body, any_whitespace=self.options.any_whitespace)
-        grammar = asked and asked.grammar
+        requested = grammar_of(body, any_whitespace=self.options.any_whitespace)
+        grammar = requested and requested.grammar
         if isinstance(body, ChatRequest):
-            calls = body.calls_grammar(form, grammars, bare=bool(asked), any_whitespace=self.options.any_whitespace)
+            calls = body.calls_grammar(form, grammars, bare=bool(requested), any_whitespace=self.options.any_whitespace)
             grammar = either(calls, grammar) if calls and grammar and not body.must_call else calls or grammar
         if grammar and start:
-            grammar = after_thought(grammar, start, grammars.named)
+            grammar = after_reasoning(grammar, start, grammars.named)
         try:  # here, perhaps on a thread: requests are submitted to the engine on the event loop
             compiled = grammars.compiled(grammar) if grammar else None
         except ValueError as error:
-            field = self._blamed(body, asked)
+            field = self._name_field(body, requested)
             raise ApiError(400, f"{field}: {error}", param=field) from error
         return body.sampling(self.engine.text_processor, grammar=compiled, **more)
 
-    def _blamed(self, body: CommonRequest, asked: Asked | None) -> str:
+    def _name_field(self, body: CommonRequest, asked: RequestedGrammar | None) -> str:
         """Return the field of an unusable grammar: the first that is unusable by itself."""
         fields = {asked.field: asked.grammar} if asked else {}
         for at, tool in enumerate(body.tools if isinstance(body, ChatRequest) else ()):

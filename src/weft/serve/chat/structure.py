@@ -22,23 +22,23 @@ NAMES: dict[str, Kind] = {
 """Older name of vLLM or name of SGLang → kind of grammar."""
 
 
-class Asked(NamedTuple):
+class RequestedGrammar(NamedTuple):
     """Requested grammar, for `SamplingParams.grammar`, and the field that requests it."""
 
     grammar: str
     field: str
 
 
-def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> Asked | None:
+def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> RequestedGrammar | None:
     """Return the grammar of a request's output; None if it is free. ApiError 400.
 
     any_whitespace: of JSON, as in `weft.engine.grammar.grammar.schema_text`.
     """
-    wanted: list[tuple[str, Kind, Any]] = [
+    requests: list[tuple[str, Kind, Any]] = [
         (name, kind, getattr(body, name)) for name, kind in NAMES.items() if getattr(body, name) is not None
     ]
     if body.response_format is not None:
-        wanted += _response_format(body.response_format)
+        requests += _response_format(body.response_format)
     if (structured := body.structured_outputs) is not None:
         named: tuple[tuple[str, Kind, Any], ...] = (
             ("json", "json", structured.json_),
@@ -47,17 +47,17 @@ def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> Asked | 
             ("choice", "choice", structured.choice),
             ("grammar", "grammar", structured.grammar),
         )
-        wanted += [(f"structured_outputs.{name}", kind, what) for name, kind, what in named if what is not None]
-    if not wanted:
+        requests += [(f"structured_outputs.{name}", kind, what) for name, kind, what in named if what is not None]
+    if not requests:
         return None
-    if len(wanted) > 1:
-        names = " and ".join(name for name, _, _ in wanted)
-        raise ApiError(400, f"{names} ask for two grammars; ask for one", param=wanted[1][0])
-    [(name, kind, what)] = wanted
+    if len(requests) > 1:
+        names = " and ".join(name for name, _, _ in requests)
+        raise ApiError(400, f"{names} ask for two grammars; ask for one", param=requests[1][0])
+    [(name, kind, what)] = requests
     if what == []:
         raise ApiError(400, f"{name} has no choice; give one or more", param=name)
     try:
-        return Asked(grammar(kind, what, any_whitespace=any_whitespace), name)
+        return RequestedGrammar(grammar(kind, what, any_whitespace=any_whitespace), name)
     except ValueError as error:
         raise ApiError(400, f"{name}: {str(error).splitlines()[0]}", param=name) from error
 

@@ -48,10 +48,10 @@ class Templates:
         own: true for the model's template, which may wait longer for other prompts than a request's. ApiError 400 if
         the template fails or exceeds a limit, 503 if the wait is too long.
         """
-        asked = {**self._special, **arguments, "conversations": [messages], "chat_template": template}
+        call = {**self._special, **arguments, "conversations": [messages], "chat_template": template}
         if not own:
-            return str(self._made("text", asked))
-        result = self._result("text", asked, RENDER_S, START_S)
+            return str(self._made("text", call))
+        result = self._result("text", call, RENDER_S, START_S)
         if "error" in result:
             message = f"the model's chat template refuses the messages: {result['error']}"
             raise ApiError(400, message, param="messages")
@@ -59,14 +59,14 @@ class Templates:
 
     def _shape(self, template: str) -> MessageShape:
         """Return the shape of messages for a template. ApiError as in `render`."""
-        asked = {"arguments": {**self._special, "chat_template": template}}
-        return MessageShape(**self._made("shape", asked, PROBE_S))
+        call = {"arguments": {**self._special, "chat_template": template}}
+        return MessageShape(**self._made("shape", call, PROBE_S))
 
     def _drops(self, template: str, role: str) -> bool:
         """Return whether the model's template drops messages of a role. ApiError as in `render`."""
         shape = vars(self.shape(template))
-        asked = {"arguments": {**self._special, "chat_template": template}, "shape": shape, "role": role}
-        return bool(self._made("drops", asked))
+        call = {"arguments": {**self._special, "chat_template": template}, "shape": shape, "role": role}
+        return bool(self._made("drops", call))
 
     def _made(self, what: str, asked: Mapping[str, Any], limit_s: float = RENDER_S) -> Any:
         result = self._result(what, asked, limit_s, limit_s)
@@ -84,15 +84,15 @@ class Templates:
             self._lock.release()
 
     def _start(self) -> None:
-        self._connection, there = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "weft.serve.chat.template_process", str(there.fileno()), str(os.getpid())]
+        self._connection, child_end = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "weft.serve.chat.template_process", str(child_end.fileno()), str(os.getpid())]
         # A new session: Ctrl-C goes to the server alone, which lets its requests end.
         none = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            command, pass_fds=[there.fileno()], stdin=none, stdout=none, stderr=none, start_new_session=True
+            command, pass_fds=[child_end.fileno()], stdin=none, stdout=none, stderr=none, start_new_session=True
         )
         weakref.finalize(self, self._process.kill)
-        there.close()
+        child_end.close()
         self._ready = False
 
     def _ask(self, asked: bytes, limit_s: float) -> dict[str, Any]:

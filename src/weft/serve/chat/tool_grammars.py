@@ -44,11 +44,11 @@ def parameters_of(function: dict[str, Any]) -> dict[str, Any]:
 
 def calls_schema(functions: Functions, arguments: str) -> dict[str, Any]:
     """Return the JSON schema of an object with a function's name and its arguments. arguments: their key."""
-    each = []
+    schemas = []
     for at, function in enumerate(functions):
         place = f"#{f'/anyOf/{at}' if len(functions) > 1 else ''}/properties/{arguments}"
         parameters = _placed(parameters_of(function), place)
-        each.append(
+        schemas.append(
             {
                 "type": "object",
                 "properties": {"name": {"const": function["name"]}, arguments: parameters},
@@ -56,16 +56,16 @@ def calls_schema(functions: Functions, arguments: str) -> dict[str, Any]:
                 "additionalProperties": False,
             }
         )
-    return each[0] if len(each) == 1 else {"anyOf": each}
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _placed(part: Any, place: str) -> Any:
     """Return a schema with references adapted to its place in another schema. place: JSON pointer."""
     if isinstance(part, list):
-        return [_placed(each, place) for each in part]
+        return [_placed(value, place) for value in part]
     if not isinstance(part, dict):
         return part
-    placed = {name: _placed(each, place) for name, each in part.items()}
+    placed = {name: _placed(value, place) for name, value in part.items()}
     if isinstance(reference := part.get("$ref"), str) and reference.startswith("#"):
         placed["$ref"] = place + reference[1:]
     return placed

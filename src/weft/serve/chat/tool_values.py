@@ -47,10 +47,10 @@ def value_for(schema: Any, text: str, root: Any = None) -> Any:
 def property_schema(parameters: Any, key: str) -> Any:
     """Return the schema of one argument from the schema of the parameters; None if it has none."""
     try:
-        found = list(SchemaCheck(parameters).properties(parameters, key))
+        schemas = list(SchemaCheck(parameters).properties(parameters, key))
     except RecursionError:
         return None
-    return found[0] if len(found) == 1 else {"anyOf": found} if found else None
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas} if schemas else None
 
 
 def parse_json(text: str) -> Any:

@@ -100,43 +100,43 @@ class CallParser(StateParser):
 
     def _at_start(self, last: bool) -> bool:
         """Read the start of the output, where a call may begin without a tag."""
-        found, held = self._opening(last), self._held.strip()
-        if found and not found.partial and found["name"].strip() in self._parameters:
-            return self._open(found)
-        if found and found.partial and not last:
+        match, held = self._opening(last), self._held.strip()
+        if match and not match.partial and match["name"].strip() in self._parameters:
+            return self._open(match)
+        if match and match.partial and not last:
             return False
         if not self._form.begin:
-            if found and found.partial and len(held) > 1:
-                return self._cut(found)
+            if match and match.partial and len(held) > 1:
+                return self._cut(match)
             if held.startswith("{"):
                 return self._go(self._in_object)
         return self._go(self._in_text)
 
     def _in_text(self, last: bool) -> bool:
-        found = self._form.begins.search(self._before + self._held, 1, partial=True)
-        end = len(self._held) if found is None else found.start() - 1
-        unknown = found and not found.partial and found.re.groupindex.get("name") and found["name"]
-        if unknown and found["name"].strip() not in self._parameters:
-            self._text(found.end() - 1)
+        match = self._form.begins.search(self._before + self._held, 1, partial=True)
+        end = len(self._held) if match is None else match.start() - 1
+        unknown = match and not match.partial and match.re.groupindex.get("name") and match["name"]
+        if unknown and match["name"].strip() not in self._parameters:
+            self._text(match.end() - 1)
             return True
         self._text(end)
-        if found is None or found.partial:
+        if match is None or match.partial:
             if last and self._held:
                 cut_tag = len(self._held) > 1 and self._form.begin.startswith(self._held)
                 self._text(0 if cut_tag else len(self._held))
                 self._held = ""
             return False
-        self._begun = found.end() - found.start()
-        self._tag = self._begun if self._form.begin and found["begin"] else 0
+        self._begun = match.end() - match.start()
+        self._tag = self._begun if self._form.begin and match["begin"] else 0
         return self._go(self._in_block)
 
     def _in_block(self, last: bool) -> bool:
         """Read the beginning of a call after a tag."""
-        found = self._opening(last)
-        if found and not found.partial and self._known(found["name"].strip()):
-            return self._open(found)
-        if found and found.partial:
-            return last and self._cut(found)
+        match = self._opening(last)
+        if match and not match.partial and self._known(match["name"].strip()):
+            return self._open(match)
+        if match and match.partial:
+            return last and self._cut(match)
         if self._form.objects and self._held[self._tag :].lstrip().startswith("{"):
             self._object, self._held = [(self._held[: self._tag], "")], self._held[self._tag :]
             return self._go(self._in_object)
@@ -144,8 +144,8 @@ class CallParser(StateParser):
         return self._go(self._in_text)
 
     def _in_arguments(self, last: bool) -> bool:
-        made, self._held = self._arguments.read(self._held, last)
-        self._parts += OutputDelta(arguments=made)
+        arguments, self._held = self._arguments.read(self._held, last)
+        self._parts += OutputDelta(arguments=arguments)
         if not self._arguments.closed:
             return False
         if self._form.objects:
@@ -160,14 +160,14 @@ class CallParser(StateParser):
 
     def _in_object(self, last: bool) -> bool:
         """Read an object that is a call once complete: its keys are in another order, or its arguments are text."""
-        made, rest = self._arguments.read(self._held, last)
-        self._object.append((self._held[: len(self._held) - len(rest)], made))
+        arguments, rest = self._arguments.read(self._held, last)
+        self._object.append((self._held[: len(self._held) - len(rest)], arguments))
         self._held = rest
         if not self._arguments.closed and not last:
             return False
-        written, made = ("".join(parts) for parts in zip(*self._object, strict=True))
+        written, arguments = ("".join(parts) for parts in zip(*self._object, strict=True))
         closed = self._arguments.closed
-        call = self._call_of(made) if closed else None
+        call = self._call_of(arguments) if closed else None
         self._arguments, self._object = JsonArguments(), []
         if call is not None:
             self._parts += OutputDelta(calls=(call,))
@@ -206,15 +206,15 @@ class CallParser(StateParser):
 
     def _opening(self, last: bool) -> Any:
         """Match the complete or partial beginning of a call after the tag."""
-        found = self._form.opens.match(self._held, self._tag, partial=True)
-        if found and found.partial and self._form.tags and self._form.only_known:  # only the name decides then
+        match = self._form.opens.match(self._held, self._tag, partial=True)
+        if match and match.partial and self._form.tags and self._form.only_known:  # only the name decides then
             held = self._held[self._tag :].strip()
             if last and not self._tag and "<" not in held:
                 return None
             rests = [held.removeprefix(name).lstrip() for name in self._parameters if held.startswith(name)]
             begun = any(name.startswith(held) for name in self._parameters)
-            return found if begun or any(rest[:1] in ("", "<") for rest in rests) else None
-        return found
+            return match if begun or any(rest[:1] in ("", "<") for rest in rests) else None
+        return match
 
     def _known(self, name: str) -> bool:
         return name in self._parameters or not self._parameters or not self._form.only_known
@@ -235,9 +235,9 @@ class CallParser(StateParser):
         name = (found["name"] if found else "") or (self._held[self._tag :] if self._form.only_known else "")
         name = name.strip()
         begins_another = any(known != name and known.startswith(name) for known in self._parameters)
-        whole = found and 0 < found.end("name") < len(self._held)
-        whole = whole or (name in self._parameters and not begins_another)
-        if name and whole and self._known(name):
+        complete = found and 0 < found.end("name") < len(self._held)
+        complete = complete or (name in self._parameters and not begins_another)
+        if name and complete and self._known(name):
             self._parts += OutputDelta(calls=(Call(name, "{}" if self._form.tags else ""),))
         self._held = ""
         return False
@@ -317,8 +317,8 @@ class ChannelParser(StateParser):
         return self._go(self._in_body)  # a body without an object is no call
 
     def _in_arguments(self, last: bool) -> bool:
-        made, self._held = self._arguments.read(self._held, last)
-        self._parts += OutputDelta(arguments=made)
+        arguments, self._held = self._arguments.read(self._held, last)
+        self._parts += OutputDelta(arguments=arguments)
         self.ended = self._arguments.closed and self._one_call
         return self._arguments.closed and self._go(self._in_rest)
 
@@ -333,11 +333,11 @@ class ChannelParser(StateParser):
 
     def _until_end(self, last: bool) -> tuple[str, bool]:
         """Return the certain text of the message, and whether the message has ended."""
-        found = self.END.search(self._held)
-        kept = max(begun(self._held, mark) for mark in self.MARKS)
-        kept = 0 if last and kept == 1 else kept  # a cut mark is hidden, but a single < may be intended
-        text = self._held[: found.start() if found else len(self._held) - kept]
-        self._held = self._held[found.end() :] if found else self._held[len(text) :]
-        if found:
+        match = self.END.search(self._held)
+        partial = max(begun(self._held, mark) for mark in self.MARKS)
+        partial = 0 if last and partial == 1 else partial  # a cut mark is hidden, but a single < may be intended
+        text = self._held[: match.start() if match else len(self._held) - partial]
+        self._held = self._held[match.end() :] if match else self._held[len(text) :]
+        if match:
             self._go(self._in_header)
-        return text, found is not None
+        return text, match is not None

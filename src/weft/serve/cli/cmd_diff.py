@@ -12,7 +12,7 @@ import tyro
 
 from weft.serve.cli.command import EngineArguments, ModelDir, UserError, engine_config, parse, stop_on_sigterm
 from weft.serve.cli.other_engines import layout_arguments
-from weft.serve.cli.progress import progress_bar, start_said
+from weft.serve.cli.progress import progress_bar, startup_progress
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Command:
         if not all(prompts) or max(map(len, prompts)) + self.max_tokens > limit:
             raise UserError(f"a prompt has one token or more, and with its output at most the model's {limit}")
         stop_on_sigterm()
-        outputs, found = self._compare(configs, prompts)
-        equal = all(report["departure"] is None for report in found)
+        outputs, reports = self._compare(configs, prompts)
+        equal = all(report["departure"] is None for report in reports)
         if self.json:
             head = {"first": self.layouts[0], "equal": equal, "prompts": prompts, "outputs": outputs}
-            print(json.dumps(head | {"compared": found}, indent=1))
+            print(json.dumps(head | {"compared": reports}, indent=1))
         else:
             texts = [list(map(repr, map(tokenizer.decode, p + o))) for p, o in zip(prompts, outputs, strict=True)]
-            print("\n\n".join(_text(self.layouts[0], report, texts, tokenizer.decode) for report in found))
+            print("\n\n".join(_text(self.layouts[0], report, texts, tokenizer.decode) for report in reports))
         return 0 if equal else 1
 
     def _check(self) -> None:
@@ -96,8 +96,8 @@ class Command:
             layout, *options = shlex.split(text) or [""]
         except ValueError as error:
             raise UserError(f"--layouts {text!r} has an unclosed quotation mark: {error}") from error
-        given = [*layout_arguments(layout), *options]
-        engine = parse(EngineArguments, f"diff --layouts {layout}", given, self.engine)
+        arguments = [*layout_arguments(layout), *options]
+        engine = parse(EngineArguments, f"diff --layouts {layout}", arguments, self.engine)
         engine.check_with(self.model)
         return engine_config(self.model, engine)
 
@@ -105,7 +105,7 @@ class Command:
         """Return the first layout's outputs and a report per other run, plus one on its own ranks if it has several."""
         from weft.engine.controller.layout_diff import compare, record, record_transformers, tolerance_of
 
-        with start_said() as start, progress_bar() as bar:
+        with startup_progress() as start, progress_bar() as bar:
             task = bar.add_task("starting", total=1.0)
 
             def say(name: str, what: str, part: float) -> None:
@@ -118,15 +118,15 @@ class Command:
 
             first = record(configs[0], prompts, self.max_tokens, None, partial(say, self.layouts[0]))
             outputs = first.outputs(prompts)
-            found = [report(self.layouts[0], first, configs[0])] if configs[0].mesh.world > 1 else []
+            reports = [report(self.layouts[0], first, configs[0])] if configs[0].mesh.world > 1 else []
             for name, config in zip(self.layouts[1:], configs[1:], strict=True):
                 run = record(config, prompts, self.max_tokens, outputs, partial(say, name))
-                found.append(report(name, run, config))
+                reports.append(report(name, run, config))
             if self.against is not None:
                 say(self.against, "running", 0.0)
                 run = record_transformers(configs[0], prompts, outputs, list(first.steps[0]))
-                found.append(report(self.against, run, configs[0]))
-        return outputs, found
+                reports.append(report(self.against, run, configs[0]))
+        return outputs, reports
 
 
 def _text(first: str, report: dict[str, Any], texts: list[list[str]], decode: Any) -> str:

@@ -57,8 +57,8 @@ class Command:
 
     def _between_hosts(self) -> Iterator[Finding]:
         try:
-            found = model_dir(self.model, revision=self.revision)
-            config = config_over_hosts(self.cluster, model=found)
+            directory = model_dir(self.model, revision=self.revision)
+            config = config_over_hosts(self.cluster, model=directory)
         except ValueError as error:
             raise UserError(str(error)) from error
         if config is None:
@@ -86,13 +86,13 @@ def examine() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Yield the versions of the packages that Weft depends on."""
-    found, missing = [], []
+    versions, missing = [], []
     for name in PACKAGES:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
-    yield Finding("ok", ", ".join(found))
+    yield Finding("ok", ", ".join(versions))
     if missing:
         yield Finding("bad", f"not installed: {', '.join(missing)}", "pip install 'weft[serve]'")
 
@@ -130,9 +130,9 @@ def descriptors(hard: int) -> Finding:
 
 def compiler(*names: str) -> Finding:
     """Return the finding about the compiler of native kernels. names: programs to look for."""
-    found = next((path for name in names if (path := shutil.which(name))), None)
-    if found:
-        return Finding("ok", f"compiler {found}")
+    executable = next((path for name in names if (path := shutil.which(name))), None)
+    if executable:
+        return Finding("ok", f"compiler {executable}")
     return Finding("slow", f"none of {', '.join(names)}", "transport shm cannot be built: ranks use gloo; install g++")
 
 

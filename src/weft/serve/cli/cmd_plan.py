@@ -24,7 +24,7 @@ from weft.comm.transport_registry import (
     transports,
 )
 from weft.engine.config.engine_options import LayoutOptions
-from weft.engine.models.load import build_model, float8_says
+from weft.engine.models.load import build_model, float8_summary
 from weft.engine.models.registry import load_config, registry
 from weft.engine.worker.planning import plan_model, sharded_context, split_steps
 from weft.planner.cost import costs
@@ -106,8 +106,8 @@ class Command:
         gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
         config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
-        asked = layout.split_vocabulary == "on" or (layout.split_vocabulary == "auto" and gpus)
-        steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and asked])
+        splits = layout.split_vocabulary == "on" or (layout.split_vocabulary == "auto" and gpus)
+        steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and splits])
         split = layout.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
         config = replace(config, split_vocabulary=split)
         # Slices copy where steps are captured.
@@ -131,7 +131,7 @@ class Command:
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
             if gpus and config.storage.float8_block:
                 meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), shape_only=True)
-                texts += [fill(note, 120)] if (note := float8_says(meta)) else []
+                texts += [fill(note, 120)] if (note := float8_summary(meta)) else []
             print("\n\n".join(texts))
         return 0
 

@@ -113,7 +113,7 @@ class Command:
         if signals.asked:
             return 0
         loading.shutdown()
-        self._say_what_serves(engine, name, listener, float8_products(engine.config, engine.model_config))
+        self._print_summary(engine, name, listener, float8_products(engine.config, engine.model_config))
         server.run(sockets=[listener])
         if engine.error is not None:
             raise EngineError(engine.error)
@@ -126,7 +126,7 @@ class Command:
         host, port = listener.getsockname()[:2]
         return f"{'http' if self.http.ssl_certfile is None else 'https'}://{host}:{port}"
 
-    def _say_what_serves(self, engine: Any, name: str, listener: socket.socket, float8: str) -> None:
+    def _print_summary(self, engine: Any, name: str, listener: socket.socket, float8: str) -> None:
         limits = engine.config
         what = f"{limits.mesh}, attention by {limits.attention_backend}"
         sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"

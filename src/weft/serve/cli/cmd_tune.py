@@ -100,8 +100,8 @@ class Command:
                 print(f"node {hosts.node_rank}: measured with node 0, which writes the table", file=sys.stderr)
                 return 0
         out.write_text(text := json.dumps(table, indent=1) + "\n")
-        found = table["transports"]
-        print(text if self.json else f"{out}: {sum(map(len, found.values()))} times of {', '.join(found)}")
+        entries = table["transports"]
+        print(text if self.json else f"{out}: {sum(map(len, entries.values()))} times of {', '.join(entries)}")
         return 0
 
     def measure_gpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> dict[str, Any]:
@@ -137,14 +137,14 @@ class Command:
         [tuning] = list(run_ranks(min(ranks), find_sizes, min(ranks)))
         yield min(ranks), "shm_tuning", tuning
         [points] = list(run_ranks(1, price_locals, sizes))
-        for kind, found in points.items():
-            yield 1, kind, found
+        for kind, entries in points.items():
+            yield 1, kind, entries
         for world in ranks:
             for row in run_ranks(world, price, world, options, sizes, tuning, self.plugins):
                 yield world, "price", row
 
     def _over_hosts(self, config: Any, options: list[str]) -> Iterator[tuple[int, str, Any]]:
-        from weft.engine.hosts.measurement import over_hosts
+        from weft.engine.hosts.measurement import run_over_hosts
 
         world, on_host, local = config.mesh.world, config.ranks_of_host, list[tuple[int, str, Any]]()
 
@@ -155,7 +155,7 @@ class Command:
             return {"options": options, "sizes": HOST_SIZES, "tuning": tuning}
 
         say = partial(print, file=sys.stderr, flush=True)
-        for row in over_hosts(config, price_over_hosts, describe, say):
+        for row in run_over_hosts(config, price_over_hosts, describe, say):
             yield world, "price", row
         yield from local
 

@@ -29,14 +29,14 @@ from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, Trans
 from weft.engine.assets import embedded_model_dir, preset_dir
 from weft.engine.attention.backend_registry import ANY_BACKEND, BackendChoice, backends
 from weft.engine.config.engine_options import EngineOptions, OptionGroup
-from weft.engine.models.config_json.directory import is_gguf, no_model, on_hub, packaged
+from weft.engine.models.config_json.directory import explain_no_model, is_gguf, is_hub_name, packaged
 from weft.plugins import PluginError
 from weft.serve.cli.config_file import file_arguments
 from weft.serve.cli.other_engines import hint, renamed
-from weft.serve.cli.progress import start_said
+from weft.serve.cli.progress import startup_progress
 from weft.serve.cli.ray_hosts import node_0
 from weft.serve.cli.several_hosts import with_launcher
-from weft.serve.http.log import LogStream, asked_format
+from weft.serve.http.log import LogStream, requested_format
 
 T = TypeVar("T")
 
@@ -89,17 +89,17 @@ class EngineArguments(EngineOptions, SourceOptions):
 
     def values(self) -> dict[str, Any]:
         """Return the options that EngineConfig accepts, by name."""
-        return {each.name: getattr(self, each.name) for each in dataclasses.fields(EngineOptions)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(EngineOptions)}
 
     def arguments(self) -> list[str]:
         """Return command-line arguments for the options that differ from their defaults."""
-        found: list[str] = []
-        for each in dataclasses.fields(self):
-            value, name = getattr(self, each.name), each.name.replace("_", "-")
-            if value != each.default:
+        result: list[str] = []
+        for field in dataclasses.fields(self):
+            value, name = getattr(self, field.name), field.name.replace("_", "-")
+            if value != field.default:
                 values = map(str, value if isinstance(value, tuple) else (value,))
-                found += [f"--no-{name}"] if value is False else [f"--{name}", *([] if value is True else values)]
-        return found
+                result += [f"--no-{name}"] if value is False else [f"--{name}", *([] if value is True else values)]
+        return result
 
 
 def parse(command: type[T], name: str, arguments: list[str], default: T | None = None) -> T:
@@ -117,7 +117,7 @@ def parse(command: type[T], name: str, arguments: list[str], default: T | None =
     file = _value_of("--config", arguments) if "config" in hints else []
     written, fault = file_arguments(Path(file[0]), command) if file else ([], None)
     if isinstance(sys.stderr, LogStream):
-        sys.stderr.log_format = asked_format([*written, *arguments])
+        sys.stderr.log_format = requested_format([*written, *arguments])
     if fault is not None:
         raise UserError(fault)
     shown: dict[str, Any] = {"prog": f"weft {name}", "description": inspect.getdoc(command)}
@@ -151,9 +151,9 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
         TransportChoice: (AUTO, *known),
         BackendChoice: (ANY_BACKEND, *attention),
     }
-    found, reading = ConstructorRegistry(), list[Any]()
+    result, reading = ConstructorRegistry(), list[Any]()
 
-    @found.primitive_rule
+    @result.primitive_rule
     def choose(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         if asked.type not in names:
             return None
@@ -161,7 +161,7 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
         as_literal = PrimitiveTypeInfo.make(literal, asked.markers)
         return ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
 
-    @found.struct_rule
+    @result.struct_rule
     def in_groups(asked: StructTypeInfo) -> StructConstructorSpec | None:
         if asked.type is not EngineArguments:
             return None
@@ -176,7 +176,7 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
     def joined(**groups: OptionGroup) -> EngineArguments:
         return EngineArguments(**{name: value for group in groups.values() for name, value in vars(group).items()})
 
-    @found.struct_rule
+    @result.struct_rule
     def with_paragraphs(asked: StructTypeInfo) -> StructConstructorSpec | None:
         if asked.type in reading:  # use tyro's own rule, which keeps the line ends of a docstring
             return None
@@ -185,10 +185,10 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
         reading.pop()
         if not isinstance(spec, StructConstructorSpec):
             return None
-        fields = (dataclasses.replace(each, helptext=partial(_paragraph, each.helptext)) for each in spec.fields)
+        fields = (dataclasses.replace(field, helptext=partial(_paragraph, field.helptext)) for field in spec.fields)
         return dataclasses.replace(spec, fields=tuple(fields))
 
-    return found
+    return result
 
 
 def _paragraph(text: str | Callable[[], str | None] | None) -> str | None:
@@ -225,12 +225,12 @@ def model_dir(
 
     Raises UserError.
     """
-    if (found := _without_hub(model, preset, revision)) is not None:
-        return found
+    if (result := _without_hub(model, preset, revision)) is not None:
+        return result
     from weft.engine.models.weights.hub import snapshot
 
     try:
-        with start_said() as start:
+        with startup_progress() as start:
             start.what = f"fetching {model} from the hub"
             return snapshot(str(model), revision, weights=weights)
     except ValueError as error:
@@ -248,17 +248,17 @@ def _without_hub(model: Path | None, preset: str | None, revision: str | None) -
     """Return the directory of a model on this host; None for a name on the hub. Raises UserError."""
     if model is not None and preset is not None:
         raise UserError(f"give {model} or --preset {preset}, not both")
-    if model is not None and on_hub(model):
+    if model is not None and is_hub_name(model):
         return None
     if revision is not None:
         raise UserError(f"--revision {revision} requires a model on the hub, ORG/NAME")
     try:
-        found = packaged(model or embedded_model_dir()) if preset is None else preset_dir(preset)
+        result = packaged(model or embedded_model_dir()) if preset is None else preset_dir(preset)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if (why := no_model(found)) is not None:
+    if (why := explain_no_model(result)) is not None:
         raise UserError(why)
-    return found
+    return result
 
 
 def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = False, **options: Any) -> Any:
@@ -269,8 +269,8 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
         given = engine.values() | options
         values = with_launcher(node_0(given) if ray else given, os.environ)
         weights = engine.load_format != "dummy"
-        found = model_dir(model, engine.preset, engine.revision, weights=weights)
-        return EngineConfig(model=found, **values)
+        result = model_dir(model, engine.preset, engine.revision, weights=weights)
+        return EngineConfig(model=result, **values)
     except ValueError as error:
         raise UserError(str(error)) from error
 

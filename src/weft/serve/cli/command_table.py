@@ -42,12 +42,12 @@ def commands(name: str | None = None) -> dict[str, CommandEntry]:
     An entry point of the group `weft.commands` names a package with COMMANDS (command → summary), EXTRAS and a module
     cmd_NAME per command. Reading the installed distributions takes a tenth of a second.
     """
-    found = _entries("weft.serve.cli", COMMANDS, EXTRAS)
+    entries = _entries("weft.serve.cli", COMMANDS, EXTRAS)
     if name not in COMMANDS:
         for entry in entry_points(group="weft.commands"):
             package = import_module(entry.value)
-            found |= _entries(entry.value, package.COMMANDS, package.EXTRAS)
-    return found
+            entries |= _entries(entry.value, package.COMMANDS, package.EXTRAS)
+    return entries
 
 
 def group_of(name: str) -> str:

@@ -34,17 +34,17 @@ def file_arguments(file: Path, command: type) -> tuple[list[str], str | None]:
         return [], None
     if not isinstance(root, yaml.MappingNode):
         return [], f"--config {file} must hold options by their names, such as `port: 8000`"
-    kinds, found, faults = dict(_options(command)) | {MODEL: Path}, dict[str, list[str]](), list[str]()
+    kinds, texts, faults = dict(_options(command)) | {MODEL: Path}, dict[str, list[str]](), list[str]()
     for key, value in root.value:
         name = str(key.value).replace("_", "-")
         name = RENAMED.get(name, name)
         try:
-            if name in found:
+            if name in texts:
                 raise ValueError(f"{name} is given twice; drop one")
-            found[name] = _arguments(name, kinds, value)
+            texts[name] = _arguments(name, kinds, value)
         except ValueError as error:
             faults.append(f"--config {file}, line {key.start_mark.line + 1}: {error}")
-    return [text for each in found.values() for text in each], next(iter(faults), None)
+    return [text for option in texts.values() for text in option], next(iter(faults), None)
 
 
 def _arguments(name: str, kinds: Mapping[str, Any], node: yaml.Node) -> list[str]:
@@ -74,11 +74,11 @@ def _arguments(name: str, kinds: Mapping[str, Any], node: yaml.Node) -> list[str
 def _options(command: type) -> Iterator[tuple[str, Any]]:
     """Yield names and types of a command's options, including option groups."""
     hints = get_type_hints(command)
-    for each in dataclasses.fields(command):
-        if dataclasses.is_dataclass(hints[each.name]):
-            yield from _options(hints[each.name])
+    for option in dataclasses.fields(command):
+        if dataclasses.is_dataclass(hints[option.name]):
+            yield from _options(hints[option.name])
         else:
-            yield each.name.replace("_", "-"), hints[each.name]
+            yield option.name.replace("_", "-"), hints[option.name]
 
 
 def _text(node: yaml.Node, name: str) -> str:

@@ -24,17 +24,17 @@ def between_hosts(config: EngineConfig) -> Iterator[Finding]:
         address = addresses.resolve(config.master_addr, config.master_port)
         interface = config.interface or addresses.interface_to(address, config.master_port)
         addresses.check_interface(interface)
-        own = addresses.source_address(address, config.master_port)
-        yield Finding("ok", f"interface {interface}, address {own}, on the way to {config.master_addr} ({address})")
+        source = addresses.source_address(address, config.master_port)
+        yield Finding("ok", f"interface {interface}, address {source}, on the way to {config.master_addr} ({address})")
         if PORT_RANGE.is_file():
             low, high = PORT_RANGE.read_text().split()
             yield Finding("ok", f"gloo takes any port from {low} to {high} here: they must be open to the other hosts")
-        yield from _as_agent(config) if config.node_rank else _as_node_0(config)
+        yield from _check_as_agent(config) if config.node_rank else _check_as_node_0(config)
     except EngineError as error:
         yield Finding("bad", f"node {config.node_rank or 0} of {config.mesh.hosts}", str(error))
 
 
-def _as_node_0(config: EngineConfig) -> Iterator[Finding]:
+def _check_as_node_0(config: EngineConfig) -> Iterator[Finding]:
     store = config.store_port
     try:
         opened = socket.create_server(("", store))
@@ -75,7 +75,7 @@ def _clock(node: int, ahead: float) -> Finding:
     return Finding("slow" if far else "ok", what, "logs of both hosts do not fit each other: set the clocks" * far)
 
 
-def _as_agent(config: EngineConfig) -> Iterator[Finding]:
+def _check_as_agent(config: EngineConfig) -> Iterator[Finding]:
     said: list[str] = []
     unreached: list[str] = []
     store = config.store_port

@@ -10,7 +10,7 @@ import sys
 from weft.planner.spec import LayoutError, PlacementError
 from weft.serve.cli.command import UserError, parse
 from weft.serve.cli.command_table import GROUPS, OF_BENCH, CommandEntry, commands, group_of
-from weft.serve.http.log import asked_format, print_error, stderr_as_log
+from weft.serve.http.log import print_error, requested_format, stderr_as_log
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,14 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
     name = next((c for c in known if arguments[: len(c.split())] == c.split()), None)
     if name is None:
         group = f"{arguments[0]} "
-        if arguments[1:2] in ([], ["-h"], ["--help"]) and any(each.startswith(group) for each in known):
+        if arguments[1:2] in ([], ["-h"], ["--help"]) and any(command.startswith(group) for command in known):
             print(usage(group))
             return 0 if arguments[1:] else 2
         print(f"weft: {_unknown(arguments[0], list(known))}", file=sys.stderr)
         return 2
     rest = arguments[len(name.split()) :]
     if name == "serve":
-        with stderr_as_log(asked_format(rest)):
+        with stderr_as_log(requested_format(rest)):
             return run_command(name, known[name], rest)
     return run_command(name, known[name], rest)
 
@@ -81,7 +81,7 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    if name in OF_BENCH and not any(each.split()[0] == name for each in known):
+    if name in OF_BENCH and not any(command.split()[0] == name for command in known):
         return f"{name} is a command of weft-bench; pip install 'weft[bench]'"
     return f"no command {name!r}; one of {', '.join(known)}"
 

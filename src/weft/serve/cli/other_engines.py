@@ -53,7 +53,7 @@ def hint(arguments: Sequence[str]) -> str | None:
 def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], list[str]]:
     """Return the arguments with today's names of options, and a line per old name. Raises LayoutError."""
     names = RENAMED | (RENAMED_IN_PLAN if command == "plan" else {})
-    found, lines, following = list[str](), list[str](), iter(arguments)
+    result, lines, following = list[str](), list[str](), iter(arguments)
     for argument in following:
         option, *value = argument.partition("=")
         if option.startswith("--") and (name := names.get(option[2:].replace("_", "-"))):
@@ -63,10 +63,10 @@ def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], lis
                 else ["".join((f"--{name}", *value))]
             )
             lines.append(f"{option} is now {' '.join(new) if name == 'attn-dp' else f'--{name}'}")
-            found += new
+            result += new
         else:
-            found.append(argument)
-    return found, lines
+            result.append(argument)
+    return result, lines
 
 
 def layout_arguments(text: str) -> list[str]:

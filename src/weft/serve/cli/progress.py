@@ -27,7 +27,7 @@ class Start:
 
 
 @contextmanager
-def start_said(pause_s: float = SAY_S) -> Iterator[Start]:
+def startup_progress(pause_s: float = SAY_S) -> Iterator[Start]:
     """Print the progress of a start every `pause_s` seconds, unless stderr is a terminal."""
     start, ended = Start(), threading.Event()
 

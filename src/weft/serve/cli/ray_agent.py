@@ -25,7 +25,7 @@ def main() -> int:
     """Run the agent and return the exit code."""
     values = json.loads(sys.stdin.readline())
     stop_on_sigterm()
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    threading.Thread(target=_exit_with_input, daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="weft-ray-") as folder:
         (key := Path(folder) / "cluster.key").write_text(values["cluster_key"])
         model = values["model"] or str(embedded_model_dir())
@@ -38,7 +38,7 @@ def main() -> int:
             return 130
 
 
-def _end_with_input() -> None:
+def _exit_with_input() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -35,8 +35,8 @@ def node_0(options: dict[str, Any]) -> dict[str, Any]:
     if options["node_rank"]:
         raise ValueError("--ray starts the other hosts from this one, which is node 0: omit --node-rank")
     ray = connect()
-    if (found := len(_others(ray)) + 1) < options["nnodes"]:
-        raise ValueError(f"--nnodes {options['nnodes']}: the Ray cluster has {found} host(s)")
+    if (nodes := len(_others(ray)) + 1) < options["nnodes"]:
+        raise ValueError(f"--nnodes {options['nnodes']}: the Ray cluster has {nodes} host(s)")
     address = ray.util.get_node_ip_address()
     key = options["cluster_key"] or _new_key()
     return options | {"node_rank": 0, "master_addr": options["master_addr"] or address, "cluster_key": key}
@@ -58,8 +58,8 @@ def connect() -> Any:
 
 def _others(ray: Any) -> list[dict[str, Any]]:
     """Return Ray's descriptions of the cluster's living hosts, except this one."""
-    here = ray.get_runtime_context().get_node_id()
-    others = [host for host in ray.nodes() if host["Alive"] and host["NodeID"] != here]
+    own_node = ray.get_runtime_context().get_node_id()
+    others = [host for host in ray.nodes() if host["Alive"] and host["NodeID"] != own_node]
     return sorted(others, key=lambda host: (host["NodeManagerAddress"], host["NodeID"]))
 
 

@@ -28,21 +28,21 @@ def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[s
 
     Raises ValueError for a missing option.
     """
-    said, names = None, ("nnodes", "node_rank", "master_addr")
+    launched, names = None, ("nnodes", "node_rank", "master_addr")
     nnodes, node, master = (options[name] for name in names)
     if nnodes != 1 and None in (nnodes, node, master):
-        said = launcher(environ)
-    if said is not None:
-        nnodes = said.nnodes if nnodes is None else nnodes
-        node = said.node if node is None else node
-        master = master or said.master
+        launched = launcher(environ)
+    if launched is not None:
+        nnodes = launched.nnodes if nnodes is None else nnodes
+        node = launched.node if node is None else node
+        master = master or launched.master
     if (nnodes or 1) == 1:
-        if said is None and (
-            given := [n for n in ("node_rank", "master_addr", "cluster_key") if options[n] is not None]
+        if launched is None and (
+            chosen := [n for n in ("node_rank", "master_addr", "cluster_key") if options[n] is not None]
         ):
-            raise ValueError(f"--{given[0].replace('_', '-')} is for several hosts: add --nnodes")
+            raise ValueError(f"--{chosen[0].replace('_', '-')} is for several hosts: add --nnodes")
         return options | {"nnodes": 1, "node_rank": None, "master_addr": None}
-    alone = f", or --nnodes 1 to serve on this host alone, without the others of {said.name}" if said else ""
+    alone = f", or --nnodes 1 to serve on this host alone, without the others of {launched.name}" if launched else ""
     if node is None:
         raise ValueError(f"--nnodes {nnodes} requires --node-rank: 0 on the host of --master-addr, then 1 and so on")
     if not master:
@@ -52,8 +52,8 @@ def with_launcher(options: dict[str, Any], environ: Mapping[str, str]) -> dict[s
             f"--nnodes {nnodes} requires --cluster-key FILE, a secret that is the same on every host "
             f"(head -c 32 /dev/urandom | base64 > cluster.key){alone}"
         )
-    if said is not None:
-        print(f"weft: node {node} of {nnodes}, node 0 at {master}, by {said.name}'s environment", file=sys.stderr)
+    if launched is not None:
+        print(f"weft: node {node} of {nnodes}, node 0 at {master}, by {launched.name}'s environment", file=sys.stderr)
     return options | dict(zip(names, (nnodes, node, master), strict=True))
 
 
@@ -85,9 +85,9 @@ def launcher(environ: Mapping[str, str]) -> Launcher | None:
     Raises ValueError if it starts several processes on a host: Weft starts its ranks by itself.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
-        each = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        if each > 1:
-            raise ValueError(f"torchrun started {each} processes on this host; Weft starts ranks: --nproc-per-node 1")
+        ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+        if ranks > 1:
+            raise ValueError(f"torchrun started {ranks} processes on this host; Weft starts ranks: --nproc-per-node 1")
         master = environ.get("MASTER_ADDR")
         return Launcher("torchrun", int(environ["GROUP_WORLD_SIZE"]), int(environ["GROUP_RANK"]), master)
     if "LWS_GROUP_SIZE" in environ:
@@ -108,8 +108,8 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 def first_host(nodes: str) -> str | None:
     """Return the first host of SLURM's list: gpu03 of `gpu[03-05,9],login`, rack1n7 of `rack[1-2]n[7,9]`."""
-    found = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found[0]) if found else None
+    match = re.match(r"(?:[^\[,]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match[0]) if match else None
 
 
 def run_agent(config: Any) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.serve.cli.progress import Start, progress_bar, start_said
+from weft.serve.cli.progress import Start, progress_bar, startup_progress
 
 
 def start_engine(config: Any, kv_events: Any = None) -> Any:
     """Return a started engine, and show its progress on stderr. kv_events: as in `Engine`."""
-    with start_said() as start:
+    with startup_progress() as start:
         return _start_engine(config, kv_events, start)
 
 
@@ -18,9 +18,9 @@ def _start_engine(config: Any, kv_events: Any, start: Start) -> Any:
     from transformers.utils import logging as transformers_logging
 
     from weft.engine.controller.engine import Engine
-    from weft.engine.worker.open_transports import untuned
+    from weft.engine.worker.open_transports import lacks_cost_table
 
-    if untuned(config):
+    if lacks_cost_table(config):
         from weft.serve.cli.cmd_tune import tune_first
 
         tune_first(config.ranks_of_host)

@@ -187,13 +187,13 @@ class CountRequest(Body):
     def chat(self, **body: Any) -> ChatRequest:
         """Return the request as a chat. body: further fields of the chat. ApiError 400."""
         self.refuse_unsupported()
-        made = ChatMessages()
+        messages = ChatMessages()
         if self.system:
-            made.add({"role": "system", "content": text_of(self.system)}, "system", whole=True)
+            messages.add({"role": "system", "content": text_of(self.system)}, "system", whole=True)
         for at, message in enumerate(self.messages):
-            message.add_to(made, f"messages.{at}")
-        body |= {"messages": made.made, "tools": [tool.plain() for tool in self.tools]}
-        if made.made[-1]["role"] == "assistant" and "tool_calls" not in made.made[-1]:
+            message.add_to(messages, f"messages.{at}")
+        body |= {"messages": messages.made, "tools": [tool.plain() for tool in self.tools]}
+        if messages.made[-1]["role"] == "assistant" and "tool_calls" not in messages.made[-1]:
             body["continue_final_message"] = True
         if (choice := self.tool_choice) is not None:
             body |= {"tool_choice": choice.plain(), "parallel_tool_calls": not choice.disable_parallel_tool_use}
@@ -208,7 +208,7 @@ class CountRequest(Body):
                 body["response_format"] = {"type": "json_schema", "json_schema": schema}
         tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
         schemas = {f"{tool}.parameters": f"{name}.input_schema" for tool, name in tools.items()}
-        return chat_of(self, FIELDS | tools | schemas | made.names, **body)
+        return chat_of(self, FIELDS | tools | schemas | messages.names, **body)
 
 
 class MessagesRequest(CountRequest, OutputRequest):
@@ -229,7 +229,7 @@ class MessagesRequest(CountRequest, OutputRequest):
 
 def router(service: Service) -> APIRouter:
     """Return the routes of messages and of their count."""
-    made = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
+    routes = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
 
     def of_chat(function: Callable[[ChatRequest], T]) -> Callable[[CountRequest], T]:
         def of_request(body: CountRequest) -> T:
@@ -240,16 +240,16 @@ def router(service: Service) -> APIRouter:
 
         return of_request
 
-    @made.post("/v1/messages", response_model=None)
+    @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         job = await work_on(request, of_chat(service.chat_job), body)
         return await service.respond_chat(request, job, MessageReply(service, job, body))
 
-    @made.post("/v1/messages/count_tokens", response_model=None)
+    @routes.post("/v1/messages/count_tokens", response_model=None)
     async def count(body: CountRequest, request: Request) -> Response:
         return json_response({"input_tokens": len(await work_on(request, of_chat(service.prompts.of_chat), body))})
 
-    return made
+    return routes
 
 
 class MessageReply(Reply):

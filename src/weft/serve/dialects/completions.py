@@ -30,13 +30,13 @@ TEXT_FIELDS: dict[PartKind, tuple[str, ...]] = {"text": ("content",), "thought":
 
 def router(service: Service) -> APIRouter:
     """Return the routes of completions and chat completions."""
-    made = APIRouter(route_class=JsonRoute)
+    routes = APIRouter(route_class=JsonRoute)
 
-    @made.post("/v1/completions", response_model=None)
+    @routes.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await complete(service, body, request)
 
-    @made.post("/v1/chat/completions", response_model=None)
+    @routes.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
         with client_names(body.names):
             job = await work_on(request, prepared, body)
@@ -46,7 +46,7 @@ def router(service: Service) -> APIRouter:
         service.check(body)
         return service.chat_job(body)
 
-    return made
+    return routes
 
 
 async def complete(service: Service, body: CompletionRequest, request: Request) -> Response:
@@ -150,7 +150,7 @@ class CompletionReply(ChoicesReply):
         self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(lambda: UTF8("replace"))
 
     def choice(self, index: int, output: Output, begins: bool = True) -> dict[str, Any]:
-        text, echoed, asked = output.text, list[TokenLogprob | int](), self._asked
+        text, echoed, requested = output.text, list[TokenLogprob | int](), self._asked
         prompt = index // self.choices_of_prompt
         if begins and self._echoed:
             text, echoed = self._echoed[prompt] + text, [self.prompts[prompt][0], *output.prompt_logprobs]
@@ -167,7 +167,7 @@ class CompletionReply(ChoicesReply):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        if asked.return_token_ids:
+        if requested.return_token_ids:
             body["token_ids"] = output.token_ids
             if begins:
                 body["prompt_token_ids"] = self.prompts[prompt]
@@ -221,12 +221,12 @@ class ChatReply(ChoicesReply):
         self.head_fields = {"prompt_token_ids": job.prompt} if job.chat.return_token_ids else {}
 
     def choice(self, index: int, output: Output) -> dict[str, Any]:
-        made = self.outputs[index]
-        message: dict[str, Any] = {"role": "assistant", "content": made.text()}
-        if thought := made.text("thought"):
+        parsed = self.outputs[index]
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.text()}
+        if thought := parsed.text("thought"):
             message |= dict.fromkeys(TEXT_FIELDS["thought"], thought)
-        if calls := made.calls:
-            message |= {"content": made.text() or None, "tool_calls": [call.plain() for call in calls]}
+        if calls := parsed.calls:
+            message |= {"content": parsed.text() or None, "tool_calls": [call.plain() for call in calls]}
         return {"index": index, "message": message} | self._rest(index, output) | self._prompt_logprobs(output)
 
     def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
@@ -255,17 +255,17 @@ class ChatReply(ChoicesReply):
 
 def _delta(events: Sequence[PartEvent]) -> dict[str, Any]:
     """Return the additions of an increment to a chat's message."""
-    made: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "tool_calls": []}
-    calls: list[dict[str, Any]] = made["tool_calls"]
+    delta: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "tool_calls": []}
+    calls: list[dict[str, Any]] = delta["tool_calls"]
     for part_event in events:
         part = part_event.part
         if isinstance(part_event, Delta) and part.call is None:
             for name in TEXT_FIELDS[part.kind]:
-                made[name] += part_event.text
+                delta[name] += part_event.text
         elif isinstance(part_event, Delta):
             if not calls:  # it continues a call of an earlier increment
                 calls.append({"index": part.number, "function": {"arguments": ""}})
             calls[-1]["function"]["arguments"] += part_event.text
         elif isinstance(part_event, PartOpened) and part.call is not None:
             calls.append({"index": part.number} | part.call.plain())
-    return {name: value for name, value in made.items() if value}
+    return {name: value for name, value in delta.items() if value}

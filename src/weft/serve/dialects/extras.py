@@ -18,9 +18,9 @@ from weft.serve.http.wire import json_response
 
 def router(service: Service) -> APIRouter:
     """Return the routes, in vLLM's shapes."""
-    made, engine, prompts = APIRouter(route_class=JsonRoute), service.engine, service.prompts
+    routes, engine, prompts = APIRouter(route_class=JsonRoute), service.engine, service.prompts
 
-    @made.get("/version")
+    @routes.get("/version")
     async def version() -> dict[str, Any]:
         return {"version": __version__}
 
@@ -43,32 +43,32 @@ def router(service: Service) -> APIRouter:
         named: dict[str, Any] = {"model": service.model_name, "cache_salt": body.cache_salt or None}
         service.check(body)
         tokens = [prompts.of_chat(body)] if isinstance(body, ChatRequest) else prompts.of_completion(body)
-        found = [{"request_id": uuid.uuid4().hex, "token_ids": each} | named for each in tokens]
-        return json_response(found[0] if isinstance(body, ChatRequest) else found)
+        prompts_out = [{"request_id": uuid.uuid4().hex, "token_ids": token_ids} | named for token_ids in tokens]
+        return json_response(prompts_out[0] if isinstance(body, ChatRequest) else prompts_out)
 
     # Routers that know the cached tokens of each server use these to tokenise requests.
 
-    @made.post("/v1/completions/render", response_model=None)
+    @routes.post("/v1/completions/render", response_model=None)
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         return await work_on(request, rendered, body)
 
-    @made.post("/v1/chat/completions/render", response_model=None)
+    @routes.post("/v1/chat/completions/render", response_model=None)
     async def render_chat(body: ChatRequest, request: Request) -> Response:
         return await work_on(request, rendered, body)
 
     # The body is a chat with messages or a text with a prompt.
 
-    @made.post("/tokenize", response_model=None)
+    @routes.post("/tokenize", response_model=None)
     async def tokenize(body: ChatRequest | TokenizeRequest, request: Request) -> Response:
         return await work_on(request, tokens_of, body)
 
-    @made.post("/detokenize", response_model=None)
+    @routes.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         return await work_on(request, text_of, body)
 
-    @made.post("/reset_prefix_cache")
+    @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         await run_in_threadpool(engine.reset_cache)
         return Response()
 
-    return made
+    return routes

@@ -127,8 +127,8 @@ class ChatMessages:
         """Append the messages of a list of items. place: of the list. ApiError 400 for an unsupported item."""
         first = len(self.made)
         for at, value in enumerate(items):
-            here = f"{place}.{at}"
-            item = _checked(value, here)
+            path = f"{place}.{at}"
+            item = _checked(value, path)
             message = _message(item)
             if isinstance(item, Reasoning) and not any(message["reasoning_content"]):
                 continue
@@ -136,12 +136,12 @@ class ChatMessages:
                 for name in message.keys() - {"role"}:
                     self.made[-1].setdefault(name, []).extend(message[name])
             else:
-                self.add(message, here)
+                self.add(message, path)
                 if not isinstance(item, InputMessage):
-                    self.names[f"messages.{len(self.made) - 1}.role"] = here
+                    self.names[f"messages.{len(self.made) - 1}.role"] = path
             if "tool_calls" in message:
                 calls = f"messages.{len(self.made) - 1}.tool_calls"
-                self.names |= {calls: here, f"{calls}.{len(self.made[-1]['tool_calls']) - 1}.function": here}
+                self.names |= {calls: path, f"{calls}.{len(self.made[-1]['tool_calls']) - 1}.function": path}
         for message in self.made[first:]:
             message |= {name: "".join(message[name]) for name in ("content", "reasoning_content") if name in message}
 

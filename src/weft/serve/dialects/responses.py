@@ -143,7 +143,7 @@ def _nested(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
-    made, max_bytes = APIRouter(route_class=JsonRoute), service.options.max_stored_bytes
+    routes, max_bytes = APIRouter(route_class=JsonRoute), service.options.max_stored_bytes
     store = Store(max_bytes) if max_bytes else None
 
     def earlier(body: ResponsesRequest) -> tuple[bytes, ...]:
@@ -164,25 +164,25 @@ def router(service: Service) -> APIRouter:
         with client_names(chat.names):
             return service.chat_job(chat), (*before, _json(body.items))
 
-    @made.post("/v1/responses", response_model=None)
+    @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         job, items = await work_on(request, partial(prepared, earlier(body)), body)
         reply = ResponseReply(service, job, body, items, None if body.store is False else store)
         return await service.respond_chat(request, job, reply)
 
-    @made.get("/v1/responses/{response_id}", response_model=None)
+    @routes.get("/v1/responses/{response_id}", response_model=None)
     async def stored(response_id: str) -> Response:
         if store is None or (found := store.get(response_id)) is None:
             raise _unknown(404, response_id, "response_id")
         return Response(found.body, media_type="application/json")
 
-    @made.delete("/v1/responses/{response_id}")
+    @routes.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
         if store is None or not store.delete(response_id):
             raise _unknown(404, response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 
-    return made
+    return routes
 
 
 class ResponseReply(Reply):
@@ -258,9 +258,9 @@ class ResponseReply(Reply):
         return typed_event(kind, sequence_number=self._number - 1, **fields)
 
     def _body(self) -> dict[str, Any]:
-        output, asked, counts = self.outputs[0], self._asked, self.usage()
+        output, request, counts = self.outputs[0], self._asked, self.usage()
         cut = output.whole.finish_reason == "length"
-        return {name: getattr(asked, name, None) for name in BODY} | {
+        return {name: getattr(request, name, None) for name in BODY} | {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
@@ -269,8 +269,8 @@ class ResponseReply(Reply):
             "model": self.model,
             "output": [_item(part) for part in output.parts],
             "store": self._store is not None,
-            "text": {"format": {"type": "text"}} | asked.text.model_dump(exclude_unset=True),
-            "reasoning": {"effort": asked.reasoning.effort, "summary": None},
+            "text": {"format": {"type": "text"}} | request.text.model_dump(exclude_unset=True),
+            "reasoning": {"effort": request.reasoning.effort, "summary": None},
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],

@@ -15,10 +15,10 @@ from weft.serve.dialects.completions import complete
 
 def router(service: Service) -> APIRouter:
     """Return the routes in SGLang's shapes for `sglang-router` and `vllm-router`, under today's and earlier names."""
-    made, engine, config = APIRouter(), service.engine, service.engine.config
+    routes, engine, config = APIRouter(), service.engine, service.engine.config
 
-    @made.get("/server_info")
-    @made.get("/get_server_info")
+    @routes.get("/server_info")
+    @routes.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
         return {
             "served_model_name": service.model_name,
@@ -30,30 +30,30 @@ def router(service: Service) -> APIRouter:
             "max_total_num_tokens": config.cached_tokens * config.attn_dp,
         }
 
-    @made.get("/model_info")
-    @made.get("/get_model_info")
+    @routes.get("/model_info")
+    @routes.get("/get_model_info")
     async def model_info() -> dict[str, Any]:
         paths = {"model_path": str(config.model.resolve()), "tokenizer_path": str(config.tokenizer.resolve())}
         return paths | {"is_generation": True, "max_model_len": engine.max_model_len}
 
-    @made.get("/get_load")
+    @routes.get("/get_load")
     async def load() -> list[dict[str, int]]:
         stats = engine.stats()
         tokens = sum(stats.kv_used) * config.interleave.span
         here = {"num_reqs": stats.running + stats.waiting, "num_waiting_reqs": stats.waiting, "num_tokens": tokens}
         return [{"dp_rank": 0} | here]
 
-    @made.get("/health_generate")
+    @routes.get("/health_generate")
     async def health_generate(request: Request) -> Response:
         """Return status 200 once a token has been generated, else the status of a completion's error."""
         request.state.small = True
-        asked = CompletionRequest.model_validate({"prompt": [0], "max_tokens": 1, "temperature": 0})
-        response = await complete(service, asked, request)
+        probe = CompletionRequest.model_validate({"prompt": [0], "max_tokens": 1, "temperature": 0})
+        response = await complete(service, probe, request)
         return Response() if response.status_code == 200 else response
 
-    @made.post("/flush_cache")
+    @routes.post("/flush_cache")
     async def flush_cache() -> Response:
         await run_in_threadpool(engine.reset_cache)
         return Response()
 
-    return made
+    return routes

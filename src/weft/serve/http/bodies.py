@@ -64,7 +64,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_left_out(cls, body: Any) -> Any:
+    def _drop_nulls(cls, body: Any) -> Any:
         return {k: v for k, v in body.items() if v is not None} if isinstance(body, dict) else body
 
     def refuse_unsupported(self, place: str = "") -> None:
@@ -169,17 +169,17 @@ def _parsed(data: bytes) -> Any:
     except msgspec.DecodeError:
         if len(data) > EXPLAINED:
             raise
-    value = json.loads(data, parse_constant=_no_number)  # it names the place of an error, and accepts UTF-16
-    if (place := _half_character(value)) is not None:
+    value = json.loads(data, parse_constant=_refuse_constant)  # it names the place of an error, and accepts UTF-16
+    if (place := _find_surrogate(value)) is not None:
         raise ApiError(400, f"{place or 'the body'}: a lone surrogate is not valid text", param=place or None)
     return value
 
 
-def _no_number(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _half_character(value: Any) -> str | None:
+def _find_surrogate(value: Any) -> str | None:
     """Return the place of a lone surrogate, or of the object with one in a key: such text cannot be encoded."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:

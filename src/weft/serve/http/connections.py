@@ -26,7 +26,7 @@ NO_HTTP = ApiError(400, "this is not a valid HTTP/1.1 request")
 TOO_LONG = ApiError(431, f"the headers of a request are larger than {MAX_HEADERS} bytes, the limit here")
 
 
-class TooLong(Exception):
+class HeadersTooLong(Exception):
     """Error raised in a parser callback to stop the parser at headers that are too long."""
 
 
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._headers += size
         if self._headers > MAX_HEADERS:
-            raise TooLong
+            raise HeadersTooLong
 
     def _refuse(self, error: ApiError) -> None:
         """Respond to a request that never reaches the application, and close; amid another response, only close."""

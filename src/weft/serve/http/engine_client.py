@@ -34,7 +34,7 @@ OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout
 Job = tuple[Sequence[int], SamplingParams, OutputCallback]
 
 
-class Increments(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
+class IncrementQueue(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
     """Queue of one request's (choice, output), or the error that ends it; None once its client is gone.
 
     running: choice → the engine's number of each unfinished choice.
@@ -63,8 +63,8 @@ class EngineClient:
     def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
         self.closed = False
-        self._live: set[Increments] = set()
-        self._arrived: deque[tuple[Increments, int, RequestOutput]] = deque()
+        self._live: set[IncrementQueue] = set()
+        self._arrived: deque[tuple[IncrementQueue, int, RequestOutput]] = deque()
         self._woken = False
 
     @property
@@ -101,7 +101,7 @@ class EngineClient:
         if self.closed:
             raise self._leaving()
         loop = asyncio.get_running_loop()
-        increments = Increments(len(prompts))
+        increments = IncrementQueue(len(prompts))
         record = Record(self.metrics, request, prompts)
         self.metrics.asked(len(params), params[0].max_tokens)
 
@@ -148,7 +148,7 @@ class EngineClient:
             self._cancel(increments)
 
     def _arrive(
-        self, loop: asyncio.AbstractEventLoop, increments: Increments, choice: int, completion: RequestOutput
+        self, loop: asyncio.AbstractEventLoop, increments: IncrementQueue, choice: int, completion: RequestOutput
     ) -> None:
         """Queue an output, on the engine's thread: a step wakes the event loop once, not once per stream."""
         self._arrived.append((increments, choice, completion))
@@ -166,7 +166,7 @@ class EngineClient:
                 self._cancel(increments)
             increments.put_nowait((choice, completion))
 
-    def _cancel(self, increments: Increments) -> None:
+    def _cancel(self, increments: IncrementQueue) -> None:
         for request_id in increments.running.values():
             self.engine.cancel(request_id)
 

@@ -98,9 +98,9 @@ class ApiError(Exception):
             return self
         param = ".".join([names[".".join(parts[: known[-1]])], *parts[known[-1] :]])
         # The line may name further fields, but a name without _ may be an ordinary word.
-        said = {name: other for name, other in names.items() if "_" in name} | {self.param: param}
-        pattern = "|".join(map(re.escape, sorted(said, key=len, reverse=True)))
-        message = re.sub(rf"(?<![\w.])({pattern})(?!\w)", lambda found: said[found[0]], self.message)
+        renames = {name: other for name, other in names.items() if "_" in name} | {self.param: param}
+        pattern = "|".join(map(re.escape, sorted(renames, key=len, reverse=True)))
+        message = re.sub(rf"(?<![\w.])({pattern})(?!\w)", lambda found: renames[found[0]], self.message)
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
     def response(self, path: str = "") -> JSONResponse:

@@ -43,8 +43,8 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        keys = headers.get("x-request-id", "")
+        request_id = keys if REQUEST_ID.fullmatch(keys) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 
@@ -103,8 +103,8 @@ class Guard:
         if key is not None and path not in OPEN_PATHS:
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             # Anthropic's clients send x-api-key.
-            given = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
-            if not any(secrets.compare_digest(each.strip().encode(), key.encode()) for each in given):
+            keys = (bearer if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+            if not any(secrets.compare_digest(key_given.strip().encode(), key.encode()) for key_given in keys):
                 message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
                 return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get("content-length", "")

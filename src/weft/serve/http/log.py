@@ -27,7 +27,7 @@ FLUSH_S = 1.0
 """Maximum seconds to wait for the last lines to be read."""
 
 
-class Sparse(logging.Filter):
+class RateLimit(logging.Filter):
     """Filter that drops too frequent warnings and errors of one kind, and adds their number to the next one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -168,7 +168,7 @@ def print_error(error: object) -> None:
         print(line, file=sys.stderr)
 
 
-def asked_format(arguments: Sequence[str]) -> LogFormat:
+def requested_format(arguments: Sequence[str]) -> LogFormat:
     """Return the log format of a command line before it is parsed, so that its errors have this format too."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--log-format", "--log_format", default="text")
@@ -198,7 +198,7 @@ def configure(log_format: LogFormat, level: LogLevel = "info") -> LogStream:
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"line": {"()": Formatter, "log_format": log_format}},
-        "filters": {"sparse": {"()": Sparse}},
+        "filters": {"sparse": {"()": RateLimit}},
         "handlers": {"stderr": {"()": Handler, "stream": stream, "formatter": "line", "filters": ["sparse"]}},
         "loggers": {"weft": {"level": level.upper(), "handlers": ["stderr"], "propagate": False}},
         "root": {"level": "WARNING", "handlers": ["stderr"]},

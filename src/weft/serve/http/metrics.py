@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from weft.engine.controller.engine import Engine
-from weft.serve.http.vllm_metrics import WithVllmNames
+from weft.serve.http.vllm_metrics import VllmCollector
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -91,7 +91,7 @@ class Metrics(Collector):
 
     def text(self, model_name: str) -> bytes:
         """Return all metrics in Prometheus' text format. model_name: the clients' name."""
-        return generate_latest(WithVllmNames(self.registry, self._engine, model_name))
+        return generate_latest(VllmCollector(self.registry, self._engine, model_name))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's current values without waiting, as a step may hang."""

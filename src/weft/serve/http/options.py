@@ -96,7 +96,7 @@ class Options:
         name = re.sub(r":\d+$", "", header).lower().rstrip(".")
         allowed = (*LOOPBACK, *map(str.lower, self.allowed_hosts))
         return not self.allowed_hosts or any(
-            name == each or each == "*" or (each.startswith("*.") and name.endswith(each[1:])) for each in allowed
+            name == rule or rule == "*" or (rule.startswith("*.") and name.endswith(rule[1:])) for rule in allowed
         )
 
     def check(self) -> None:

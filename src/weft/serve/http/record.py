@@ -90,8 +90,8 @@ class Record:
         self._metrics.request(self.outcome, seconds, queued)
         if self._first is not None:
             first, last = self._first - self._began, max(self._last) - self._began
-            each = [o.completion_tokens for o in outputs]
-            self._metrics.tokens(self._prompt_tokens, cached, each, max(0.0, first - queued), last - first)
+            token_counts = [o.completion_tokens for o in outputs]
+            self._metrics.tokens(self._prompt_tokens, cached, token_counts, max(0.0, first - queued), last - first)
         fields: dict[str, Any] = {
             "id": self.id,
             "path": self._path,

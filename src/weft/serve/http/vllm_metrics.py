@@ -43,7 +43,7 @@ REASONS |= {"abort": "abort", "timeout": "abort", "client_left": "abort"}
 """Weft's outcome of a request → vLLM's `finished_reason`. Refused requests have none."""
 
 
-class WithVllmNames(Collector):
+class VllmCollector(Collector):
     """Collector of a registry's metrics, followed by vLLM's names. vLLM's values of a server cover all DP groups."""
 
     def __init__(self, ours: Collector, engine: Engine, model_name: str):
@@ -53,8 +53,8 @@ class WithVllmNames(Collector):
         """Yield all metrics; each value is read once, so that both names agree."""
         families = {family.name: family for family in self._ours.collect()}
         yield from families.values()
-        for name, own in NAMES.items():
-            yield self._renamed(name, families[own])
+        for name, source in NAMES.items():
+            yield self._renamed(name, families[source])
         yield self._cache_config()
         awake = GaugeMetricFamily("vllm:engine_sleep_state", "It never sleeps", labels=[*self._labels, "sleep_state"])
         for state in ("awake", "weights_offloaded", "discard_all"):
@@ -62,7 +62,7 @@ class WithVllmNames(Collector):
         yield awake
 
     def _renamed(self, name: str, own: Metric) -> Metric:
-        made = Metric(name, own.documentation, own.type)
+        metric = Metric(name, own.documentation, own.type)
         if own.name == "weft_requests":
             counts = dict.fromkeys(REASONS.values(), 0.0)
             for sample in own.samples:
@@ -70,14 +70,14 @@ class WithVllmNames(Collector):
                 if reason is not None and sample.name.endswith("_total"):
                     counts[reason] += sample.value
             for reason, count in counts.items():
-                made.add_sample(f"{name}_total", self._labels | {"finished_reason": reason}, count)
+                metric.add_sample(f"{name}_total", self._labels | {"finished_reason": reason}, count)
         elif own.name == "weft_kv_cache_used_ratio":  # groups have caches of one size
-            made.add_sample(name, self._labels, sum(s.value for s in own.samples) / len(own.samples))
+            metric.add_sample(name, self._labels, sum(s.value for s in own.samples) / len(own.samples))
         else:
             for sample in own.samples:
                 suffix = sample.name.removeprefix(own.name)
-                made.add_sample(name + suffix, sample.labels | self._labels, sample.value)
-        return made
+                metric.add_sample(name + suffix, sample.labels | self._labels, sample.value)
+        return metric
 
     def _cache_config(self) -> Metric:
         config = self._engine.config
@@ -86,6 +86,6 @@ class WithVllmNames(Collector):
             "num_gpu_blocks": str(sum(self._engine.stats().kv_total)),
             "enable_prefix_caching": str(config.prefix_cache),
         }
-        made = GaugeMetricFamily("vllm:cache_config_info", "Tokens of a page, and pages", labels=list(labels))
-        made.add_metric(list(labels.values()), 1)
-        return made
+        metric = GaugeMetricFamily("vllm:cache_config_info", "Tokens of a page, and pages", labels=list(labels))
+        metric.add_metric(list(labels.values()), 1)
+        return metric

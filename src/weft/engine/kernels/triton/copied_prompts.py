@@ -18,7 +18,7 @@ from weft.kernels.triton.launch import arch, cdiv, kernel, next_power_of_2
 
 
 @triton.jit
-def _see_copied(
+def _attend_block_copied(
     first, top, total, acc, q, limit, base, keys, values, column, scale, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
     """Fold in a block of contiguous tokens; see `_see`."""
@@ -48,11 +48,11 @@ def _attend_copied(
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     whole = lowest // BLOCK_N * BLOCK_N
     for first in range(0, whole, BLOCK_N):
-        top, total, acc = _see_copied(
+        top, total, acc = _attend_block_copied(
             first, top, total, acc, queries, limit, base, keys, values, column, scale_log2, BLOCK_N, False
         )
     for first in range(whole, end, BLOCK_N):
-        top, total, acc = _see_copied(
+        top, total, acc = _attend_block_copied(
             first, top, total, acc, queries, limit, base, keys, values, column, scale_log2, BLOCK_N, True
         )
     store_rows(out, lse, row, head, real, top, total, acc, out_row, out_head, HEADS, D, LSE, D, LN2)

@@ -29,7 +29,7 @@ from weft.engine.kernels.triton.float8_cache import (
 )
 from weft.engine.kernels.triton.float8_decode_attention import FEW_RUNS, MERGED_COLUMNS, _attend_runs, _merge_runs
 from weft.engine.kernels.triton.merge_splits import _merge_splits
-from weft.engine.kernels.triton.splits import FIELDS, Cut, Splits, order_splits, place_in_round, rounds_of_program
+from weft.engine.kernels.triton.splits import FIELDS, SplitRule, Splits, order_splits, place_in_round, rounds_of_program
 from weft.kernels.float8 import Stored
 from weft.kernels.triton import overlap
 from weft.kernels.triton.launch import cdiv, gpu, kernel, next_power_of_2, scaled
@@ -205,7 +205,7 @@ def tile_of(head_dim: int, group: int, element_size: int = 2, float8: bool = Fal
     return DecodeTile(16, 32, 4, 3, scaled(132 * 2), False)
 
 
-def cut_of(head_dim: int, group: int = 1) -> Cut:
+def cut_of(head_dim: int, group: int = 1) -> SplitRule:
     """Return the rule that cuts rows into splits, by the model's shape alone. group: heads that share a latent vector.
 
     Measured on an H200, for heads of 128: splits of 128 tokens take 5 % less with 64 rows of 1,024 tokens, and 22 %
@@ -213,10 +213,10 @@ def cut_of(head_dim: int, group: int = 1) -> Cut:
     one.
     """
     if head_dim <= 128:
-        return Cut(64, 64, 2)
+        return SplitRule(64, 64, 2)
     # With that many heads, a split's outputs are more bytes than its tokens: 64 rows of 8,192 take 26 % less with
     # splits of 256 tokens, one row the same. One row of 1,024 would take 50 % more.
-    return Cut(128, 64, 2, 1024 if head_dim > 256 and group > 64 else None)
+    return SplitRule(128, 64, 2, 1024 if head_dim > 256 and group > 64 else None)
 
 
 def splits_of(

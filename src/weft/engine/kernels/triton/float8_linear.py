@@ -32,7 +32,7 @@ FEW_ROWS = 64
 MIN_GROUPS, MAX_PARTS = 3, 7
 """(Minimum groups of a part, so that their loads overlap; maximum parts: their sum reads them all.)"""
 LIBRARY_ROWS = 1024
-"""Minimum rows for dense products by cuBLAS, if it supports them: see `of_library`."""
+"""Minimum rows for dense products by cuBLAS, if it supports them: see `uses_cublas`."""
 
 
 @kernel(do_not_specialize=["rows", "groups"])
@@ -130,7 +130,7 @@ def parts_of(tiles: int, groups: int, programs: int) -> int:
     return max(1, min(programs // tiles, groups // MIN_GROUPS, MAX_PARTS))
 
 
-def of_library(rows: int, weight: Fp8Weight, out: Tensor) -> bool:
+def uses_cublas(rows: int, weight: Fp8Weight, out: Tensor) -> bool:
     """Check if cuBLAS supports the product and is faster: since CUDA 12.9 on Hopper, with one scale per 128 × 128. It
     reads a block's scales four at a time, so the weight must have a multiple of four of them along the depth."""
     (outputs, width), unit = weight.values.shape, weight.unit
@@ -168,7 +168,7 @@ def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor, tile: Fp8Tile | 
     values, scales, _ = x if isinstance(x, Fp8Rows) else quantise(x, group_size)
     if not (values.stride(1) == 1 and scales.is_contiguous()):
         raise ValueError("quantised rows and their scales must be contiguous")
-    if tile is None and of_library(rows, weight, out):
+    if tile is None and uses_cublas(rows, weight, out):
         whole = rows // 4 * 4
         library(Fp8Rows(values[:whole], scales[:whole], group_size), weight, out[:whole])
         linear(Fp8Rows(values[whole:], scales[whole:], group_size), weight, out[whole:])

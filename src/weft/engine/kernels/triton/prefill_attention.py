@@ -37,7 +37,7 @@ class PrefillTile(NamedTuple):
     stages: int
 
 
-class Which(IntEnum):
+class PromptSubset(IntEnum):
     """Sequences of several rows that a launch attends for: all, or only those with or without a base."""
 
     ALL = 0
@@ -263,7 +263,7 @@ def prefill_attention(
     tile = tile_of(d, q.element_size(), cache.in_float8) if tile is None else tile
     exponents = (cache.k_exponents, cache.v_exponents) if cache.in_float8 else None
     queries, where = (q[..., :d], q[..., d:]), (pages, starts, limits)
-    which, places = (Which.ALL, starts) if bases is None else (Which.OTHERS, bases)
+    which, places = (PromptSubset.ALL, starts) if bases is None else (PromptSubset.OTHERS, bases)
     both = keys[..., :d], keys[..., d:]
     _launch(queries, *both, values, where, places, page_size, scale, out, which, tile, latent, window, lse, exponents)
 
@@ -304,7 +304,7 @@ def expanded_prefill_attention(
         tile = PrefillTile(64, 64, 4, 3) if q.element_size() == 2 else tile_of(max(n, d), q.element_size())
     keys, values = expanded[..., :n], expanded[..., n:]
     queries, where = (q, q_rotated), (pages, starts, limits)
-    _launch(queries, keys, rotated, values, where, bases, page_size, scale, out, Which.EXPANDED, tile)
+    _launch(queries, keys, rotated, values, where, bases, page_size, scale, out, PromptSubset.EXPANDED, tile)
 
 
 def _launch(
@@ -317,7 +317,7 @@ def _launch(
     page_size: int,
     scale: float,
     out: Tensor,
-    which: Which,
+    which: PromptSubset,
     tile: PrefillTile,
     latent: bool = False,
     window: int | None = None,

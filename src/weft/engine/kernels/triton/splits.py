@@ -23,7 +23,7 @@ FIELDS = tl.constexpr(8)
 tokens of a split, splits of the row."""
 
 
-class Cut(NamedTuple):
+class SplitRule(NamedTuple):
     """Rule that cuts rows into splits.
 
     Args:
@@ -56,7 +56,7 @@ class Splits(NamedTuple):
     max_splits: int
     window: int
     consecutive: bool
-    cut: Cut
+    cut: SplitRule
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def rounds_of_program(work):
     return rounds + (place_in_round(rounds) < work).to(tl.int32)
 
 
-def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: Cut) -> Splits:
+def order_splits(lengths: Tensor, tokens: int, window: int | None, at_once: int | None, cut: SplitRule) -> Splits:
     """Return the splits of a step's rows, longest items first; items of equal length by row and split.
 
     Args:

@@ -21,7 +21,7 @@ def config_file(model: Path) -> Path:
     return model if is_gguf(model) else model / "config.json"
 
 
-def on_hub(model: Path) -> bool:
+def is_hub_name(model: Path) -> bool:
     """Check if this may be a name on the Hugging Face hub, because it is no path."""
     return HUB_NAME.fullmatch(str(model)) is not None and not model.exists()
 
@@ -40,7 +40,7 @@ def packaged(model: Path) -> Path:
     return found[0]
 
 
-def no_model(path: Path) -> str | None:
+def explain_no_model(path: Path) -> str | None:
     """Return one line with a remedy if a path is no model of Hugging Face or llama.cpp, else None."""
     if is_gguf(path) and path.is_file() and find_spec("gguf") is None:
         return f"{path} needs the package gguf: pip install 'weft[gguf]'"

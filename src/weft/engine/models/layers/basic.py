@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from weft.engine.kernels.ops import embed
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.models.layers.products import BLOCK, product, product_or_partials, unit_of
-from weft.engine.models.weights.source import LessOne, Source, View
+from weft.engine.models.weights.source import OffsetFromOne, Source, View
 from weft.kernels.float8 import FLOAT8, Fp8Weight
 from weft.kernels.stream_ops import rms_norm
 from weft.planner.experts import Forms
@@ -308,7 +308,7 @@ class HeadNorm(Layer):
 
 
 def _norm_source(path: str, width: int, less_one: bool) -> Source:
-    return Source(f"{path}.weight", (width,), (slice(None),), views=(LessOne(),) if less_one else ())
+    return Source(f"{path}.weight", (width,), (slice(None),), views=(OffsetFromOne(),) if less_one else ())
 
 
 def vocabulary_share(mesh: Mesh, rank: int, vocabulary: int) -> slice:

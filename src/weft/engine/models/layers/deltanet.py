@@ -45,7 +45,7 @@ class GatedDeltaNet(Layer):
         super().__init__(path)
         keys, values = heads.key * heads.key_dim, heads.value * heads.value_dim
         fused = [Fused(start, 2 * keys + values) for start in (0, keys, 2 * keys)]
-        outs = _by_key_head(path, heads) if heads.by_key_head else _one_after_another(path, heads, fused)
+        outs = _by_key_head(path, heads) if heads.by_key_head else _consecutive(path, heads, fused)
         self.project = ColumnLinear(b, f"{path}.in_proj", width, outs, over="attn_tp")
         self.sizes, features = self.project.sizes, sum(self.project.sizes[:3])
         self.conv = b.empty(features, 1, heads.window)
@@ -91,7 +91,7 @@ class GatedDeltaNet(Layer):
         return self.out(self.project(x).elementwise(run, self.path))
 
 
-def _one_after_another(path: str, heads: DeltaHeads, fused: list[Fused]) -> list[Out]:
+def _consecutive(path: str, heads: DeltaHeads, fused: list[Fused]) -> list[Out]:
     """Return the projections to queries, keys, values, output gate, correction strength and decay, in consecutive
     tensors."""
     keys, values, name = heads.key * heads.key_dim, heads.value * heads.value_dim, f"{path}.in_proj_qkv"

@@ -203,9 +203,9 @@ class SparseMoE(FeedForward):
         return self.router.extra(x)
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.experts(x, self.router, None if self.shared is None else partial(self._of_shared, x))
+        return self.experts(x, self.router, None if self.shared is None else partial(self._shared_output, x))
 
-    def _of_shared(self, x: Hidden) -> Hidden:
+    def _shared_output(self, x: Hidden) -> Hidden:
         assert self.shared is not None
         # On GPUs the gate's score needs no kernel of its own.
         if self.shared_gate is None or stream_ops.on_gpu(x.value):

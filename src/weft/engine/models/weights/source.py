@@ -107,7 +107,7 @@ class PartOfGroups:
 
 
 @dataclass(frozen=True, slots=True)
-class LessOne:
+class OffsetFromOne:
     """Stored as its difference from one: the weights of norms that training keeps near zero."""
 
     unit: ClassVar[int] = 0

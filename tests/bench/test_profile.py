@@ -13,6 +13,7 @@ from msgspec import structs
 from support import small_config
 
 from e2e.here import weft_here
+from weft.engine.assets import embedded_model_dir
 from weft.engine.controller.profiling import ProfiledSteps, ProfileError, Recording, merge_traces, watch
 from weft.engine.messages.rank_messages import Profiled
 from weft.planner.spec import Mesh
@@ -233,6 +234,19 @@ def test_a_real_window(tmp_path: Path) -> None:
     assert {e["pid"] for e in marks} == {0, 1} and len(marks) == 2 * (2 + 2)
 
 
+def test_steps_of_prompts(tmp_path: Path) -> None:
+    """Two ranks, each step with one whole prompt: the rows of its exchanges are the prompt's."""
+    words = "--num-layers 1 --attn-tp 2 --prompts --batch 14 --context 24 --steps 2"
+    code, text, err = weft_here("profile", *words.split(), "--output", str(tmp_path / "found"))
+    assert code == 0 and "weights and cached" not in text, (code, text, err)
+    figures = json.loads((tmp_path / "found" / "profile.json").read_text())
+    width = json.loads((embedded_model_dir() / "config.json").read_text())["hidden_size"]
+    assert "bytes_a_step" not in figures
+    assert {row["bytes"] for row in figures["collectives"] if row["what"].startswith("reduce_scatterv")} == {
+        24 * width * 4
+    }, figures["collectives"]
+
+
 def test_what_a_server_recorded_is_read_later(tmp_path: Path) -> None:
     """Two ranks of a GPU: the figures of the recording as written are those of its traces."""
     ranks = [
@@ -275,6 +289,7 @@ def test_an_idle_engine_has_no_window() -> None:
         ("--context 1000", "positions; at most --context "),
         ("--steps 2000", "positions; at most --steps below 2000"),
         ("--output /proc/x", "with --output"),
+        ("--prompts --steps 2 --attn-dp 2 --batch 23", "--batch 24 or more lasts"),
     ],
 )
 def test_what_is_refused_before_anything_starts(words: str, text: str) -> None:

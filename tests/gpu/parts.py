@@ -160,13 +160,24 @@ PARTS = {
         "share of exchanges in steps of 8,192 tokens of prompts",
         4,
         (
-            Command(
-                "prompts",
-                (
-                    "bench/scripts/prompt_exchanges.py",
-                    *("--preset", "qwen3-30b-a3b", "--num-layers", "16", "--layouts", "1x4", "2x2", "4x1"),
-                    *("--json", "{out}/prompts.json"),
-                ),
+            *(
+                weft(
+                    f"prompts-{dp}x{4 // dp}",
+                    *(
+                        "profile",
+                        "--prompts",
+                        "--preset",
+                        "qwen3-30b-a3b",
+                        "--load-format",
+                        "dummy",
+                        "--device",
+                        "cuda",
+                    ),
+                    *("--num-layers", "16", "--attn-dp", str(dp), "--attn-tp", str(4 // dp), "--ep", "4"),
+                    *("--moe-tp", "1", "--steps", "8", "--batch", str(40 * dp), "--context", str(8192 // dp)),
+                    *("--output", f"{{out}}/prompts-{dp}x{4 // dp}"),
+                )
+                for dp in (1, 2, 4)
             ),
         ),
     ),

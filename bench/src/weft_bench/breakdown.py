@@ -306,7 +306,8 @@ def random_prompts(engine: Engine, count: int, tokens: int, seed: int) -> list[l
 def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folder: Path) -> Found:
     """Let an engine complete `batch` prompts of random tokens, and watch `steps` steps with all of them decoding.
 
-    tokens: length of each output, see `output_length`. Otherwise as `record` and `break_down`.
+    tokens: length of each output, see `output_length`; 1: watch steps that read prompts. Otherwise as `record` and
+    `break_down`.
     """
     prompts = random_prompts(engine, batch, context, seed=batch)
     begun: set[int] = set()
@@ -317,7 +318,7 @@ def run(engine: Engine, batch: int, context: int, steps: int, tokens: int, folde
 
     requests = [engine.submit(prompt, params, callback(at)) for at, prompt in enumerate(prompts)]
     try:
-        while len(begun) < batch and engine.healthy:
+        while tokens > 1 and len(begun) < batch and engine.healthy:
             engine.wait(0.01)
         return break_down(record(engine, steps), folder)
     finally:

@@ -19,7 +19,7 @@ MAX_KERNELS = 12
 
 @dataclass(frozen=True)
 class Command:
-    """Profile decode steps on every rank.
+    """Profile decode steps, or steps that read prompts, on every rank.
 
     Starts the engine, lets it complete prompts of random tokens, and watches steps with all sequences decoding: first
     for the CPU time of controller and ranks, then with torch's profiler. Prints tables of collectives, with separate
@@ -42,6 +42,8 @@ class Command:
     """Tokens of each prompt."""
     steps: int = 20
     """Number of steps to watch."""
+    prompts: bool = False
+    """Watch steps that each read one prompt per DP group, instead of decode steps."""
     read: Path | None = None
     """Print a server's recording in this folder, instead of starting an engine."""
     output: Path = Path("profile")
@@ -61,9 +63,12 @@ class Command:
             minimum = MIN_STEPS if name == "steps" else 1
             if getattr(self, name) < minimum:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {minimum} or more")
-        tokens = output_length(self.steps, -(-self.batch * self.context // rows))
+        tokens = 1 if self.prompts else output_length(self.steps, -(-self.batch * self.context // rows))
+        rows = self.context if self.prompts else max(rows, self.batch)
+        if self.prompts and self.batch < (minimum := self.engine.attn_dp * output_length(self.steps, 0)):
+            raise UserError(f"--prompts reads one prompt per step and DP group: --batch {minimum} or more lasts")
         config = engine_config(
-            self.model, self.engine, max_running=self.batch, max_batch_tokens=max(rows, self.batch), prefix_cache=False
+            self.model, self.engine, max_running=self.batch, max_batch_tokens=rows, prefix_cache=False
         )
         positions = config.read_model().max_position
         if self.context + tokens > positions:
@@ -73,7 +78,7 @@ class Command:
                 f"a context of {self.context} and the {tokens} tokens that the steps take exceed the model's "
                 f"{positions} positions; at most {advice} fits"
             )
-        tokens = min(tokens + SPARE_TOKENS, positions - self.context)
+        tokens = 1 if self.prompts else min(tokens + SPARE_TOKENS, positions - self.context)
         config = replace(
             config, kv_tokens=self.batch * (self.context + tokens + 16), max_model_len=self.context + tokens
         )
@@ -92,10 +97,11 @@ class Command:
             "batch": self.batch,
             "context": self.context,
             "steps": self.steps,
-            "bytes_a_step": decode_step_bytes(
-                config.read_model(), config.mesh, dtype_of(config), self.batch, self.context, kv_dtype_of(config)
-            ),
         }
+        if not self.prompts:
+            about["bytes_a_step"] = decode_step_bytes(
+                config.read_model(), config.mesh, dtype_of(config), self.batch, self.context, kv_dtype_of(config)
+            )
         return self._show(title, about, found)
 
     def _read(self, folder: Path) -> int:
@@ -127,29 +133,21 @@ class Command:
         return 0
 
 
-def _rate(size: int, us: float) -> str:
-    """Format the bytes that a decode step has to read, and the rate."""
-    return f"weights and cached tokens: {size / 1e9:,.2f} GB a rank, {size / us / 1e3:,.1f} GB/s"
-
-
-def _threads(cpu_us: dict[str, float]) -> str:
-    """List threads by CPU time, the largest first."""
-    taken = sorted(cpu_us.items(), key=lambda thread: -thread[1])
-    return ", ".join(f"{name} {us:,.0f}" for name, us in taken if us >= 1)
-
-
 def tables(report: dict[str, Any]) -> str:
     """Format the parts of a step in 80 columns: means over steps and ranks."""
-    cpu, step = report["cpu_us_a_step"], report["step_us"]
+    cpu, step, us = report["cpu_us_a_step"], report["step_us"], report["unprofiled_step_us"]
+    by_time = sorted(cpu["rank_threads"][0].items(), key=lambda thread: -thread[1])
+    threads = ", ".join(f"{name} {thread_us:,.0f}" for name, thread_us in by_time if thread_us >= 1)
     ranks = ", ".join(f"{us:,.0f}" for us in cpu["rank"])
     lines = [
-        f"a step: {report['unprofiled_step_us']:,.0f} µs, {step:,.0f} µs under the profiler",
-        *([_rate(size, report["unprofiled_step_us"])] if (size := report.get("bytes_a_step")) else []),
+        f"a step: {us:,.0f} µs, {step:,.0f} µs under the profiler",
         f"CPU time of a step: controller {cpu['controller']:,.0f} µs, ranks {ranks} µs",
-        *textwrap.wrap(f"threads of rank 0, µs: {_threads(cpu['rank_threads'][0])}", 80, subsequent_indent="  "),
+        *textwrap.wrap(f"threads of rank 0, µs: {threads}", 80, subsequent_indent="  "),
         f"idle: {report['idle_between']:.1%} between steps, {report['idle_within']:.1%} within",
         "",
     ]
+    if size := report.get("bytes_a_step"):
+        lines.insert(1, f"weights and cached tokens: {size / 1e9:,.2f} GB a rank, {size / us / 1e3:,.1f} GB/s")
     rows: list[tuple[str, ...]] = [("of a step", "calls", "µs", "waiting", "share")]
     for row in report["kinds"]:
         rows.append((row["kind"], *_cells(row)))

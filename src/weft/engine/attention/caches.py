@@ -134,7 +134,7 @@ class StepCaches:
     def project_latent(
         self, layer: CachedLayer, q: Tensor, kv: Tensor, parts: LatentSplit, *, scale: float, absorbed: Absorbed
     ) -> Tensor:
-        """Attend over a layer's Latent, from the results of its projections. Return the output."""
+        """Return attention over a layer's Latent, from its projections `q` and `kv`, with `parts` and the `scale`."""
         backend, plan, at = self._of(layer)
         # Queries that are sent to other ranks are absorbed after that.
         now = absorbed if plan.sharded is None or (plan.rows is None and parts.gathered) else None

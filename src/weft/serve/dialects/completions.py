@@ -7,7 +7,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -85,19 +85,19 @@ class ChoicesReply(Reply):
         self._asked, self._text_processor = body, service.engine.text_processor
         self._options = body.stream_options or StreamOptions()
         self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        self._chunk_head = self._head | {"object": self.chunk_name}
+        self._counts = {"usage": None} if self._options.include_usage else {}
         self.head_fields: dict[str, Any] = {}
 
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
-        counts: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
-        if self._options.continuous_usage_stats:
-            counts = {"usage": self.usage()}
+        counts = {"usage": self.usage()} if self._options.continuous_usage_stats else self._counts
         for choice in self.chunks(index, output, events, begins):
-            yield self._chunk({**self.head_fields, "choices": [choice], **counts})
+            yield event({**self._chunk_head, **self.head_fields, "choices": [choice], **counts})
             self.head_fields = {}
 
     def end(self) -> Iterator[bytes]:
         if self._options.include_usage:
-            yield self._chunk({"choices": [], "usage": self.usage()})
+            yield event(self._chunk_head | {"choices": [], "usage": self.usage()})
         yield DONE
 
     def failed(self, error: ApiError) -> bytes:
@@ -109,16 +109,13 @@ class ChoicesReply(Reply):
             self._head | self.head_fields | {"object": self.name, "choices": choices, "usage": self.usage()}
         )
 
-    def _chunk(self, fields: dict[str, Any]) -> bytes:
-        return event({**self._head, "object": self.chunk_name, **fields})
-
     @abstractmethod
     def choice(self, index: int, output: Output) -> dict[str, Any]:
         """Return a finished choice. output: all its increments as one."""
 
     @abstractmethod
-    def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
-        """Yield the streamed choices of an increment. Args: see `increment`."""
+    def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterable[dict[str, Any]]:
+        """Return the streamed choices of an increment. Args: see `increment`."""
 
     def _prompt_logprobs(self, output: Output) -> dict[str, Any]:
         """Return vLLM's table without ranks: each token of the prompt, and the best tokens at its position."""
@@ -150,13 +147,13 @@ class CompletionReply(ChoicesReply):
         self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(lambda: UTF8("replace"))
 
     def choice(self, index: int, output: Output, begins: bool = True) -> dict[str, Any]:
-        text, echoed, requested = output.text, list[TokenLogprob | int](), self._asked
-        prompt = index // self.choices_of_prompt
+        text, requested, prompt = output.text, self._asked, index // self.choices_of_prompt
+        echoed: list[TokenLogprob | int] = []
         if begins and self._echoed:
             text, echoed = self._echoed[prompt] + text, [self.prompts[prompt][0], *output.prompt_logprobs]
-        self._returned[index] += len(text)
         logprobs = None
         if self._limit is not None:
+            self._returned[index] += len(text)
             logprobs = self._table(index, echoed, output.logprobs, self._limit)
             if output.finish_reason:  # a stop string may have removed the text of some tokens
                 logprobs["text_offset"] = [min(at, self._returned[index]) for at in logprobs["text_offset"]]
@@ -173,10 +170,10 @@ class CompletionReply(ChoicesReply):
                 body["prompt_token_ids"] = self.prompts[prompt]
         return body | self._prompt_logprobs(output) if begins else body
 
-    def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[dict[str, Any]]:
+    def chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterable[dict[str, Any]]:
         # A token without complete text has an event too, as in vLLM: benchmarks count events.
-        if output.token_ids or output.text or output.finish_reason or (begins and self._echoed):
-            yield self.choice(index, output, begins)
+        said = output.token_ids or output.text or output.finish_reason or (begins and self._echoed)
+        return [self.choice(index, output, begins)] if said else []
 
     def _table(
         self, index: int, echoed: Sequence[TokenLogprob | int], output: Sequence[TokenLogprob], limit: int
@@ -240,9 +237,9 @@ class ChatReply(ChoicesReply):
     def _rest(self, index: int, output: Output) -> dict[str, Any]:
         called = output.finish_reason == "stop" and any(part.call for part in self.outputs[index].parts)
         logprobs = {"content": [self._token(p) for p in output.logprobs]} if self._logprobs else None
-        rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": "tool_calls" if called else output.finish_reason}
-        rest |= {"stop_reason": output.stop_reason}
-        return rest | ({"token_ids": output.token_ids} if self._asked.return_token_ids else {})
+        reason = "tool_calls" if called else output.finish_reason
+        rest = {"logprobs": logprobs, "finish_reason": reason, "stop_reason": output.stop_reason}
+        return rest | {"token_ids": output.token_ids} if self._asked.return_token_ids else rest
 
     def _token(self, p: TokenLogprob) -> dict[str, Any]:
         return self._entry(p.token_id, p.logprob) | {"top_logprobs": [self._entry(t, value) for t, value in p.top]}

@@ -21,7 +21,7 @@ PLUGIN = """
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weft.engine.models import qwen
+from weft.engine.models.families import qwen
 
 @dataclass(frozen=True)
 class Homemade(qwen.QwenConfig):

@@ -12,7 +12,7 @@ help:
 	@echo "make test-processors  what numpy's and torch's products matter to, as five types of processor; ARGS=\"Haswell\""
 	@echo "make test-gpu  what needs GPUs, with the Python at hand; writes gpu-tests.log"
 	@echo "make test-gpu-parts PARTS=\"peer soak\"   that, sanitizers and soaks, in parts of nine minutes; without PARTS: which"
-	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"place --jobs 2\""
+	@echo "make test-mutants  plant faults in a copy of the sources, and see that tests fail; ARGS=\"planner --jobs 2\""
 	@echo "make chaos  inject faults into a server under load; ARGS=\"--attn-dp 2 --attn-tp 2\", ARGS=--help"
 	@echo "make plugin-contracts  compare the plug-ins with vLLM's and SGLang's wheels; ARGS=\"vllm-0.33.0\""
 	@echo "make docs   build the documentation site into build/site; every link is checked"

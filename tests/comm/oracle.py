@@ -1,7 +1,7 @@
 """The oracle matrix: every call of a transport against what the definition says, computed in float64 from all inputs.
 
-One function, `check_transport`, runs on every rank of any transport. Inputs are random by a seed that all ranks share,
-so that each can work out what it must get.
+`check_calls` and `check_epilogues` run on every rank of any transport. Inputs are random by a seed that all ranks
+share, so that each can work out what it must get.
 """
 
 from __future__ import annotations

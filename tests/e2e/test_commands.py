@@ -115,7 +115,8 @@ def test_the_plan_of_readme_is_what_the_command_prints() -> None:
     code, out, err = weft_here(*command)
     assert code == 0, err
     printed = iter(out.splitlines())
-    assert len(PLAN) == 8 and all(line in printed for line in PLAN)
+    shown = [line for line in PLAN if line != "…"]
+    assert len(shown) == 8 and all(line in printed for line in shown)
 
 
 def test_the_example_of_the_design_page_is_what_the_command_prints(

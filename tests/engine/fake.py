@@ -16,7 +16,7 @@ from typing import Any
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import GroupRows, Ran, Result, Scored
-from weft.engine.messages.request import EQUALS, SamplingParams, Sequence, Sharing, TokenLogprob
+from weft.engine.messages.request import FAIR_SHARE, SamplingParams, Sequence, Sharing, TokenLogprob
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler
 
 VOCABULARY = 50
@@ -202,7 +202,7 @@ class Driver:
         prompt: Seq[int],
         max_tokens: int,
         end_ids: frozenset[int] = frozenset(),
-        sharing: Sharing = EQUALS,
+        sharing: Sharing = FAIR_SHARE,
         **options: Any,
     ) -> Sequence:
         """Queues a request. options: of its SamplingParams."""

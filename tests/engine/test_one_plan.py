@@ -70,7 +70,7 @@ def test_one_list_has_every_op_in_the_order_of_a_step(model: Path) -> None:
 
 def test_a_plan_costs_what_its_ops_cost(model: Path) -> None:
     plan = plan_of(model, Mesh(2, 4, 8, 1, dcp=2))
-    inside = [op.us for read in plan.reads for op in read.inside if not op.asked]
+    inside = [op.us for read in plan.reads for op in read.inside if not op.optional]
     steps = [step.us for read in plan.reads for step in read.steps]
     assert plan.us == pytest.approx(sum(steps) + sum(inside)) and min(inside) > 0
     assert plan.us == pytest.approx(sum(read.us for read in plan.reads))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.comm.peer import PeerTransport
 from weft.comm.transport import Epilogue, LiveSizes, Ranks, finish
-from weft.planner import exchange as named
+from weft.planner import exchange as exchanges
 from weft.planner.axes import GROUP_NAMES
 from weft.planner.exchange import Exchange, input_rows, parts, result_rows
 from weft.planner.spec import Mesh
@@ -100,11 +100,11 @@ def live_calls(mesh: Mesh, rank: int) -> Iterator[LiveCall]:
     made: list[tuple[Exchange, Ranks]] = []
     for group in groups:
         n = len(group)
-        kinds = (named.all_gatherv, named.reduce_scatterv, named.all_reduce, named.all_to_allv)
+        kinds = (exchanges.all_gatherv, exchanges.reduce_scatterv, exchanges.all_reduce, exchanges.all_to_allv)
         made += [(make(n), group) for make in kinds]
     if mesh.attn_dp > 1 and mesh.attn_tp > 1:
         world = tuple(range(mesh.world))
-        for mixed in (named.all_reduce_all_gatherv, named.reduce_scatterv_all_reduce):
+        for mixed in (exchanges.all_reduce_all_gatherv, exchanges.reduce_scatterv_all_reduce):
             made.append((mixed(mesh.attn_dp, mesh.attn_tp), world))
     for seed, (exchange, group) in enumerate(made):
         for norm in (False, True)[: 1 + (exchange.combine == "sum")]:

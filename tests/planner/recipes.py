@@ -246,13 +246,13 @@ def options(wanted: Wanted) -> list[tuple[Taken, ...]]:
 
 
 class Priced(NamedTuple):
-    """A way by a transport. calls: its collectives, each with the bytes that a rank receives; each: rows of a call."""
+    """A way by a transport. calls: its collectives, each with the bytes that a rank receives; max_call_rows: rows of a call."""
 
     us: float
     kinds: tuple[str, ...]
     transport: str
     calls: tuple[tuple[str, int], ...]
-    each: int
+    max_call_rows: int
 
 
 def members(mesh: Mesh, group: str, rank: int) -> list[int]:

@@ -45,7 +45,7 @@ def test_what_only_the_device_counts_goes_by_transports_that_read_it_there() -> 
     prices, live = BlockPrices(MESH, [quick, able]), replace(QUERIES, live=True)
     assert prices.cheapest(QUERIES, "dcp", 16).transport == "made up"
     found = prices.cheapest(live, "dcp", 16)
-    assert (found.transport, found.each) == ("able", 10)
+    assert (found.transport, found.max_call_rows) == ("able", 10)
     assert BlockPrices(MESH, [quick]).find(live, "dcp", 16) is None
 
 

@@ -9,7 +9,7 @@ from support import run_world
 from torch import Tensor
 
 from weft.comm.reference import ReferenceTransport
-from weft.planner import exchange as named
+from weft.planner import exchange as exchanges
 from weft.planner.exchange import Exchange, Part, in_two_steps, input_rows, parts, result_rows, rows_received
 
 WIDTH = 3
@@ -51,25 +51,25 @@ def cases(draw: st.DrawFn) -> tuple[Exchange, tuple[int, ...], list[Tensor], lis
     kind = draw(st.sampled_from(["ar", "rs", "ag", "a2a", "ar+ag", "rs+ar"]))
     if kind == "ar":
         xs = [values(sizes[0]) for _ in range(n)]
-        return named.all_reduce(n), sizes[:1], xs, [torch.stack(xs).sum(0)] * n
+        return exchanges.all_reduce(n), sizes[:1], xs, [torch.stack(xs).sum(0)] * n
     if kind == "rs":
         xs = [values(sum(sizes)) for _ in range(n)]
-        return named.reduce_scatterv(n), sizes, xs, list(torch.stack(xs).sum(0).split(sizes))
+        return exchanges.reduce_scatterv(n), sizes, xs, list(torch.stack(xs).sum(0).split(sizes))
     if kind == "ag":
         xs = [values(size) for size in sizes]
-        return named.all_gatherv(n), sizes, xs, [torch.cat(xs)] * n
+        return exchanges.all_gatherv(n), sizes, xs, [torch.cat(xs)] * n
     if kind == "a2a":
         matrix = [draw(st.lists(rows, min_size=n, max_size=n)) for _ in range(n)]
         xs = [values(sum(row)) for row in matrix]
         wanted = [torch.cat([xs[i].split(matrix[i])[j] for i in range(n)]) for j in range(n)]
-        return named.all_to_allv(n), tuple(size for row in matrix for size in row), xs, wanted
+        return exchanges.all_to_allv(n), tuple(size for row in matrix for size in row), xs, wanted
     if kind == "ar+ag":
         xs = [values(per_group[r // tp]) for r in range(n)]
         whole = torch.cat([torch.stack(xs[d * tp : (d + 1) * tp]).sum(0) for d in range(dp)])
-        return named.all_reduce_all_gatherv(dp, tp), per_group, xs, [whole] * n
+        return exchanges.all_reduce_all_gatherv(dp, tp), per_group, xs, [whole] * n
     xs = [values(sum(per_group)) for _ in range(n)]
     runs = torch.stack(xs).sum(0).split(per_group)
-    return named.reduce_scatterv_all_reduce(dp, tp), per_group, xs, [runs[r // tp] for r in range(n)]
+    return exchanges.reduce_scatterv_all_reduce(dp, tp), per_group, xs, [runs[r // tp] for r in range(n)]
 
 
 @settings(max_examples=200)
@@ -89,7 +89,7 @@ def test_bytes_are_what_two_steps_move(group: tuple[int, int], data: st.DataObje
     """No rank receives its own rows, and none receives a row twice: counted from the parts themselves."""
     dp, tp = group
     sizes = tuple(tp * size for size in data.draw(st.lists(st.integers(0, 5), min_size=dp, max_size=dp)))
-    for exchange in (named.all_reduce_all_gatherv(dp, tp), named.reduce_scatterv_all_reduce(dp, tp)):
+    for exchange in (exchanges.all_reduce_all_gatherv(dp, tp), exchanges.reduce_scatterv_all_reduce(dp, tp)):
         for place in range(exchange.ranks):
             steps = in_two_steps(parts(exchange, sizes))
             moved = sum(
@@ -101,7 +101,7 @@ def test_bytes_are_what_two_steps_move(group: tuple[int, int], data: st.DataObje
 @given(st.integers(2, 6), st.data())
 def test_a_rank_needs_only_its_own_row_and_column_of_a_permute(n: int, data: st.DataObject) -> None:
     matrix = data.draw(st.lists(rows, min_size=n * n, max_size=n * n))
-    exchange = named.all_to_allv(n)
+    exchange = exchanges.all_to_allv(n)
     for place in range(n):
         known = [rows if place in (i // n, i % n) else 0 for i, rows in enumerate(matrix)]
         whole, seen = parts(exchange, matrix), parts(exchange, known)

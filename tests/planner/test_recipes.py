@@ -88,7 +88,7 @@ class Problem:
         if self.what == "best tokens":
             return BlockValue(vocabulary.best_tokens(1), self.group, packed=True, spares=True)
         if self.what == "logits":
-            return BlockValue(vocabulary.logit_rows(self.tokens, self.ranks), self.group, asked=True)
+            return BlockValue(vocabulary.logit_rows(self.tokens, self.ranks), self.group, optional=True)
         if self.what == "queries":
             row_bytes = self.heads * self.dim * self.element_bytes
             return BlockValue(Gather(self.what, row_bytes, relaid=True), self.group)
@@ -173,7 +173,7 @@ def check_op(op: BlockOp, options: list[Priced]) -> None:
     kinds = RECIPES.get(op.recipe.name, ("all_gatherv",))
     option = next((option for option in options if (option.kinds, option.transport) == (kinds, op.transport)), None)
     assert option is not None, "no such way is legal"
-    assert op.us == pytest.approx(option.us) and op.each == option.each
+    assert op.us == pytest.approx(option.us) and op.max_call_rows == option.max_call_rows
     assert op.calls(op.rows, op.rows) == list(option.calls)
     assert op.bytes == sum(size for _, size in option.calls)
 
@@ -262,7 +262,7 @@ def check_naive(plan: Plan, asked: list[tuple[int, Problem]], options: list[list
     for each, (what, found) in zip(inside, of_every_step, strict=True):
         best = recipes.minimum(found, RECIPES["ag_rs"] if what == "outputs" else ("all_gatherv",))
         times.append(math.inf if best is None else best)
-        assert (each.value.what, each.asked) == (what, False) and each.us == pytest.approx(times[-1])
+        assert (each.value.what, each.optional) == (what, False) and each.us == pytest.approx(times[-1])
         assert (each.transport == "nobody") == (best is None) and each.recipe.name in ("ag_rs", "all_gatherv")
     assert plan.us == pytest.approx(sum(step.us for read in plan.reads for step in read.steps) + sum(times))
 

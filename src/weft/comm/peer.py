@@ -59,7 +59,7 @@ MANY_CALLS = 4096
 """Maximum number of kinds of calls that a transport caches."""
 
 
-class Request(Structure):
+class ExchangeArguments(Structure):
     """Arguments of a call for the native `run`; `csrc/cuda/peer.cu` documents the fields."""
 
     _fields_ = (
@@ -72,7 +72,7 @@ class Request(Structure):
     )
 
 
-class MergeRequest(Structure):
+class MergeArguments(Structure):
     """Arguments of a merge for the native `merge`."""
 
     _fields_ = (
@@ -86,7 +86,7 @@ def layout() -> str:
     """Return this module's assumptions on structures and constants; the native module must report the same."""
     fields = ", ".join(
         " ".join(f"{field[0]}@{getattr(kind, field[0]).offset}" for field in kind._fields_) + f" size {sizeof(kind)}"
-        for kind in (Request, MergeRequest)
+        for kind in (ExchangeArguments, MergeArguments)
     )
     limits = f"max_ranks {MAX_RANKS}, max_threads {MAX_THREADS}, unit_bytes {UNIT_BYTES}"
     limits += f", max_normed_bytes {MAX_NORMED_BYTES}, too_many_rows {TOO_MANY_ROWS}"
@@ -151,7 +151,7 @@ class PeerTransport(NamedCalls):
         groups = mesh.groups_on_host(rank)
         self._ids = {g: i for i, g in reversed([*enumerate(groups)])}
         self._timeout_s = timeout_s
-        self._calls: dict[tuple[object, ...], tuple[Request, int]] = {}
+        self._calls: dict[tuple[object, ...], tuple[ExchangeArguments, int]] = {}
         self._kernels = self._load()
         if (compiled := self._kernels.layout()) != (declared := layout()):
             raise CommError(f"the compiled kernels do not match: they say {compiled!r}, this module {declared!r}")
@@ -236,41 +236,41 @@ class PeerTransport(NamedCalls):
             if len(self._calls) >= MANY_CALLS:
                 self._calls.clear()
             call = self._calls[key] = self._prepare(x, exchange, group, capacity, live is not None, epilogue)
-        request, rows = call
-        request.stream, request.x = self._stream(), x.data_ptr()
+        arguments, rows = call
+        arguments.stream, arguments.x = self._stream(), x.data_ptr()
         if live is not None:
             counted = 2 * exchange.ranks if exchange.direction == "permute" else exchange.segments
             self._expect(live, "counts in device memory", torch.int32, counted)
-            request.device_counts = live.data_ptr()
+            arguments.device_counts = live.data_ptr()
         if epilogue is None:
             result = out = x.new_empty(rows, *x.shape[1:])
         else:
             result = x.new_empty(2, rows, *x.shape[1:])
             out = result[1]
             residual, weight = epilogue.residual.contiguous(), epilogue.weight.contiguous()
-            request.wide_weight = weight.dtype != x.dtype
+            arguments.wide_weight = weight.dtype != x.dtype
             self._expect(residual, "the residual", x.dtype, *out.shape)
-            self._expect(weight, "the norm's weight", torch.float32 if request.wide_weight else x.dtype, *x.shape[1:])
-            request.residual, request.weight = residual.data_ptr(), weight.data_ptr()
-            request.residual_out, request.eps = result.data_ptr(), epilogue.eps
-            request.quantised = 0
+            self._expect(weight, "the norm's weight", torch.float32 if arguments.wide_weight else x.dtype, *x.shape[1:])
+            arguments.residual, arguments.weight = residual.data_ptr(), weight.data_ptr()
+            arguments.residual_out, arguments.eps = result.data_ptr(), epilogue.eps
+            arguments.quantised = 0
             if epilogue.quantised is not None:
                 values, scales, group_size = epilogue.quantised
                 self._expect(values, "quantised rows", FLOAT8, *out.shape)
                 self._expect(scales, "their scales", torch.float32, rows, -(-values.shape[1] // group_size))
-                request.quantised, request.scales = values.data_ptr(), scales.data_ptr()
-                request.quant_group = group_size
-        request.out = out.data_ptr()
+                arguments.quantised, arguments.scales = values.data_ptr(), scales.data_ptr()
+                arguments.quant_group = group_size
+        arguments.out = out.data_ptr()
         try:
-            self._kernels.run(self._handle, addressof(request))
+            self._kernels.run(self._handle, addressof(arguments))
         except KernelError as error:
             raise CommError(f"rank {self.rank}: {error}") from error
         return result
 
     def _prepare(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes, live: bool, epilogue: Epilogue | None
-    ) -> tuple[Request, int]:
-        """Return the parts of a request shared by all calls like this one, and its result's rows. Raises CommError."""
+    ) -> tuple[ExchangeArguments, int]:
+        """Return the arguments shared by all calls like this one, and the result's rows. Raises CommError."""
         place = check_call(self, x, exchange, group, sizes, epilogue)
         direction, n = exchange.direction, len(group)
         if exchange.combine == "sum" and x.dtype not in DTYPES:
@@ -286,7 +286,7 @@ class PeerTransport(NamedCalls):
         shared = n > 2 and exchange.combine == "sum" and exchange.span > 1
         two_shot = shared and two_shot_savings(exchange, segment) > self._tuning.one_shot_bytes
         launch = launch_of(self._tuning, largest, two_shot, rows if epilogue is not None else 0, row_bytes)
-        request = Request(
+        arguments = ExchangeArguments(
             group=self._id(group),
             direction=DIRECTIONS.index(direction),
             segments=exchange.segments,
@@ -301,9 +301,9 @@ class PeerTransport(NamedCalls):
             threads=launch.threads,
             early=self._tuning.early,
         )
-        request.push, request.sum, request.write = launch.blocks
-        request.rows[: len(sent)], request.received[: len(received)] = sent, received
-        return request, rows
+        arguments.push, arguments.sum, arguments.write = launch.blocks
+        arguments.rows[: len(sent)], arguments.received[: len(received)] = sent, received
+        return arguments, rows
 
     def merge_scatterv(
         self, out: Tensor, lse: Tensor, group: Ranks, live: Tensor | None = None, tag: int = 0
@@ -328,7 +328,7 @@ class PeerTransport(NamedCalls):
             self._expect(live, "the number of live tokens", torch.int32, 1)
         own_part = out.new_empty(tokens, heads // len(group), dim), lse.new_empty(tokens, heads // len(group))
         blocks, threads = merge_launch(self._tuning, own_part[0].nbytes)
-        request = MergeRequest(
+        arguments = MergeArguments(
             group=self._id(group),
             x=out.data_ptr(),
             x_token=out.stride(0) * size,
@@ -349,7 +349,7 @@ class PeerTransport(NamedCalls):
             stream=self._stream(),
         )
         try:
-            self._kernels.merge(self._handle, addressof(request))
+            self._kernels.merge(self._handle, addressof(arguments))
         except KernelError as error:
             raise CommError(f"rank {self.rank}: {error}") from error
         return own_part

@@ -17,7 +17,7 @@ from weft.comm.forks import ProcessBound
 from weft.comm.transport_registry import TransportEntry
 from weft.kernels import float8
 from weft.kernels.torch_reference import add_rms_norm
-from weft.planner import exchange as named
+from weft.planner import exchange as exchanges
 from weft.planner.cost import Cost, Offer
 from weft.planner.edges import legal_edges
 from weft.planner.exchange import Exchange, input_rows
@@ -169,20 +169,20 @@ class NamedCalls(ProcessBound):
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
         """Return the sum of all ranks' x."""
-        return self.exchange(x, named.all_reduce(len(group)), group, (x.shape[0],), epilogue)
+        return self.exchange(x, exchanges.all_reduce(len(group)), group, (x.shape[0],), epilogue)
 
     def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
         """Return this rank's segment of the rows of the sum of all ranks' x `[sum(sizes), width]`."""
-        return self.exchange(x, named.reduce_scatterv(len(group)), group, sizes, epilogue)
+        return self.exchange(x, exchanges.reduce_scatterv(len(group)), group, sizes, epilogue)
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
         """Return all ranks' rows, in rank order: `[sum(sizes), width]`; the i-th rank passes `sizes[i]` rows."""
-        return self.exchange(x, named.all_gatherv(len(group)), group, sizes)
+        return self.exchange(x, exchanges.all_gatherv(len(group)), group, sizes)
 
     def all_to_allv(self, x: Tensor, group: Ranks, send: Sizes, receive: Sizes) -> Tensor:
         """Send `send[i]` rows of `x` to rank i, segment by segment; return `receive[i]` rows of each rank i."""
         return self.exchange(
-            x, named.all_to_allv(len(group)), group, to_and_from(send, receive, place_in(group, self.rank))
+            x, exchanges.all_to_allv(len(group)), group, to_and_from(send, receive, place_in(group, self.rank))
         )
 
     def broadcast(self, x: Tensor, group: Ranks, root: int) -> Tensor:
@@ -192,14 +192,14 @@ class NamedCalls(ProcessBound):
 
     def all_reduce_all_gatherv(self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
         """Return the sums of x over each group of neighbouring ranks, in group order. sizes: rows of each group."""
-        exchange = named.all_reduce_all_gatherv(len(sizes), len(world) // len(sizes))
+        exchange = exchanges.all_reduce_all_gatherv(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)
 
     def reduce_scatterv_all_reduce(
         self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
     ) -> Tensor:
         """Return this group's segment of the rows of the sum of all ranks' x `[sum(sizes), width]`."""
-        exchange = named.reduce_scatterv_all_reduce(len(sizes), len(world) // len(sizes))
+        exchange = exchanges.reduce_scatterv_all_reduce(len(sizes), len(world) // len(sizes))
         return self.exchange(x, exchange, world, sizes, epilogue)
 
 
@@ -257,7 +257,7 @@ def check_call(
 def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) -> int:
     """Return the rank's place in the group. Raises CommError for an error that this rank can find alone."""
     place, rank = place_in(group, transport.rank), transport.rank
-    if not transport.entry.offers(named.merge_scatterv(len(group))):
+    if not transport.entry.offers(exchanges.merge_scatterv(len(group))):
         raise CommError(f"{transport.entry.name} does not offer merge_scatterv")
     if out.dim() != 3 or out.shape[1] % len(group):
         raise CommError(
@@ -273,8 +273,8 @@ def check_merge(transport: Transport, out: Tensor, lse: Tensor, group: Ranks) ->
 
 def offer_of(entry: TransportEntry, mesh: Mesh, cost: Cost) -> Offer:
     """Return a transport's offer to the planner: its edges of the mesh, and its exchanges inside blocks."""
-    exchanges = {e.exchange for edges in legal_edges(mesh).values() for e in edges if e.exchange is not None}
-    exchanges |= block_exchanges(mesh)
-    kinds, epilogues = (frozenset(e.kind for e in exchanges if entry.offers(e, epilogue)) for epilogue in (False, True))
+    offered = {e.exchange for edges in legal_edges(mesh).values() for e in edges if e.exchange is not None}
+    offered |= block_exchanges(mesh)
+    kinds, epilogues = (frozenset(e.kind for e in offered if entry.offers(e, epilogue)) for epilogue in (False, True))
     limits = entry.max_bytes, entry.max_normed_bytes, entry.max_ranks, entry.max_hosts
     return Offer(entry.name, kinds, epilogues, cost, *limits, live_sizes=entry.takes_live_sizes)

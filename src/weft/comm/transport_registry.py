@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from weft.comm import peer_launch
-from weft.planner import exchange as named
+from weft.planner import exchange as exchanges
 from weft.planner.exchange import Exchange
 from weft.planner.spec import LayoutError, Mesh
 from weft.plugins import PluginError, load_plugins
@@ -116,7 +116,7 @@ def check_serves(entries: Sequence[TransportEntry], mesh: Mesh) -> None:
 def offers_all(exchange: Exchange, epilogue: bool = False) -> bool:
     """Offer all exchanges: epilogues of sums, and merges of whole heads."""
     if exchange.combine == "softmax_merge":
-        return exchange == named.merge_scatterv(exchange.ranks) and not epilogue
+        return exchange == exchanges.merge_scatterv(exchange.ranks) and not epilogue
     return exchange.combine == "sum" or not epilogue
 
 

@@ -22,7 +22,7 @@ from weft.comm.transport_registry import SHM_RANKS
 from weft.kernels.build import cpu_kernels, cuda_kernels
 from weft.library.arguments import Arguments, Counts, check_out, integers, rows_of
 from weft.library.custom_ops import OPEN, with_rank
-from weft.planner import exchange as named
+from weft.planner import exchange as exchanges
 from weft.planner.cost import host_table, read_tuning
 from weft.planner.spec import Mesh
 
@@ -190,7 +190,7 @@ class Communicator(ProcessBound):
         check_out("all_gatherv", out, x, (sum(rows), *x.shape[1:]))
         if torch.compiler.is_compiling() and sizes is rows:
             return _into(out, torch.ops.weft.all_gatherv(x, rows, self.name))
-        return _into(out, self.transport.exchange(x, named.all_gatherv(self.world_size), self._everyone, sizes))
+        return _into(out, self.transport.exchange(x, exchanges.all_gatherv(self.world_size), self._everyone, sizes))
 
     def reduce_scatterv(
         self, x: Tensor, counts: Counts, capacity: int | Sequence[int] | None = None, out: Tensor | None = None
@@ -205,7 +205,7 @@ class Communicator(ProcessBound):
         check_out("reduce_scatterv", out, x, (rows[self.rank], *x.shape[1:]))
         if torch.compiler.is_compiling() and sizes is rows:
             return _into(out, torch.ops.weft.reduce_scatterv(x, rows, self.name))
-        return _into(out, self.transport.exchange(x, named.reduce_scatterv(self.world_size), self._everyone, sizes))
+        return _into(out, self.transport.exchange(x, exchanges.reduce_scatterv(self.world_size), self._everyone, sizes))
 
     def reduce_scatterv_add_rms_norm(
         self,
@@ -225,7 +225,7 @@ class Communicator(ProcessBound):
         self._takes.check_rows(op, x, sum(rows_of(sizes)))
         shape = (rows_of(sizes)[self.rank], *x.shape[1:])
         epilogue = self._takes.epilogue(op, x, shape, residual, weight, eps)
-        exchange = named.reduce_scatterv(self.world_size)
+        exchange = exchanges.reduce_scatterv(self.world_size)
         added, normed = self.transport.exchange(x, exchange, self._everyone, sizes, epilogue).unbind(0)
         return normed, added
 

@@ -48,8 +48,8 @@ class Offer:
     cost: Cost
     max_bytes: int | None = None  # maximum size of a call's largest tensor
     max_normed_bytes: int | None = None  # maximum size of a row in an epilogue
-    max_ranks: int | None = None  # largest group
-    max_hosts: int | None = None  # largest group
+    max_ranks: int | None = None  # maximum ranks of a group
+    max_hosts: int | None = None  # maximum hosts of a group
     live_sizes: bool = True  # accepts row counts in device memory, as captured steps with dispatch require
 
     def serves(self, ranks: int, hosts: int) -> bool:
@@ -79,8 +79,8 @@ class AlphaBeta:
     alpha_us: float  # latency of any collective
     hop_us: float  # extra latency for each doubling of the group
     gb_s: float  # bandwidth into a rank
-    launch_us: float  # latency and memory bandwidth of a local elementwise kernel
-    mem_gb_s: float  # latency and memory bandwidth of a local elementwise kernel
+    launch_us: float  # latency of a local elementwise kernel
+    mem_gb_s: float  # memory bandwidth of a local elementwise kernel
     network: Network | None = None  # between hosts, if it is known
 
     def collective_us(self, kind: str, ranks: int, bytes_moved: float, hosts: int = 1) -> float:

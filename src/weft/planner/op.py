@@ -45,8 +45,8 @@ class Op:
     group: str  # name of the communicating group; empty if none is named
     transport: str  # runs its collectives; `local` for local work, `nobody` if none offers them
     us: float  # predicted time
-    each: int = 0  # maximum rows per call, larger ops are split into several calls; 0: no limit
-    asked: bool = False  # runs only in steps with a row that asks for it
+    max_call_rows: int = 0  # larger ops are split into several calls; 0: no limit
+    optional: bool = False  # runs only in steps with a row that asks for it
     packed: bool = False  # the rows of a rank travel as one
 
     @property
@@ -161,7 +161,7 @@ class BlockValue:
     value: Value
     group: str
     packed: bool = False  # the rows of a rank travel as one
-    asked: bool = False  # exchanged only in steps with a row that asks for it
+    optional: bool = False  # exchanged only in steps with a row that asks for it
     spares: bool = False  # without it, a value that only some rows ask for would be exchanged in every step
 
     def of(self, tokens: int) -> tuple[Value, str, int]:
@@ -186,9 +186,9 @@ class BlockOp(Op):
     recipe: Recipe
     transport: str
     us: float
-    each: int
+    max_call_rows: int
     parts: tuple[BlockOp, ...] = ()
-    asked: bool = False
+    optional: bool = False
     packed: bool = False
 
     def steps(self) -> Iterator[BlockOp]:
@@ -212,8 +212,8 @@ class BlockOp(Op):
     def calls(self, capacity: int, live: float) -> list[tuple[str, int]]:
         """Return (kind, bytes that a rank receives) of each collective. capacity: rows of tensors; live: used rows."""
         result: list[tuple[str, int]] = []
-        for begin in range(0, capacity, self.each):
-            rows = max(0, min(self.each, live - begin))
+        for begin in range(0, capacity, self.max_call_rows):
+            rows = max(0, min(self.max_call_rows, live - begin))
             result += [(kind, int(moved)) for kind, moved in self.recipe.calls(self.value, self.ranks, rows)]
         return result
 
@@ -224,7 +224,7 @@ class BlockOp(Op):
 
     @property
     def collectives(self) -> tuple[str, ...]:
-        return self.kinds * -(-self.rows // self.each)
+        return self.kinds * -(-self.rows // self.max_call_rows)
 
     def named_calls(self, capacity: int, live: int) -> list[tuple[str, int]]:
         return [(f"{self._named(kind)} · {self.transport}", moved) for kind, moved in self.calls(capacity, live)]
@@ -245,7 +245,7 @@ class BlockOp(Op):
             "bytes": self.bytes,
             "transport": self.transport,
             "us": finite(self.us),
-            "asked": self.asked,
+            "asked": self.optional,
         }
 
 

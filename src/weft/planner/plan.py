@@ -61,17 +61,14 @@ class Plan:
                 if step.edge is not None and step.edge.moves:
                     yield read.read, step, step.edge
 
-    def ops(self, asked: bool = True) -> Iterator[tuple[str, Op]]:
-        """Yield all ops in order, each with the site of the read that it serves or follows.
-
-        asked: include ops that only run if a row asks for them.
-        """
+    def ops(self, optional: bool = True) -> Iterator[tuple[str, Op]]:
+        """Yield all ops in order, with the sites of their reads. optional: include ops that run only if a row asks."""
         for read in self.reads:
-            yield from ((read.read.site, op) for op in read.ops() if op.kinds and (asked or not op.asked))
+            yield from ((read.read.site, op) for op in read.ops() if op.kinds and (optional or not op.optional))
 
     def checksum(self) -> int:
         """CRC-32 of the ops and their rows: ranks with a different checksum run different collectives."""
-        ops = (f"{site} {op}" + (f" by {op.each}" if op.each else "") for site, op in self.ops())
+        ops = (f"{site} {op}" + (f" by {op.max_call_rows}" if op.max_call_rows else "") for site, op in self.ops())
         return zlib.crc32("|".join((str(self.counts), *ops)).encode())
 
 
@@ -145,7 +142,7 @@ class Planner(StreamPrices):
             steps += [self._norm(home.rows, tokens, added), *delivered]
             inside, (us, ops) = read.inside, self._inside(read.inside, tokens)
             if self.choice != "naive":  # the blocks' exchanges only change if it is the plan to follow
-                inside = tuple(replace(value, asked=False) for value in inside if not value.spares)
+                inside = tuple(replace(value, optional=False) for value in inside if not value.spares)
                 ops = tuple(self.blocks.naive(*value.of(tokens)) for value in inside)
                 us = sum(op.us for op in ops)
             us += sum(s.us for s in steps)
@@ -166,8 +163,10 @@ class Planner(StreamPrices):
             if op is None:
                 us = math.inf
                 break
-            ops.append(replace(op, asked=value.asked, packed=value.packed) if value.asked or value.packed else op)
-            us += 0.0 if value.asked or op.us == math.inf else op.us
+            ops.append(
+                replace(op, optional=value.optional, packed=value.packed) if value.optional or value.packed else op
+            )
+            us += 0.0 if value.optional or op.us == math.inf else op.us
         return us, tuple(ops)
 
     def _route(self, operand: int | str, src: Placement, dst: Placement, tokens: int) -> list[StreamOp]:

@@ -111,12 +111,12 @@ def _formats(planner: Planner, plan: Plan) -> list[dict[str, Any]]:
 
 def _kinds(plan: Plan) -> str:
     """Return how often each collective runs."""
-    counts = Counter(f"{kind} {op.group}" for _, op in plan.ops(asked=False) for kind in op.collectives)
+    counts = Counter(f"{kind} {op.group}" for _, op in plan.ops(optional=False) for kind in op.collectives)
     return ", ".join(f"{times} × {kind}" for kind, times in counts.items()) or "nothing moves"
 
 
 def _totals(planner: Planner, plan: Plan) -> dict[str, Any]:
-    ops = [op for _, op in plan.ops(asked=False)]
+    ops = [op for _, op in plan.ops(optional=False)]
     moved = sum(planner.received(op, plan.counts) for op in ops)
     return {"us": finite(plan.us), "collectives": sum(len(op.collectives) for op in ops), "bytes": moved}
 
@@ -145,7 +145,7 @@ def _table(planner: Planner, plan: Plan, one_transport: bool) -> list[str]:
         rows.append((f"  {fold(read.read.site).removeprefix(prefix)}{often}{form}",))
         for op in read.ops():
             named = op.brief() if one_transport or not op.kinds else str(op)
-            condition = ", where a row asks for it" * op.asked
+            condition = ", where a row asks for it" * op.optional
             moved = size_text(op.moved(planner.bytes_received, plan.counts)) if op.kinds else ""
             rows.append((f"    {named}{condition}", moved, f"{op.us:,.1f} µs"))
     return columns(rows)

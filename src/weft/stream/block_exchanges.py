@@ -124,13 +124,13 @@ class BlockExchanges:
         plan, ranks = self._plan(what, group, max(sizes)), self.mesh.peers(group, self.rank)
         transport, kind = self._transports[plan.transport], exchange.all_gatherv(len(ranks))
         with self._counted(plan, (sum(sizes) - min(sizes)) * x.shape[1] * x.element_size(), x):
-            if plan.each >= max(sizes) or calls is not sizes:
+            if plan.max_call_rows >= max(sizes) or calls is not sizes:
                 return run_traced(transport, x, kind, ranks, calls)
             out = x.new_empty(sum(sizes), x.shape[1])
             into = out.split(list(sizes))
-            for begin in range(0, max(sizes), plan.each):
-                part = tuple(min(plan.each, max(0, size - begin)) for size in sizes)
-                received = run_traced(transport, x[begin : begin + plan.each], kind, ranks, part)
+            for begin in range(0, max(sizes), plan.max_call_rows):
+                part = tuple(min(plan.max_call_rows, max(0, size - begin)) for size in sizes)
+                received = run_traced(transport, x[begin : begin + plan.max_call_rows], kind, ranks, part)
                 for run, rank_rows in zip(received.split(list(part)), into, strict=True):
                     rank_rows[begin : begin + len(run)] = run
         return out
@@ -138,7 +138,7 @@ class BlockExchanges:
     def rows_of_call(self, what: Gather, group: str, rows: int) -> int:
         """Return the plan's maximum rows of each rank per call for `rows` rows; 0 if no transport has them."""
         op = self.prices.find(what, group, rows)
-        return 0 if op is None else min(op.each, rows)
+        return 0 if op is None else min(op.max_call_rows, rows)
 
     def merge(self, group: str, out: Tensor, lse: Tensor, live: Tensor | None = None) -> Merged:
         """Merge attention over the ranks' shards of the keys.
@@ -152,12 +152,12 @@ class BlockExchanges:
         plan = self._plan(what, group, tokens)
         merge, transport = MERGES[plan.recipe.name], self._transports[plan.transport]
         with self._counted(plan, sum(moved for _, moved in plan.calls(tokens, tokens)), out):
-            if tokens <= plan.each:
+            if tokens <= plan.max_call_rows:
                 return merge(transport, out, lse, ranks, live)
             share, total = own_heads(out, ranks), own_heads(lse, ranks)
-            for begin in range(0, tokens, plan.each):
-                at = slice(begin, begin + plan.each)
-                part_live = None if live is None else (live - begin).clamp(0, plan.each)
+            for begin in range(0, tokens, plan.max_call_rows):
+                at = slice(begin, begin + plan.max_call_rows)
+                part_live = None if live is None else (live - begin).clamp(0, plan.max_call_rows)
                 share[at], total[at] = merge(transport, out[at], lse[at], ranks, part_live)
         return share, total
 

@@ -107,7 +107,7 @@ class Stats:
         For eager steps this counts the ops with bytes that follow from these counts; other ops are counted as they run.
         alone: for walks by a graph, seconds of a call of each op in isolation.
         """
-        for site, op in plan.ops(asked=False):
+        for site, op in plan.ops(optional=False):
             if not op.by_counts and alone is None:
                 continue
             key, us = step_key(site, op), op.us if op.us < math.inf else 0.0

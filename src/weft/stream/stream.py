@@ -308,14 +308,14 @@ class Stream:
         self._index += 1
         if self._exchanges is not None:
             self._exchanges.serve(read_plan)
-        walk, self.deltas = ReadExecution(self, traced.site, norm, extra), _Deltas()
+        execution, self.deltas = ReadExecution(self, traced.site, norm, extra), _Deltas()
         for op in read_plan.steps:
-            getattr(walk, op.op)(op)
-        self.residual = walk.residual
+            getattr(execution, op.op)(op)
+        self.residual = execution.residual
         travelled = read_plan.steps[-1].op == "unpack"
         placement = replace(traced.target, wire=traced.wire) if travelled else traced.target
-        made = {traced.wire.format: walk.made} if traced.wire and walk.made is not None else {}
-        hidden = self.hidden(walk.normed, placement, norm.path, extra=walk.received, made=made)
+        made = {traced.wire.format: execution.made} if traced.wire and execution.made is not None else {}
+        hidden = self.hidden(execution.normed, placement, norm.path, extra=execution.received, made=made)
         if self._observer is not None:
             self._observer(norm.path, hidden)
         return hidden

@@ -25,7 +25,7 @@ from weft.engine.controller.rank_executors import make_executor
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
 from weft.engine.messages.rank_messages import Step
-from weft.engine.messages.request import EQUALS, FinishReason, SamplingParams, Sequence, Sharing
+from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParams, Sequence, Sharing
 from weft.engine.output.request_output import Named, OutputCallback, RequestOutput, prepare
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.output.text_processor import TextProcessor
@@ -115,14 +115,14 @@ class Engine(ProcessBound):
         params: SamplingParams,
         callback: OutputCallback,
         *,
-        sharing: Sharing = EQUALS,
+        sharing: Sharing = FAIR_SHARE,
         timeout_s: float | None = None,
     ) -> int:
         """Queue one request and return its id; see `submit_all`."""
         return self.submit_all([(prompt, params, callback)], sharing=sharing, timeout_s=timeout_s)[0]
 
     def submit_all(
-        self, requests: Seq[Request], *, sharing: Sharing = EQUALS, timeout_s: float | None = None, name: str = ""
+        self, requests: Seq[Request], *, sharing: Sharing = FAIR_SHARE, timeout_s: float | None = None, name: str = ""
     ) -> list[int]:
         """Queue requests, all or none, and return their ids.
 

@@ -258,7 +258,7 @@ def _exchanges(plan: Plan) -> dict[str, list[str]]:
     calls, after = dict[str, list[str]](), list[str]()
     for read in plan.reads:
         calls[read.read.site] = after + [str(op) for step in read.steps for op in step.steps() if op.kinds]
-        after = [str(op) for each in read.inside for op in each.steps() if op.kinds and not op.asked]
+        after = [str(op) for each in read.inside for op in each.steps() if op.kinds and not op.optional]
     return calls | {LOGITS: after}
 
 

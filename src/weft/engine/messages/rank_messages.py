@@ -47,7 +47,7 @@ PARAMETERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "min_p": ("between 0 and 1", lambda value: 0 <= value <= 1),
 }
 """Fields of `Shaping` with their valid values, in words and as a function."""
-CAPTURED, SHARED = ("temperature", "min_p"), ("temperature",)
+GRAPH_PARAMETERS, SHARE_PARAMETERS = ("temperature", "min_p"), ("temperature",)
 """Fields supported by sampling in CUDA graphs, and fields supported on a share of a split vocabulary. Rows that set
 another field are sampled after the graph, from full rows of logits."""
 

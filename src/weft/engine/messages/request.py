@@ -149,7 +149,7 @@ class Sharing:
     cache_salt: str = ""
 
 
-EQUALS = Sharing()
+FAIR_SHARE = Sharing()
 """The default: one client, one priority, no salt."""
 
 
@@ -232,7 +232,7 @@ class Sequence:
     grammar: Grammar | None = None
     scores: list[TokenLogprob] = field(default_factory=list)
     fault: Exception | None = None
-    sharing: Sharing = EQUALS
+    sharing: Sharing = FAIR_SHARE
     arrived: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     deadline: float | None = None

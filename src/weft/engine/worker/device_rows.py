@@ -9,7 +9,7 @@ from array import array
 import torch
 from torch import Tensor
 
-from weft.engine.messages.rank_messages import NEUTRAL, PARAMETERS, SHARED, GroupRows
+from weft.engine.messages.rank_messages import NEUTRAL, PARAMETERS, SHARE_PARAMETERS, GroupRows
 from weft.engine.worker.row_table import NO_TOKEN, RowTable
 from weft.engine.worker.staged_writes import PinnedWrites, StagedWrites
 
@@ -97,11 +97,11 @@ class DeviceRows:
             logits: float32 `[S, vocabulary]`, or this rank's share `[S, own]`.
             rows: int64 `[S]`, of the table.
             position: int64 `[S]`, of the sampled tokens in their sequences.
-            first: first token of the share; then only `SHARED` parameters apply.
+            first: first token of the share; then only `SHARE_PARAMETERS` apply.
         """
         from weft.engine.kernels.triton.sample import sample  # a CPU need not have Triton
 
         table = rows.int()
-        how = {name: self.parameters[name] for name in (PARAMETERS if first is None else SHARED)}
+        how = {name: self.parameters[name] for name in (PARAMETERS if first is None else SHARE_PARAMETERS)}
         places = dict(position=position.int(), live=table.new_full((1,), len(rows)), table=table)
         return sample(logits.contiguous(), seed=self.seed, first=first or 0, **how, **places)

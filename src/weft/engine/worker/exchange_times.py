@@ -52,7 +52,7 @@ def exchange_times(
     """
     found: dict[object, float] = {}
     times: dict[StepKey, float] = {}
-    for site, op in plan.ops(asked=False):
+    for site, op in plan.ops(optional=False):
         transport = transports.get(op.transport)
         if transport is None or not op.by_counts:
             continue

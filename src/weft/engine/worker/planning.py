@@ -61,7 +61,7 @@ def _head(config: ModelConfig, mesh: Mesh) -> list[BlockValue]:
     if not config.split_vocabulary or mesh.attn_tp == 1:
         return []
     best, logits = best_tokens(1), logit_rows(config.vocab_size, mesh.attn_tp)
-    return [BlockValue(best, "attn_tp", packed=True, spares=True), BlockValue(logits, "attn_tp", asked=True)]
+    return [BlockValue(best, "attn_tp", packed=True, spares=True), BlockValue(logits, "attn_tp", optional=True)]
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:

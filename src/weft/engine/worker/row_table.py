@@ -16,7 +16,7 @@ from weft.engine.attention.forward_batch import Batch
 from weft.engine.kernels.staging import on_device
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.kv.tokens import token_array
-from weft.engine.messages.rank_messages import CAPTURED, SHARED, GroupRows, Sampling
+from weft.engine.messages.rank_messages import GRAPH_PARAMETERS, SHARE_PARAMETERS, GroupRows, Sampling
 
 NO_TOKEN = -1
 """Last token of a row before any token is sampled for its sequence. A decode row must not run from it."""
@@ -37,7 +37,7 @@ class RowTable:
 
     def __init__(self, max_rows: int, rules: Sequence[Rule], page_size: int, device: torch.device, split: bool = False):
         self.device, self.rules, self.page_size = device, tuple(rules), page_size
-        self.rows, self._captured = dict[int, Row](), SHARED if split else CAPTURED
+        self.rows, self._captured = dict[int, Row](), SHARE_PARAMETERS if split else GRAPH_PARAMETERS
         self.shaped: set[int] = set()
         """Rows with sampling parameters not supported in graphs, or not on a share of a vocabulary."""
         self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)

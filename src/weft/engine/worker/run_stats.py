@@ -82,7 +82,7 @@ class RunStats:
         rows = counts[self._exchanges.mesh.group_of(self._exchanges.rank)]
         capacity, sampled = (rows, rows) if shape is None else (shape.rows, shape.sampled)
         moves: list[tuple[str, str, str, int]] = []
-        for site, op in plan.ops(asked=False):
+        for site, op in plan.ops(optional=False):
             if op.by_counts:
                 calls = [(str(op), self._planner.received(op, counts))]
             elif op.packed:

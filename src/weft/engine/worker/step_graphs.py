@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft.comm.transport import Transport
 from weft.engine.attention.caches import Caches
-from weft.engine.messages.rank_messages import CAPTURED, SHARED, GroupRows
+from weft.engine.messages.rank_messages import GRAPH_PARAMETERS, SHARE_PARAMETERS, GroupRows
 from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Inputs, Shape
@@ -119,8 +119,8 @@ class StepGraphs:
 
         Returns:
             Logits `[sampled, vocabulary]` in the model's dtype, or this rank's share if the vocabulary is split; and
-            the sampled tokens, int32, NO_TOKEN for a decode row without a last token. They are sampled with `CAPTURED`
-            parameters, or `SHARED` ones.
+            the sampled tokens, int32, NO_TOKEN for a decode row without a last token. They are sampled with
+            `GRAPH_PARAMETERS`, or `SHARE_PARAMETERS`.
         """
         for transport in self._transports.values():
             transport.check()
@@ -151,7 +151,7 @@ class StepGraphs:
         stream.finish()
         if shape.prompts:
             logits = self._logits[: shape.sampled].copy_(logits)
-        first, names = (0, CAPTURED) if split is None else (split.share.start, SHARED)
+        first, names = (0, GRAPH_PARAMETERS) if split is None else (split.share.start, SHARE_PARAMETERS)
         how = {name: rows.parameters[name] for name in names}
         places = dict(seed=rows.seed, position=sampled.lengths, live=sampled.live, table=sampled.rows)
         best_tokens = candidates(logits, first=first, **how, **places)[None]

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from weft.engine.config.config import EngineError, QueueFull
 from weft.engine.controller.engine import Engine
-from weft.engine.messages.request import EQUALS, Output, SamplingParams, Sharing
+from weft.engine.messages.request import FAIR_SHARE, Output, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.serve.http.errors import ApiError, of_value
 from weft.serve.http.metrics import Metrics
@@ -90,7 +90,7 @@ class EngineClient:
         request: Request,
         prompts: Sequence[Sequence[int]],
         params: Sequence[SamplingParams],
-        sharing: Sharing = EQUALS,
+        sharing: Sharing = FAIR_SHARE,
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Yield (choice, output increment) until every choice has ended; each pair of prompt and params is a choice.
 

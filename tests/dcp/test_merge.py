@@ -213,7 +213,7 @@ def test_what_exceeds_the_capacity_goes_in_several_calls_and_what_has_no_recipe_
     )
     whole = plan_merge(merge, 2, 8, [offered("large", ALL, 1.0, 10.0, capacity)], "fused")
     parts = plan_merge(merge, 2, 8, [small, other], "fused")
-    assert (whole.each, parts.each, parts.bytes) == (8, 7, whole.bytes)
+    assert (whole.max_call_rows, parts.max_call_rows, parts.bytes) == (8, 7, whole.bytes)
     seven, one = (plan_merge(merge, 2, n, [small], "fused").us for n in (7, 1))
     assert parts.us > whole.us and parts.us == pytest.approx(seven + one)
     none = replace(small, max_bytes=merge.bytes(1, 2) - 1)

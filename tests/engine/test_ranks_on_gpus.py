@@ -16,9 +16,10 @@ from e2e.here import weft_here
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import NCCL, PEER
 from weft.engine.config.config import EngineConfig
-from weft.engine.config.device import check_float8, check_gpu, device_of, enabled_transports
+from weft.engine.config.device import check_formats, check_gpu, device_of, enabled_transports
 from weft.engine.controller import startup
 from weft.engine.hosts import digests
+from weft.engine.models.weights.float8_weights import Float8Format
 from weft.engine.worker.open_transports import cost_model, lacks_cost_table, open_transports
 from weft.engine.worker.planning import plan_model
 from weft.kernels.float8 import FLOAT8
@@ -133,16 +134,16 @@ def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100" if device.index else "Tesla T4")
     with pytest.raises(LayoutError, match=r"^Tesla T4 \(sm_75\) is older than sm_80, .*, or --device cpu$"):
         check_gpu(torch.device("cuda", 0))
-    in_float8 = SimpleNamespace(float8=True, storage=SimpleNamespace(float8_block=(128, 128)))
+    in_float8 = SimpleNamespace(float8=True, storage=Float8Format((128, 128)))
     with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) has no matmuls in FP8, which require sm_89: --float8 off$"):
-        check_float8(in_float8, torch.bfloat16, torch.device("cuda", 1))
-    plain = SimpleNamespace(float8=True, storage=SimpleNamespace(float8_block=None))
+        check_formats(in_float8, torch.bfloat16, torch.device("cuda", 1))
+    plain = SimpleNamespace(float8=True, storage=Float8Format())
     with pytest.raises(LayoutError, match=r"^A100 \(sm_80\) converts no FP8, which requires sm_89: --kv-dtype auto$"):
-        check_float8(plain, FLOAT8, torch.device("cuda", 1))
-    check_float8(plain, torch.bfloat16, torch.device("cuda", 1))
+        check_formats(plain, FLOAT8, torch.device("cuda", 1))
+    check_formats(plain, torch.bfloat16, torch.device("cuda", 1))
     for device in (torch.device("cpu"), torch.device("cuda", 1)):
         check_gpu(device)
-    check_float8(in_float8, FLOAT8, torch.device("cpu"))
+    check_formats(in_float8, FLOAT8, torch.device("cpu"))
 
 
 def test_gpus_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

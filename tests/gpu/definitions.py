@@ -69,6 +69,12 @@ def route(
     return weight, torch.where(here, expert, -1).int()
 
 
+def linear_float8(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x Wᵀ `[T, N]`. The rows of x `[T, K]` are quantised first, by the weight's groups of columns."""
+    rows = x if isinstance(x, Fp8Rows) else quantise(x, weight.unit[1])
+    return dequantise(rows, dtype) @ dequantise(weight, dtype).mT
+
+
 def experts(
     x: Tensor | Fp8Rows,
     weight: Tensor,

@@ -16,8 +16,9 @@ from weft.kernels import float8
 from weft.planner.chain import Chain, Read
 from weft.planner.cost import AlphaBeta
 from weft.planner.plan import Plan, Planner
-from weft.planner.row_formats import Float8, Wire
+from weft.planner.row_formats import Wire
 from weft.planner.spec import Mesh, Placement, Rows
+from weft.stream.formats import Float8
 from weft.stream.hidden import Hidden
 from weft.stream.step_rows import PaddedRows, StepRows
 from weft.stream.stream import Stream

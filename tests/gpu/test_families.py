@@ -24,7 +24,6 @@ from weft.engine.models.layers import basic as layers
 from weft.engine.models.load import dummy_model, load_model
 from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kernels import float8
 from weft.kernels.float8 import Fp8Rows, Fp8Weight
 from weft.planner.spec import Mesh
 
@@ -114,7 +113,7 @@ class Products:
         def checked_product(x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, *more: Any, **named: Any) -> Tensor:
             found = product(x, weight, *more, **named)
             if isinstance(weight, Fp8Weight) and len(found):  # plans are made of traces without rows
-                self.dense.append(_off(found, float8.linear(x, weight, torch.float64)))
+                self.dense.append(_off(found, definitions.linear_float8(x, weight, torch.float64)))
             return found
 
         def checked_experts(

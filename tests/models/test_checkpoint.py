@@ -18,7 +18,9 @@ from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
 from weft.engine.models.weights.checkpoint import Checkpoint
+from weft.engine.models.weights.float8_weights import Float8Format
 from weft.engine.models.weights.source import Fused, Source, Stacked, Transposed, View
+from weft.engine.models.weights.weight_formats import Mxfp4Format
 from weft.planner.spec import Mesh
 
 W = torch.arange(7 * 10.0).view(7, 10)
@@ -59,7 +61,7 @@ def test_float8_blocks(shape: tuple[int, ...], tmp_path: Path) -> None:
     torch.manual_seed(0)
     stored, scales, used = float8(torch.randn(shape), 8)
     save_file({"w": stored, "w_scale_inv": scales}, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path, float8_block=(8, 8)) as checkpoint:
+    with Checkpoint(tmp_path, Float8Format((8, 8))) as checkpoint:
         for a, b, c, d in ((0, 17, 0, 24), (3, 11, 5, 6), (8, 16, 16, 24), (16, 17, 1, 20)):
             take = (*[slice(None)] * (len(shape) - 2), slice(a, b), slice(c, d))
             assert torch.equal(checkpoint.read(Source("w", shape, take)), used[take])
@@ -67,7 +69,7 @@ def test_float8_blocks(shape: tuple[int, ...], tmp_path: Path) -> None:
         checkpoint.read(Source("w", shape, (slice(None),)))
     save_file({"w": stored}, tmp_path / "model.safetensors")
     with (
-        Checkpoint(tmp_path, float8_block=(8, 8)) as checkpoint,
+        Checkpoint(tmp_path, Float8Format((8, 8))) as checkpoint,
         pytest.raises(ModelError, match="no tensor w_scale_inv"),
     ):
         checkpoint.read(Source("w", shape, (slice(None),)))
@@ -79,7 +81,7 @@ def test_mxfp4_is_transformers(tmp_path: Path) -> None:
     scales = torch.randint(120, 132, (2, 6, 3), dtype=torch.uint8)
     used = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)  # [2, 6, 96]
     save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path, mxfp4=True) as checkpoint:
+    with Checkpoint(tmp_path, Mxfp4Format()) as checkpoint:
         for a, b, c, d in ((0, 6, 0, 96), (1, 4, 32, 64), (5, 6, 7, 50)):
             take = (slice(None), slice(a, b), slice(c, d))
             assert torch.equal(checkpoint.read(Source("w", (2, 6, 96), take)), used[take])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,18 +20,19 @@ from models.layouts import drive, sequences
 from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.startup import float8_products
+from weft.engine.controller.startup import products_line
+from weft.engine.kernels import model_reference
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models.config_json.common_fields import Storage
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.basic import Layer
-from weft.engine.models.load import build_model, dummy_model, float8_summary, load_model
+from weft.engine.models.load import build_model, describe_products, dummy_model, load_model
 from weft.engine.models.registry import load_config, read_config
+from weft.engine.models.weights.float8_weights import Float8Format
 from weft.engine.worker.planning import trace
 from weft.kernels import float8, stream_ops
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight, dequantise
-from weft.planner.row_formats import Float8
 from weft.planner.spec import LayoutError, Mesh
+from weft.stream.formats import Float8
 from weft.stream.hidden import Hidden
 
 QUARTER = Mesh(2, 2, 2, 2)
@@ -101,7 +101,7 @@ def saved(family: str, directory: Path, block: int = 128) -> Path:
         if "norm" in source.name and family in ("qwen3_moe", "qwen3", "deepseek_v3", "minimax_m2"):
             values += 1
         product = "_proj" in source.name or ".experts." in source.name
-        if config.storage.in_float8(source.name) and product and len(shape) > 1:
+        if config.storage.keeps(source.name) and product and len(shape) > 1:
             blocks = (*shape[:-2], *(-(-n // block) for n in shape[-2:]))
             scales = (torch.rand(blocks, generator=generator) + 0.5) / 300
             wide = scales.bfloat16().float().repeat_interleave(block, -2).repeat_interleave(block, -1)
@@ -200,12 +200,20 @@ def test_rows_that_a_read_quantises_change_no_logit(
         assert last.wire is None
     calls: Counter[str] = Counter()
 
-    def counted(module: ModuleType, name: str) -> None:
+    def counted(module: Any, name: str) -> None:
         call = getattr(module, name)
         monkeypatch.setattr(module, name, lambda x, *more: calls.update([name] * bool(len(x))) or call(x, *more))
 
-    counted(float8, "fill")
+    counted(Fp8Rows, "fill")
     counted(stream_ops, "quantise")
+    rounded = model_reference.rounded
+
+    def in_product(x: Any, weight: Any, dtype: torch.dtype) -> torch.Tensor:
+        plain = isinstance(x, torch.Tensor) and isinstance(weight, Fp8Weight)
+        calls.update(["in product"] * (plain and bool(len(x))))
+        return rounded(x, weight, dtype)
+
+    monkeypatch.setattr(model_reference, "rounded", in_product)
     for mesh in (Mesh(), QUARTER):
         run = sequences(mesh, 61)
 
@@ -214,7 +222,7 @@ def test_rows_that_a_read_quantises_change_no_logit(
 
         calls.clear()
         found = logits()
-        assert calls["fill"] and (mesh.world > 1 or not calls["quantise"]), calls
+        assert calls["fill"] and (mesh.world > 1 or calls["quantise"] == calls["in product"]), calls
         with monkeypatch.context() as patched:
             patched.setattr(Hidden, "taken", lambda self, weight, reader: self.require_complete(reader))
             wanted = logits()
@@ -223,7 +231,7 @@ def test_rows_that_a_read_quantises_change_no_logit(
 
 
 def test_what_config_json_leaves_out() -> None:
-    storage = Storage((128, 128), plain=("lm_head", "mlp.gate", "model.layers.3", "layers.*.o_proj"))
+    storage = Float8Format((128, 128), plain=("lm_head", "mlp.gate", "model.layers.3", "layers.*.o_proj"))
     for name, wanted in (
         ("model.layers.1.mlp.gate_proj.weight", True),
         ("model.layers.1.mlp.gate.weight", False),
@@ -232,8 +240,8 @@ def test_what_config_json_leaves_out() -> None:
         ("model.layers.1.self_attn.o_proj.weight", False),
         ("lm_head.weight", False),
     ):
-        assert storage.in_float8(name) == wanted, name
-    assert not Storage((64, 64)).in_float8("x.weight") and not Storage().in_float8("x.weight")
+        assert storage.keeps(name) == wanted, name
+    assert not Float8Format((64, 64)).keeps("x.weight") and not Float8Format().keeps("x.weight")
 
 
 def test_a_tensor_without_scales_is_read_as_it_is(tmp_path: Path) -> None:
@@ -286,11 +294,11 @@ def test_memory_and_what_is_said_of_it() -> None:
     for kept in (False, True):
         model = build_model(replace(config, float8=kept), Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta"))
         sizes.append(sum(w.numel() * w.element_size() for w in model.layers.parameters()))
-        says = float8_summary(model)
+        says = describe_products(model)
     assert 0.5 * sizes[0] < sizes[1] < 0.52 * sizes[0]
     assert says.startswith("products in FP8: q_a_proj, kv_a_proj_with_mqa, q_b_proj, o_proj, gate_proj, up_proj, down")
     assert "kv_b" not in says and says.endswith("GB a rank); other weights are dequantised")
-    assert not float8_summary(build_model(config, Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta")))
+    assert not describe_products(build_model(config, Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta")))
 
 
 def test_the_engine_serves_products_in_float8(tmp_path: Path) -> None:
@@ -303,5 +311,5 @@ def test_the_engine_serves_products_in_float8(tmp_path: Path) -> None:
     for config in (model, replace(model, attn_dp=2, ep=2), replace(model, float8="auto")):
         with Engine(config) as engine:
             assert len(engine.generate([[5, 6, 7]], params)[0].token_ids) == 4
-            said.append(float8_products(engine.config, engine.model_config))
+            said.append(products_line(engine.config, engine.model_config))
     assert said[0].startswith("products in FP8: q_proj, k_proj, v_proj, o_proj") and said[1] and not said[2]

@@ -29,16 +29,15 @@ from weft.engine.kernels import model_reference, ops
 from weft.engine.kernels.model_reference import Chosen
 from weft.engine.models.layers.routing import Router
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kernels import float8
 from weft.planner import plan as plan_module
 from weft.planner.chain import Chain
 from weft.planner.cost import AlphaBeta, Costs
 from weft.planner.op import StreamOp
 from weft.planner.plan import Plan, Planner
-from weft.planner.row_formats import Float8, Format, Wire
+from weft.planner.row_formats import Format, Wire
 from weft.planner.spec import Mesh, PlacementError, Rows
 from weft.stream import formats
-from weft.stream.formats import FormatKernels
+from weft.stream.formats import Float8
 from weft.stream.hidden import Hidden
 from weft.stream.step_rows import StepRows
 from weft.stream.stream import Stream, TraceStream
@@ -137,7 +136,7 @@ def test_logits_are_those_of_rows_that_are_gathered_first(
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(Format):
     """A toy: rows as float16."""
 
     def __str__(self) -> str:
@@ -145,6 +144,18 @@ class Half:
 
     def parts(self, width: int) -> tuple[int, ...]:
         return (2 * width,)
+
+    def make(self, x: Tensor) -> Tensor:
+        return x.half()
+
+    def tensors(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return (rows,)
+
+    def rows(self, *tensors: Tensor) -> Tensor:
+        return tensors[0].view(torch.float16)
+
+    def dequantise(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        return rows.to(dtype)
 
 
 WIDTH = 22  # whose scales begin at no multiple of their size
@@ -165,7 +176,7 @@ def model(stream: Stream | TraceStream, mesh: Mesh, start: Tensor, kind: Format,
     extra = sums(x) if x.extra is None else x.extra
     assert x.in_format is not None
     made = x.in_format(kind)
-    rows = float8.dequantise(made) if isinstance(made, float8.Fp8Rows) else made.float()
+    rows = kind.dequantise(made, torch.float32)
     if plain:
         rows = rows + x.require_complete("plain")
     return torch.cat((rows, extra.view(torch.float32)), dim=1)
@@ -188,14 +199,8 @@ def read(kind: Format, plain: bool, counts: tuple[int, int] = (3, 0)) -> list[tu
     return run_world(2, rank_main)
 
 
-def test_a_format_is_added_by_one_registration(monkeypatch: pytest.MonkeyPatch, travelled: Counter[str]) -> None:
+def test_a_format_is_added_by_one_class(monkeypatch: pytest.MonkeyPatch, travelled: Counter[str]) -> None:
     """Plans take it, rows travel in it, and what readers get has the bits of rows that were gathered first."""
-    half = FormatKernels(
-        make=lambda x, kind: x.half(),
-        tensors=lambda value: (value,),
-        value=lambda kind, flat: flat.view(torch.float16),
-    )
-    monkeypatch.setitem(formats.FORMATS, Half, half)
     found = read(Half(), plain=False)
     assert travelled == {"half + 4 bytes": 2}
     [text] = {str(step) for _, plan in found for _, step, _ in plan.moves()}

@@ -88,7 +88,7 @@ ONCE_MISSED = [
     ),
     Fault(
         "static FP8 is taken",
-        "engine/models/config_json/common_fields.py",
+        "engine/models/weights/float8_weights.py",
         'method.only("activation_scheme", "dynamic")',
         'method.only("activation_scheme", "dynamic", "static")',
         ("tests/models/test_load.py::test_directories_that_cannot_be_served",),
@@ -662,7 +662,7 @@ OWN = [
     ),
     Fault(
         "scales of a slice in FP8 begin with the tensor's",
-        "engine/models/weights/checkpoint.py",
+        "engine/models/weights/float8_weights.py",
         "at // block - take[dim].start // block",
         "(at - take[dim].start) // block",
         ("tests/models/test_checkpoint.py",),

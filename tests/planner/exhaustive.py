@@ -19,8 +19,9 @@ from weft.planner.chain import Chain, Read
 from weft.planner.cost import AlphaBeta, Network, Offer
 from weft.planner.op import NORMED, RESIDUAL, StreamOp
 from weft.planner.plan import Plan
-from weft.planner.row_formats import Float8, Wire
+from weft.planner.row_formats import Wire
 from weft.planner.spec import Mesh, Placement
+from weft.stream.formats import Float8
 
 Shares = int
 """Rows, as shares of the world's: bit r is the share of rank r."""

@@ -246,7 +246,7 @@ def options(wanted: Wanted) -> list[tuple[Taken, ...]]:
 
 
 class Priced(NamedTuple):
-    """Way by a transport. calls: its collectives, with the bytes that a rank receives; max_call_rows: rows of a call."""
+    """Way by a transport. calls: its collectives, with bytes that a rank receives; max_call_rows: rows of a call."""
 
     us: float
     kinds: tuple[str, ...]

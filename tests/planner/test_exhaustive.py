@@ -19,8 +19,9 @@ from weft.planner.chain import Chain, Read
 from weft.planner.cost import AlphaBeta, Offer
 from weft.planner.edges import legal_edges
 from weft.planner.plan import Planner
-from weft.planner.row_formats import Float8, Wire
+from weft.planner.row_formats import Wire
 from weft.planner.spec import LayoutError, Mesh, Placement, PlacementError, Rows
+from weft.stream.formats import Float8
 
 WIDTH, ELEMENT_BYTES = 6, 8
 ROW_BYTES = WIDTH * ELEMENT_BYTES

@@ -46,7 +46,7 @@ from weft.comm.transport import (
 )
 from weft.comm.transport_registry import PEER, Opening
 from weft.kernels.build import KernelError, cuda_kernels
-from weft.kernels.float8 import FLOAT8
+from weft.kernels.float8 import FLOAT8, Fp8Rows
 from weft.planner.exchange import Exchange, result_rows
 from weft.planner.spec import LayoutError, Mesh
 
@@ -254,7 +254,7 @@ class PeerTransport(NamedCalls):
             arguments.residual, arguments.weight = residual.data_ptr(), weight.data_ptr()
             arguments.residual_out, arguments.eps = result.data_ptr(), epilogue.eps
             arguments.quantised = 0
-            if epilogue.quantised is not None:
+            if isinstance(epilogue.quantised, Fp8Rows):
                 values, scales, group_size = epilogue.quantised
                 self._expect(values, "quantised rows", FLOAT8, *out.shape)
                 self._expect(scales, "their scales", torch.float32, rows, -(-values.shape[1] // group_size))
@@ -265,6 +265,8 @@ class PeerTransport(NamedCalls):
             self._kernels.run(self._handle, addressof(arguments))
         except KernelError as error:
             raise CommError(f"rank {self.rank}: {error}") from error
+        if epilogue is not None and epilogue.quantised is not None and not arguments.quantised:
+            epilogue.quantised.fill(out)
         return result
 
     def _prepare(

@@ -38,7 +38,6 @@ from weft.comm.transport import (
     sizes_on_host,
 )
 from weft.comm.transport_registry import SHM, SHM_RANKS, Opening
-from weft.kernels import float8
 from weft.kernels.build import KernelError, KernelPeerLost, KernelTimeout, cpu_kernels
 from weft.planner.exchange import Exchange, parts
 from weft.planner.spec import Mesh
@@ -269,7 +268,7 @@ class ShmTransport(NamedCalls):
             plain = replace(epilogue, residual=residual.contiguous(), weight=weight.contiguous())
             return self._normed(plan, x.contiguous(), plain, what, group)
         if epilogue.quantised is not None:
-            float8.fill(epilogue.quantised, out[1])
+            epilogue.quantised.fill(out[1])
         return out
 
     def _prepare_all_reduce(self, group: Ranks) -> int:

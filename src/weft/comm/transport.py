@@ -15,8 +15,7 @@ from torch import Tensor
 
 from weft.comm.forks import ProcessBound
 from weft.comm.transport_registry import TransportEntry
-from weft.kernels import float8
-from weft.kernels.torch_reference import add_rms_norm
+from weft.kernels.torch_reference import UnfilledRows, add_rms_norm
 from weft.planner import exchange as exchanges
 from weft.planner.cost import Cost, Offer
 from weft.planner.edges import legal_edges
@@ -71,14 +70,14 @@ class Epilogue:
     residual: Tensor  # `[rows, width]` for the result's rows, in the input's dtype
     weight: Tensor  # `[width]`, in the same dtype or float32, as in `weft.kernels.torch_reference.rms_norm`
     eps: float
-    quantised: float8.Fp8Rows | None = None  # filled with the normalised rows in FP8, for GEMMs that require them
+    quantised: UnfilledRows | None = None  # filled with the normalised rows, for products that need them in a format
 
 
 def finish(delta: Tensor, epilogue: Epilogue) -> Tensor:
     """Return the result of a sum with an epilogue, from the sum delta `[rows, width]`: `[2, rows, width]`.
 
     First the new residual, residual + delta; then its `weft.kernels.torch_reference.rms_norm`. `epilogue.quantised` is
-    filled with `weft.kernels.float8.quantise` of the latter.
+    filled with the latter.
     """
     e = epilogue
     return torch.stack(add_rms_norm(e.residual, delta, e.weight, e.eps, quantised=e.quantised))

@@ -33,6 +33,12 @@ class Fp8Rows(NamedTuple):
     scales: Tensor
     group_size: int
 
+    def fill(self, x: Tensor) -> None:
+        """Fill these rows with the result of `quantise` of x `[T, width]`."""
+        made = quantise(x, self.group_size)
+        self.values.copy_(made.values)
+        self.scales.copy_(made.scales)
+
     @property
     def is_cuda(self) -> bool:
         """True if the values are on a GPU, like a tensor's attribute."""
@@ -136,22 +142,9 @@ def unfilled(x: Tensor, group_size: int) -> Fp8Rows:
     )
 
 
-def fill(rows: Fp8Rows, x: Tensor) -> None:
-    """Fill rows with the result of `quantise` of x `[T, width]`."""
-    made = quantise(x, rows.group_size)
-    rows.values.copy_(made.values)
-    rows.scales.copy_(made.scales)
-
-
 def dequantise(x: Fp8Rows | Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the values times their scales, in the shape of `x.values`."""
     rows, columns = (1, x.group_size) if isinstance(x, Fp8Rows) else x.unit
     scales = x.scales.repeat_interleave(rows, -2)[..., : x.values.shape[-2], :]
     scales = scales.repeat_interleave(columns, -1)[..., : x.values.shape[-1]]
     return x.values.to(dtype) * scales
-
-
-def linear(x: Tensor | Fp8Rows, weight: Fp8Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return x Wᵀ `[T, N]` in `dtype`; quantise the rows of x `[T, K]` by the weight's groups of columns first."""
-    rows = x if isinstance(x, Fp8Rows) else quantise(x, weight.unit[1])
-    return dequantise(rows, dtype) @ dequantise(weight, dtype).mT

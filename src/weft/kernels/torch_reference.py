@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from functools import reduce
 from math import inf
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from weft.kernels import float8
-from weft.kernels.float8 import Fp8Rows
+
+class UnfilledRows(Protocol):
+    """Rows in a format, to be filled by a norm."""
+
+    def fill(self, x: Tensor) -> None:
+        """Quantise x `[T, width]` into these rows."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: UnfilledRows | None = None) -> Tensor:
     """Return x / √(mean(x²) + eps) over the last dimension, rounded to x's dtype, times weight (arXiv 1910.07467).
 
     The arithmetic is in float32 or float64.
@@ -21,18 +26,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None
         x: `[…, width]`.
         eps: added to the mean square.
         weight: `[width]`, in x's dtype; or float32 with a narrower x: then only the product with the weight is rounded.
-        quantised: filled with the result in FP8; of the shape of x `[rows, width]`.
+        quantised: filled with the result, of x `[rows, width]`.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = weight * normed.to(x.dtype) if weight.dtype == x.dtype else (weight * normed).to(x.dtype)
     if quantised is not None:
-        float8.fill(quantised, normed)
+        quantised.fill(normed)
     return normed
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: UnfilledRows | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (residual + delta, its norm), `[rows, width]` each and new. Other parameters: as `rms_norm` has them."""
     total = residual + delta

@@ -1,41 +1,40 @@
 """Wire formats of complete rows: fewer bytes than the activations' dtype.
 
-A format is a value with a name and the bytes of a row; its kernels are in `weft.stream.formats`. Each row is quantised
-on its own, so quantising before a gather gives the same bits as after it: the planner may choose.
+Each row is quantised on its own, so quantising before a gather gives the same bits as after it: the planner may choose.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-UNIT_BYTES, SCALE_BYTES = 16, 4
+UNIT_BYTES = 16
 
 
 class Format(Protocol):
-    """Format of a row. Equal formats have equal bytes; `str` gives the name in plans."""
-
-    def __hash__(self) -> int: ...
-
-    def __str__(self) -> str: ...
+    """Format of rows. Equal formats have equal bytes; `str` gives the name in plans. The planner asks for bytes alone;
+    streams call the other methods, on tensors and on rows in the format, which have the type that readers need."""
 
     def parts(self, width: int) -> tuple[int, ...]:
         """Return the bytes of a row of `width` elements in each of its tensors."""
         ...
 
+    def make(self, x: Any) -> Any:
+        """Return the rows of a tensor `[T, width]` in the format."""
 
-@dataclass(frozen=True, slots=True)
-class Float8:
-    """float8_e4m3fn, with a float32 scale for each `group` columns (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
+    def tensors(self, rows: Any) -> tuple[Any, ...]:
+        """Return the tensors `[T, …]` of rows, of the bytes in `parts`."""
+        ...
 
-    group: int
+    def rows(self, *tensors: Any) -> Any:
+        """Return the rows of these tensors as uint8."""
 
-    def __str__(self) -> str:
-        return f"fp8/{self.group}"
+    def unfilled(self, x: Any) -> Any:
+        """Return rows for a norm of a tensor `[T, width]` to `fill`; None if they are made from its result."""
+        return None
 
-    def parts(self, width: int) -> tuple[int, ...]:
-        """Return the bytes of the values and of the scales."""
-        return width, -(-width // self.group) * SCALE_BYTES
+    def dequantise(self, rows: Any, dtype: Any) -> Any:
+        """Return rows as a tensor `[T, width]`."""
 
 
 @dataclass(frozen=True, slots=True)

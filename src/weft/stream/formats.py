@@ -1,60 +1,62 @@
-"""Kernels of the formats of rows: they quantise rows, pack them for the wire, and unpack them.
-
-A format is a planner's value (`weft.planner.row_formats`) and a row of `FORMATS`.
-"""
+"""Rows in a format: quantised, packed for the wire, and unpacked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from weft.kernels import float8
 from weft.kernels import stream_ops as ops
-from weft.planner.row_formats import Float8, Format, Wire
+from weft.planner.row_formats import Format, Wire
 
 
-class FormatKernels(NamedTuple):
-    """Functions of a format. A value has the type that the format's readers require."""
+@dataclass(frozen=True, slots=True)
+class Float8(Format):
+    """float8_e4m3fn, with a float32 scale for each `group` columns (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
 
-    make: Callable[[Tensor, Any], Any]  # (x `[T, width]`, format) → value
-    tensors: Callable[[Any], tuple[Tensor, ...]]  # value → its tensors `[T, …]`, of the bytes in `Format.parts`
-    value: Callable[..., Any]  # (format, these tensors as uint8) → value
-    unfilled: Callable[[Tensor, Any], float8.Fp8Rows] | None = None  # (x, format) → rows that a norm of x fills
+    group: int
+
+    def __str__(self) -> str:
+        return f"fp8/{self.group}"
+
+    def parts(self, width: int) -> tuple[int, ...]:
+        return width, -(-width // self.group) * torch.float32.itemsize
+
+    def make(self, x: Tensor) -> float8.Fp8Rows:
+        return ops.quantise(x, self.group)
+
+    def tensors(self, rows: float8.Fp8Rows) -> tuple[Tensor, ...]:
+        return rows.values, rows.scales
+
+    def rows(self, *tensors: Tensor) -> float8.Fp8Rows:
+        return float8.Fp8Rows(tensors[0].view(float8.FLOAT8), tensors[1].view(torch.float32), self.group)
+
+    def unfilled(self, x: Tensor) -> float8.Fp8Rows:
+        return float8.unfilled(x, self.group)
+
+    def dequantise(self, rows: float8.Fp8Rows, dtype: torch.dtype) -> Tensor:
+        return float8.dequantise(rows, dtype)
 
 
-FORMATS: dict[type[Any], FormatKernels] = {
-    Float8: FormatKernels(
-        make=lambda x, format: ops.quantise(x, format.group),
-        tensors=lambda value: (value.values, value.scales),
-        value=lambda format, values, scales: float8.Fp8Rows(
-            values.view(float8.FLOAT8), scales.view(torch.float32), format.group
-        ),
-        unfilled=lambda x, format: float8.unfilled(x, format.group),
-    )
-}
-"""Wire formats of rows."""
+class QuantisedWeight(Protocol):
+    """Weight in a format of its own, `[…, outputs, inputs]`. format: of the rows that its products take."""
 
+    @property
+    def format(self) -> Format: ...
 
-def make(x: Tensor, format: Format) -> Any:
-    """Return the rows of x `[T, width]` in a format."""
-    return FORMATS[type(format)].make(x, format)
+    @property
+    def shape(self) -> torch.Size: ...
 
-
-def unfilled(x: Tensor, format: Format) -> float8.Fp8Rows | None:
-    """Return unfilled rows in a format for the result of a norm of x `[T, width]`; None if norms cannot fill them."""
-    kernels = FORMATS[type(format)]
-    return kernels.unfilled and kernels.unfilled(x, format)
+    def dequantise(self, dtype: torch.dtype, expert: int | None = None) -> Tensor:
+        """Return its values. expert: only this index of the first dimension."""
 
 
 def pack(value: Any, extra: Tensor | None, wire: Wire, width: int) -> Tensor:
-    """Return rows of `width` elements, `value`, as they travel: uint8 `[T, wire.row_bytes(width)]`.
-
-    extra: `[T, …]`, wire.extra bytes per row.
-    """
-    parts = [*FORMATS[type(wire.format)].tensors(value), *([] if extra is None else [extra])]
+    """Return `value`, rows of `width`, as uint8 `[T, wire.row_bytes(width)]`. extra: wire.extra bytes per row."""
+    parts = [*wire.format.tensors(value), *([] if extra is None else [extra])]
     flat = [part.contiguous().view(torch.uint8) for part in parts]
     unused = wire.row_bytes(width) - sum(part.shape[1] for part in flat)
     return torch.cat([*flat, flat[0].new_empty(len(flat[0]), unused)] if unused else flat, dim=1)
@@ -66,4 +68,4 @@ def unpack(x: Tensor, wire: Wire, width: int) -> tuple[Any, Tensor | None]:
     # Even a single row is copied: its parts need not be aligned for their dtypes.
     parts = [part.clone(memory_format=torch.contiguous_format) for part in x[:, : sum(sizes)].split(sizes, dim=1)]
     extra = parts.pop().view(torch.int32) if wire.extra else None
-    return FORMATS[type(wire.format)].value(wire.format, *parts), extra
+    return wire.format.rows(*parts), extra

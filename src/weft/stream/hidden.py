@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.kernels.float8 import Fp8Rows, Fp8Weight
-from weft.planner.row_formats import Float8, Format
+from weft.planner.row_formats import Format
 from weft.planner.spec import Mesh, Placement, PlacementError
-from weft.stream import formats
 from weft.stream.block_exchanges import BlockExchanges
+from weft.stream.formats import QuantisedWeight
 
 
 @dataclass(slots=True)
@@ -113,27 +112,26 @@ class Hidden:
         self._require_features(reader)
         return self._elements(reader)
 
-    def taken(self, weight: Tensor | Fp8Weight, reader: str) -> Tensor | Fp8Rows:
-        """Return this value in the dtype of the weight's GEMM: FP8 rows for an FP8 weight, otherwise the tensor.
+    def taken(self, weight: Tensor | QuantisedWeight, reader: str) -> Any:
+        """Return this value as the weight's product needs it: rows in a quantised weight's format, else the tensor.
 
         Raises PlacementError like `require_complete`.
         """
         self._require_features(reader)
-        if self.given is None or not isinstance(weight, Fp8Weight):
+        if self.given is None or isinstance(weight, Tensor):
             return self.require_complete(reader)
-        rows: Fp8Rows = self.in_format(Float8(weight.unit[1]))
-        return rows
+        return self.in_format(weight.format)
 
     def in_format(self, format: Format) -> Any:
         """Return the rows of a read in a format, made once. Raises PlacementError for rows that travelled in another
         format."""
         assert self.given is not None
-        made = self.given.made
-        if format not in made:
+        formats = self.given.made
+        if format not in formats:
             if self.placement.wire:
                 raise PlacementError(f"{self.origin} is {self.placement}, but a block requires it in {format}")
-            made[format] = formats.make(self.value, format)
-        return made[format]
+            formats[format] = format.make(self.value)
+        return formats[format]
 
     def _elements(self, reader: str) -> Tensor:
         if self.placement.wire:

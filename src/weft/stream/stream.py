@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from weft.comm.transport import Epilogue, Transport
-from weft.kernels import float8
 from weft.kernels.stream_ops import add_rms_norm, rms_norm
+from weft.kernels.torch_reference import UnfilledRows
 from weft.planner.chain import Chain, Read
 from weft.planner.op import RESIDUAL, StreamOp
 from weft.planner.plan import Plan
@@ -203,7 +203,7 @@ class ReadExecution:
     def quantise(self, op: StreamOp) -> None:
         if self.made is None:
             assert op.wire is not None
-            self.made = formats.make(self.normed, op.wire.format)
+            self.made = op.wire.format.make(self.normed)
 
     def pack(self, op: StreamOp) -> None:
         self.quantise(op)
@@ -222,10 +222,10 @@ class ReadExecution:
         assert isinstance(op.operand, int)
         return self.deltas.pop(op.operand), self.origins.pop(op.operand)
 
-    def _norm_with(self, op: StreamOp) -> tuple[Tensor, float, float8.Fp8Rows | None]:
+    def _norm_with(self, op: StreamOp) -> tuple[Tensor, float, UnfilledRows | None]:
         """Return weight and eps, and unfilled rows in the op's format, if the norm's kernel can fill them."""
         assert self.residual is not None
-        self.made = formats.unfilled(self.residual, op.wire.format) if op.wire else None
+        self.made = op.wire.format.unfilled(self.residual) if op.wire else None
         return self._norm.weight, self._norm.eps, self.made
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gpu import definitions
+from gpu.definitions import linear_float8 as plain_linear
 from gpu.triton_checks import test_moe
 from weft.engine.kernels.triton import float8_linear as float8
 from weft.engine.kernels.triton import fused_experts
 from weft.engine.kernels.triton.experts_tiles import ExpertsTile
 from weft.kernels.float8 import FLOAT8, LARGEST, Fp8Rows, Fp8Weight, dequantise
-from weft.kernels.float8 import linear as plain_linear
 from weft.kernels.float8 import quantise as plain_quantise
 from weft.kernels.triton import float8_rows
 

@@ -79,14 +79,16 @@ def _name(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
 
 
-def check_float8(model: ModelConfig, kv_dtype: torch.dtype, device: torch.device) -> None:
-    """Raise LayoutError if a GPU lacks FP8 for the model's matmuls or for the cache."""
-    products = model.float8 and model.storage.float8_block
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+def check_formats(model: ModelConfig, kv_dtype: torch.dtype, device: torch.device) -> None:
+    """Raise LayoutError if a GPU lacks the format of the model's matmuls, or FP8 for the cache."""
+    storage = model.storage
+    if device.type != "cuda":
         return
-    if products:
-        raise LayoutError(f"{_name(device)} has no matmuls in FP8, which require sm_89: --float8 off")
-    if kv_dtype == FLOAT8:
+    capability = torch.cuda.get_device_capability(device)
+    if model.float8 and storage.has_products and capability < storage.capability:
+        needs = "".join(map(str, storage.capability))
+        raise LayoutError(f"{_name(device)} has no matmuls in {storage.name}, which require sm_{needs}: --float8 off")
+    if kv_dtype == FLOAT8 and capability < (8, 9):
         raise LayoutError(f"{_name(device)} converts no FP8, which requires sm_89: --kv-dtype auto")
 
 

@@ -33,7 +33,6 @@ from weft.engine.messages.rank_messages import Progress
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker
-from weft.kernels.float8 import dequantise
 from weft.planner.plan import Plan
 from weft.planner.spec import NAMED_ROWS, Mesh, Rows
 from weft.stream.hidden import Hidden
@@ -104,7 +103,7 @@ def tolerance_of(*configs: EngineConfig) -> float:
     dtypes = {str(dtype_of(config)).removeprefix("torch.") for config in configs}
     for config in configs:
         products = config.float8 == "on" or (config.float8 == "auto" and on_gpus(config))
-        if config.kv_dtype != "auto" or (products and read_model(config).storage.float8_block):
+        if config.kv_dtype != "auto" or (products and read_model(config).storage.has_products):
             dtypes.add("fp8")
     return max(TOLERANCES[dtype] for dtype in dtypes)
 
@@ -340,10 +339,10 @@ class _StepRecord:
     found: dict[str, RowCopies]
 
     def note(self, site: str, hidden: Hidden) -> None:
-        """Record a read, dequantising rows sent in FP8."""
+        """Record a read, dequantising rows that were sent in a format."""
         wire, value = hidden.placement.wire, hidden.value
         if wire is not None:
-            value = dequantise(hidden.in_format(wire.format))
+            value = wire.format.dequantise(hidden.in_format(wire.format), torch.float32)
         self.add(site, value, hidden.placement.rows)
 
     def add(self, site: str, value: Tensor, rows: Rows) -> None:

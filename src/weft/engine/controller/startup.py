@@ -19,7 +19,7 @@ from weft.engine.kv.cache_spec import Spec
 from weft.engine.models.config_json.directory import config_file
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.model_config import ModelConfig
-from weft.engine.models.load import build_model, float8_summary
+from weft.engine.models.load import build_model, describe_products
 from weft.engine.models.weights.checkpoint import weight_files
 from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.worker.batch_limits import with_batch_limits
@@ -150,12 +150,12 @@ def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:
     return list(dict.fromkeys(cached_layers(shape).values()))
 
 
-def float8_products(config: EngineConfig, model: ModelConfig) -> str:
-    """Return one line about the ranks' matmuls in FP8, as config.json specifies them; empty if there are none."""
-    if not model.float8 or model.storage.float8_block is None:
+def products_line(config: EngineConfig, model: ModelConfig) -> str:
+    """Return one line about the ranks' matmuls in the storage format; empty if there are none."""
+    if not model.float8 or not model.storage.has_products:
         return ""
     cpu = torch.device("cpu")
-    return float8_summary(build_model(model, config.mesh, 0, dtype_of(config), cpu, shape_only=True))
+    return describe_products(build_model(model, config.mesh, 0, dtype_of(config), cpu, shape_only=True))
 
 
 def _offers(config: EngineConfig) -> list[Offer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.kernels import float8
-from weft.kernels.float8 import Fp8Rows, Fp8Weight
+from weft.stream.formats import QuantisedWeight
 
 
 def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -69,9 +68,19 @@ def linear_or_partials(
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def linear_float8(x: Tensor | Fp8Rows, weight: Fp8Weight, out: Tensor) -> Tensor:
-    """Compute x Wᵀ like `weft.kernels.float8.linear`; fill and return out `[rows, outputs]`."""
-    return out.copy_(float8.linear(x, weight)) if out.shape[0] else out
+def rounded(x: Any, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> Tensor:
+    """Return rows as a weight's product reads them: quantised, unless they are, and dequantised. x: `[rows, inputs]`,
+    or rows in the weight's format."""
+    if isinstance(weight, Tensor):
+        return cast(Tensor, x)
+    rows = weight.format.make(x) if isinstance(x, Tensor) else x
+    return cast(Tensor, weight.format.dequantise(rows, dtype))
+
+
+def linear_quantised(x: Any, weight: QuantisedWeight, out: Tensor) -> Tensor:
+    """Compute x Wᵀ in float32; fill and return out `[rows, outputs]`. x: as in `rounded`."""
+    wide = torch.float32
+    return out.copy_(rounded(x, weight, wide) @ weight.dequantise(wide).mT) if out.shape[0] else out
 
 
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
@@ -195,23 +204,23 @@ def choose(
 
 
 def route(
-    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
+    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, quantised: bool, bias: Tensor | None
 ) -> Chosen:
-    """Apply `choose` for `experts`. mine: this rank's experts; results count from the first of them. in_float8: their
-    weights are in FP8."""
-    return route_chosen(*choose(logits, rule, live, bias=bias), live, mine, in_float8)
+    """Apply `choose` for `experts`. mine: this rank's experts; results count from the first of them. quantised: their
+    weights are."""
+    return route_chosen(*choose(logits, rule, live, bias=bias), live, mine, quantised)
 
 
-def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Chosen:
+def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, quantised: bool) -> Chosen:
     """Like `route`, for experts that are already chosen; −1: none."""
     return weight, expert - mine.start
 
 
 def experts(
-    x: Tensor | Fp8Rows,
+    x: Any,
     chosen: Chosen,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Tensor | QuantisedWeight,
+    down: Tensor | QuantisedWeight,
     out: Tensor,
     *,
     limit: float | None = None,
@@ -222,10 +231,10 @@ def experts(
     wait: Callable[[], None] = nothing,
 ) -> Tensor:
     """Fill and return out `[T, width]`: Σ of weight · down(gated(gate_up(x))) over a token's experts on this rank. With
-    FP8 weights the rows of both products are quantised, and sums are in float32.
+    quantised weights the rows of both products are quantised too, and sums are in float32.
 
     Args:
-        x: `[T, width]`, in FP8 only if the weights are.
+        x: `[T, width]`, or rows in the format of quantised weights.
         chosen: result of `route`; an index outside `[0, E)` is an expert of another rank.
         gate_up: `[E, 2·inner, width]`, gate's rows first.
         down: `[E, width, inner]`.
@@ -235,29 +244,25 @@ def experts(
         wait: called once, before out is read or written (`weft.engine.kernels.side_stream`).
     """
     wait()
-    in_float8, (weight, expert) = isinstance(gate_up, Fp8Weight), chosen
-    dtype = torch.promote_types(out.dtype, torch.float32) if in_float8 else out.dtype
-    total = torch.zeros_like(out, dtype=dtype) if add or in_float8 else out.zero_()
+    quantised, (weight, expert) = not isinstance(gate_up, Tensor), chosen
+    dtype = torch.promote_types(out.dtype, torch.float32) if quantised else out.dtype
+    total = torch.zeros_like(out, dtype=dtype) if add or quantised else out.zero_()
     if not len(out):
         return out
-    k, held = expert.shape[1], len(gate_up.values if isinstance(gate_up, Fp8Weight) else gate_up)
+    k, held = expert.shape[1], gate_up.shape[0]
     weights = weight.to(out.dtype).to(dtype).flatten()[:, None]
 
-    def product(rows: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, e: int, bias: Tensor | None) -> Tensor:
-        bias = None if bias is None else bias[e].to(dtype)
-        if not isinstance(weight, Fp8Weight):
-            assert isinstance(rows, Tensor), "rows in FP8 are for weights in FP8"
-            return F.linear(rows, weight[e], bias)
-        rows = rows if isinstance(rows, Fp8Rows) else float8.quantise(rows, weight.unit[1])
-        weight = Fp8Weight(weight.values[e], weight.scales[e], weight.unit)
-        return F.linear(float8.dequantise(rows, dtype), float8.dequantise(weight, dtype), bias)
+    def product(rows: Tensor, weight: Tensor | QuantisedWeight, e: int, bias: Tensor | None) -> Tensor:
+        each = weight[e] if isinstance(weight, Tensor) else weight.dequantise(dtype, e)
+        return F.linear(rows, each, None if bias is None else bias[e].to(dtype))
 
+    given = rounded(x, gate_up, dtype)
     pairs, order = expert.flatten().sort(stable=True)
     numbers, sizes = pairs.unique_consecutive(return_counts=True)
     for e, at in zip(numbers.tolist(), order.split(sizes.tolist()), strict=True):
         if 0 <= e < held:
             token = at // k
-            rows = Fp8Rows(x.values[token], x.scales[token], x.group_size) if isinstance(x, Fp8Rows) else x[token]
-            inner = gated(product(rows, gate_up, e, gate_up_bias), limit, alpha)
-            total.index_add_(0, token, product(inner, down, e, down_bias) * weights[at])
+            inner = gated(product(given[token], gate_up, e, gate_up_bias), limit, alpha)
+            inner = product(rounded(inner, down, dtype), down, e, down_bias)
+            total.index_add_(0, token, inner * weights[at])
     return out if total is out else out.add_(total.to(out.dtype)) if add else out.copy_(total)

@@ -18,7 +18,8 @@ from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.registry import plugin_line
 from weft.engine.models.weights.checkpoint import Checkpoint, open_checkpoint
 from weft.engine.models.weights.source import Source
-from weft.kernels.float8 import LARGEST
+from weft.engine.models.weights.weight_format import WeightFormat
+from weft.engine.models.weights.weight_formats import PLAIN
 from weft.planner.spec import LayoutError, Mesh, PlacementError
 
 if TYPE_CHECKING:
@@ -39,22 +40,26 @@ def build_model(
     device: torch.device,
     workspace: Workspace = torch_empty,
     shape_only: bool = False,
-    in_float8: Callable[[str], bool] | None = None,
+    stored: Checkpoint | GgufFile | None = None,
 ) -> LanguageModel:
     """Build the model of one rank with unfilled weights (without memory on the `meta` device).
 
     Args:
         workspace: makes the tensors that the ranks will sum.
         shape_only: build weights without memory, for a pass over zero rows.
-        in_float8: decides by name which weights are stored in FP8, if FP8 products are requested; None: as in
-            config.json.
+        stored: checkpoint that has the weights to keep in the storage format; None: as in config.json.
 
     Raises LayoutError if heads, experts or features do not divide over the layout, ModelError for impossible sizes.
     """
     queries = mesh.dcp if config.replicate_queries else 1
-    stored = (in_float8 or config.storage.in_float8) if config.float8 else None
+
+    def format_of(name: str) -> WeightFormat | None:
+        return config.storage if config.float8 and config.storage.keeps(name, stored) else None
+
     try:
-        return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, config.experts, stored))
+        unit = config.storage.share_unit if config.float8 else WeightFormat.share_unit
+        of_model = (config.experts, format_of, unit)
+        return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, *of_model))
     except (LayoutError, PlacementError, ModelError):
         raise
     except Exception as error:  # sizes that torch rejects, or a plugin's mistake
@@ -77,22 +82,15 @@ def load_model(
     LayoutError as `build_model`, and ModelError for tensors that are missing, misshapen, not floats, or not read by any
     weight."""
     with open_checkpoint(model_dir, config.storage) as checkpoint:
-
-        def in_float8(name: str) -> bool:
-            return config.storage.in_float8(name) and checkpoint.has_scales(name)
-
         if rank == 0:
             check_tensors(checkpoint, config)
-        model = build_model(config, mesh, rank, dtype, torch.device(device), workspace, in_float8=in_float8)
+        model = build_model(config, mesh, rank, dtype, torch.device(device), workspace, stored=checkpoint)
         jobs = list(_jobs(model))
         for done, (layer, name, source) in enumerate(jobs):
-            weight = layer.get_parameter(name).data[source.at]
-            if name in layer.units:
-                values, scales = checkpoint.read_float8(source, layer.units[name])
-                weight.copy_(values)
-                _scales_of(layer, name, source).copy_(scales)
+            if name in layer.kept and isinstance(checkpoint, Checkpoint):
+                config.storage.load(layer.kept[name], checkpoint, source)
             else:
-                weight.copy_(checkpoint.read(source))
+                layer.get_parameter(name).data[source.at].copy_(checkpoint.read(source))
             if progress:
                 progress(done + 1, len(jobs))
         # Use a head in the checkpoint even if config.json says that it is tied, like transformers: fine-tuning may have
@@ -109,8 +107,7 @@ def check_tensors(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> Non
     whole = build_model(replace(config, float8=False), Mesh(), 0, torch.float32, torch.device("meta"))
     read = {source.name for _, _, source in _jobs(whole)}
     read |= {layer.source.name for layer in whole.modules() if isinstance(layer, Head)}
-    scales = ("_scale_inv", "_blocks", "_scales") if config.storage.mxfp4 else ("_scale_inv",)
-    read |= {name + end for name in list(read) for end in scales}
+    read |= {name + end for name in list(read) for end in (*PLAIN.ends, *config.storage.ends)}
     layer = re.compile(rf"{re.escape(config.prefix)}\.layers\.(\d+)\.")
     for stored, path in checkpoint.names(read).items():
         for name in (stored, f"model.{stored}"):
@@ -138,7 +135,7 @@ def dummy_model(
 
     A value is a hash of the tensor's name and the index in it. So all layouts, ranks and devices have parts of the same
     model, and each rank generates only its part. Matrices are uniform with a standard deviation of 1 / √inputs, rounded
-    if products are in FP8; other vectors are within ± 0.1; the weights of norms are 1. Args and errors: see
+    if they stay in the storage format; other vectors are within ± 0.1; the weights of norms are 1. Args and errors: see
     `load_model`.
     """
     model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
@@ -147,9 +144,8 @@ def dummy_model(
         part = layer.get_parameter(name).data[source.at]
         if isinstance(layer, NORMS):
             part.fill_(1.0)
-        elif name in layer.units:
-            _fill_dummy(part, source, LARGEST)
-            _scales_of(layer, name, source).fill_(_bound(source) / LARGEST)
+        elif name in layer.kept:
+            config.storage.make_up(layer.kept[name], source, _bound(source), _fill_dummy)
         else:
             _fill_dummy(part, source)
         if progress:
@@ -174,35 +170,27 @@ class DummyTensor:
 
 def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
     """Return the tensors of a checkpoint with the weights of `dummy_model`. Raises ModelError for a family that stores
-    tensors in another form than it uses, or in FP8."""
+    tensors in another form than it uses, or keeps them in a format."""
     tensors = {}
     for layer, name, source in _jobs(build_model(config, Mesh(), 0, torch.float32, torch.device("meta"))):
-        if source.views or name in layer.units:
+        if source.views or name in layer.kept:
             raise ModelError(f"no checkpoint is written of {source.name}: it is not stored as it is used")
         tensors[source.name] = DummyTensor(replace(source, take=()), isinstance(layer, NORMS))
     return list(tensors.values())
 
 
-def float8_summary(model: LanguageModel) -> str:
-    """Return one line about the products that a model computes in FP8, and their bytes; empty if there are none."""
+def describe_products(model: LanguageModel) -> str:
+    """Return one line about the products in the storage format, and their bytes; empty if there are none."""
     names, size = dict[str, None](), 0
     for layer in model.modules():
-        for weight in layer.units if isinstance(layer, Layer) else ():
+        for weight in layer.kept if isinstance(layer, Layer) else ():
             assert isinstance(layer, Layer)
             size += layer.get_parameter(weight).numel()
             names |= {s.name.removesuffix(".weight").rpartition(".")[2]: None for s in layer.sources[weight]}
     if not names:
         return ""
-    return f"products in FP8: {', '.join(names)} ({size / 1e9:.2f} GB a rank); other weights are dequantised"
-
-
-def _scales_of(layer: Layer, name: str, source: Source) -> torch.Tensor:
-    """Return the scales of the part of an FP8 weight that comes from a source."""
-    scales, rows = layer.get_parameter(f"{name}_scales").data, layer.units[name][0]
-    *before, last = (*source.at, *[slice(None)] * (scales.dim() - 1))[: scales.dim() - 1]
-    if isinstance(last, slice) and last.stop is not None:
-        last = slice((last.start or 0) // rows, -(-last.stop // rows))
-    return scales[(*before, last)]
+    kept = f"{model.config.storage.name}: {', '.join(names)} ({size / 1e9:.2f} GB a rank)"
+    return f"products in {kept}; other weights are dequantised"
 
 
 def _jobs(model: Layer) -> Iterator[tuple[Layer, str, Source]]:

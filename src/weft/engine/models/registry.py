@@ -22,6 +22,7 @@ from weft.engine.models.config_json.json_file import read_json
 from weft.engine.models.config_json.known_fields import known_fields
 from weft.engine.models.families import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
 from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.weights.weight_formats import format_of
 from weft.plugins import PluginError, load_plugins
 
 Registry = Mapping[str, Callable[[Fields], ModelConfig]]
@@ -128,10 +129,10 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
         if kind not in AS_PUBLISHED:
             values = _with_defaults(values, theirs) | {"model_type": kind}
     fields = Fields(values, known)
-    config = families[kind](fields)
+    storage, config = format_of(fields), families[kind](fields)
     if not isinstance(config, ModelConfig):
         raise TypeError(f"the reader of model type {kind!r} gives a {type(config).__name__}, not a ModelConfig")
-    return replace(config, ignored=tuple(fields.finish()))
+    return replace(config, storage=storage, ignored=tuple(fields.finish()))
 
 
 def _with_defaults(values: Mapping[str, Any], kind: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.comm.transport import CommError, Transport
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
-from weft.engine.config.device import attention_backend, check_float8, device_of, dtype_of, kv_dtype_of
+from weft.engine.config.device import attention_backend, check_formats, device_of, dtype_of, kv_dtype_of
 from weft.engine.config.threads import name_thread
 from weft.engine.kernels.staging import on_device
 from weft.engine.kv.cache_spec import CacheGroup
@@ -97,7 +97,7 @@ class Worker:
         self.on_gpu = device.type == "cuda"
         if self.on_gpu:
             torch.cuda.set_device(device)
-            check_float8(model_config, kv_dtype, device)
+            check_formats(model_config, kv_dtype, device)
             check_weights(model_config, config, self.rank, dtype, torch.cuda.mem_get_info()[0])
         if config.load_format == "dummy":
             model = dummy_model(model_config, self.mesh, self.rank, dtype, device, progress, empty)

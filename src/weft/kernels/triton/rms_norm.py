@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.float8 import Fp8Rows
+from weft.kernels.torch_reference import UnfilledRows
 from weft.kernels.triton import overlap
 from weft.kernels.triton.float8_rows import to_float8
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
@@ -86,7 +87,7 @@ def rms_norm(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     total: Tensor | None = None,
-    quantised: Fp8Rows | None = None,
+    quantised: UnfilledRows | None = None,
 ) -> Tensor:
     """Return x · weight / √(mean(x²) + eps) over the rows of x `[…, width]`, in float32, rounded once.
 
@@ -96,7 +97,7 @@ def rms_norm(
         out: filled with the result; None: a new tensor.
         residual: `[T, width]`; the input is then residual + x, rounded to x's dtype.
         total: filled with that sum, of the same shape and dtype; None: the residual is overwritten with it.
-        quantised: contiguous, filled with `float8.quantise` of the result; its group size is a power of two.
+        quantised: contiguous, filled with the result; in FP8 by the same kernel, and its group size is a power of two.
     """
     shape, x = x.shape, x.flatten(0, -2)
     rows, width = x.shape
@@ -107,8 +108,9 @@ def rms_norm(
     out = x.new_empty(rows, width) if out is None else out
     given = x if residual is None else residual
     total = given if total is None else total
-    values, scales, group_size = (out, out, 0) if quantised is None else quantised
-    if quantised is not None and (values.shape != x.shape or scales.shape != (rows, cdiv(width, group_size))):
+    fused = isinstance(quantised, Fp8Rows)
+    values, scales, group_size = quantised if isinstance(quantised, Fp8Rows) else (out, out, 0)
+    if fused and (values.shape != x.shape or scales.shape != (rows, cdiv(width, group_size))):
         raise ValueError(f"x is {list(x.shape)}, quantised {list(values.shape)} with scales {list(scales.shape)}")
     if rows:
         block = max(group_size, next_power_of_2(width))
@@ -117,11 +119,13 @@ def rms_norm(
             eps, WIDTH=width, ADD=residual is not None, GROUP=group_size, BLOCK=block,
             num_warps=min(16, max(1, block // 512)), **overlap.options(),
         )  # fmt: skip
+    if quantised is not None and not fused:
+        quantised.fill(out)
     return out.view(shape)
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: Fp8Rows | None = None
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: UnfilledRows | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run `weft.kernels.torch_reference.add_rms_norm`."""
     total = residual.new_empty(residual.shape)

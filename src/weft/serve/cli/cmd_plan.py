@@ -24,7 +24,7 @@ from weft.comm.transport_registry import (
     transports,
 )
 from weft.engine.config.engine_options import LayoutOptions
-from weft.engine.models.load import build_model, float8_summary
+from weft.engine.models.load import build_model, describe_products
 from weft.engine.models.registry import load_config, registry
 from weft.engine.worker.planning import plan_model, sharded_context, split_steps
 from weft.planner.cost import costs
@@ -129,9 +129,9 @@ class Command:
             texts += [] if both is None else [forms_text(both, tokens)]
             texts += [] if shared is None else [dcp_text(shared, tokens, planner.blocks)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
-            if gpus and config.storage.float8_block:
+            if gpus and config.storage.has_products:
                 meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), shape_only=True)
-                texts += [fill(note, 120)] if (note := float8_summary(meta)) else []
+                texts += [fill(note, 120)] if (note := describe_products(meta)) else []
             print("\n\n".join(texts))
         return 0
 

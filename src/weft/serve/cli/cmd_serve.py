@@ -93,7 +93,7 @@ class Command:
     ) -> int:
         # These import torch, which takes seconds: options are checked and the port is bound before.
         from weft.engine.config.config import EngineError
-        from weft.engine.controller.startup import float8_products
+        from weft.engine.controller.startup import products_line
         from weft.serve import app
         from weft.serve.http import run
         from weft.serve.http.engine_client import EngineClient
@@ -113,7 +113,7 @@ class Command:
         if signals.asked:
             return 0
         loading.shutdown()
-        self._print_summary(engine, name, listener, float8_products(engine.config, engine.model_config))
+        self._print_summary(engine, name, listener, products_line(engine.config, engine.model_config))
         server.run(sockets=[listener])
         if engine.error is not None:
             raise EngineError(engine.error)
@@ -126,7 +126,7 @@ class Command:
         host, port = listener.getsockname()[:2]
         return f"{'http' if self.http.ssl_certfile is None else 'https'}://{host}:{port}"
 
-    def _print_summary(self, engine: Any, name: str, listener: socket.socket, float8: str) -> None:
+    def _print_summary(self, engine: Any, name: str, listener: socket.socket, products: str) -> None:
         limits = engine.config
         what = f"{limits.mesh}, attention by {limits.attention_backend}"
         sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
@@ -134,7 +134,7 @@ class Command:
         lines = [
             f"serving {name} on {self._url(listener)} ({what}); Ctrl-C stops",
             f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache",
-            float8,
+            products,
             engine.kv_events and f"KV events: {engine.kv_events}",
             ignored and f"config.json: transformers does not read {ignored}, which Weft ignores",
             engine.text_processor.says and f"generation_config.json: {engine.text_processor.says}",

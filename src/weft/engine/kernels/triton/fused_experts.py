@@ -293,21 +293,21 @@ def _products(
 
 
 def route_scored(
-    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, in_float8: bool, bias: Tensor | None
+    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, quantised: bool, bias: Tensor | None
 ) -> Routing:
-    """Apply `route` to experts with the numbers `mine`, in the tiles of `experts`. in_float8: weights are in FP8."""
+    """Apply `route` to experts with the numbers `mine`, in the tiles of `experts`. quantised: weights are in FP8."""
     rows, experts = (logits.values if isinstance(logits, SplitKPartials) else logits).shape[-2:]
-    tile_rows = tile_rows_of(rows, rows * rule.k, experts, in_float8)
+    tile_rows = tile_rows_of(rows, rows * rule.k, experts, quantised)
     return route(logits, rule, live, tile_rows, mine.start, len(mine), bias)
 
 
-def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, in_float8: bool) -> Routing:
+def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: range, quantised: bool) -> Routing:
     """Route tokens to chosen experts as `route_scored`, numbered over all ranks; −1: none."""
     here = (expert >= mine.start) & (expert < mine.stop)
     if live is not None:
         here &= torch.arange(len(expert), dtype=torch.int32, device=expert.device)[:, None] < live
     expert = (expert - mine.start).where(here, -1)
-    tile_rows = tile_rows_of(len(expert), expert.numel(), len(mine), in_float8)
+    tile_rows = tile_rows_of(len(expert), expert.numel(), len(mine), quantised)
     return sort_pairs(weight, expert, len(mine), tile_rows)
 
 

@@ -1,13 +1,10 @@
-"""Fields of config.json that all families have, with rotary embeddings and the storage of weights."""
+"""Fields of config.json that all families have, with rotary embeddings."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import translate
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from weft.engine.models.config_json.fields import MAX_LAYERS, MAX_SIZE, SHOWN, Fields, ModelError
+from weft.engine.models.config_json.fields import MAX_LAYERS, MAX_SIZE, Fields, ModelError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_ROTATED, TINY = 2**16, 1e-30
@@ -62,31 +59,6 @@ class Rope:
         return inverse, float(factor)
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Storage formats of a checkpoint's weights (see `weft.engine.models.weights.checkpoint.Checkpoint`).
-
-    Args:
-        plain: modules that are not in FP8, as config.json lists them: names, parts of names between dots, or patterns
-            with `*`.
-    """
-
-    float8_block: tuple[int, int] | None = None
-    mxfp4: bool = False
-    plain: tuple[str, ...] = ()
-
-    def in_float8(self, name: str) -> bool:
-        """Check if products with the weight can be computed in FP8: stored in 128 × 128 blocks, and not plain."""
-        module = f".{name.removesuffix('.weight')}."
-        return self.float8_block == (128, 128) and not _pattern(self.plain).match(module)
-
-
-@cache  # a checkpoint names thousands of experts
-def _pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of the modules `.a.b.c.` that one of `Storage.plain` names."""
-    return re.compile("|".join(translate(f"*.{name}.*") for name in plain) or r"(?!)")
-
-
 def common_fields(
     fields: Fields,
     head_dim: int,
@@ -131,7 +103,6 @@ def common_fields(
         eos_token_ids=tokens(fields, "eos_token_id"),
         dtype=dtype,
         rope=rope,
-        storage=_storage(fields),
     )
 
 
@@ -147,27 +118,6 @@ def full_attention(fields: Fields) -> None:
     for kind in fields.items("layer_types", str, ()):
         if kind != "full_attention":
             raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: full_attention")
-
-
-def _storage(fields: Fields) -> Storage:
-    given = fields.get("quantization_config")
-    if given is None:
-        return Storage()
-    method = fields.section("quantization_config")
-    ignored = ("modules_to_not_convert", "ignored_layers")
-    plain = tuple(name for field in ignored for name in method.items(field, str, ()))
-    kind, block = method.get("quant_method"), tuple(method.items("weight_block_size", int, ()))
-    if kind == "mxfp4":
-        return Storage(mxfp4=True)
-    if kind != "fp8" or len(block) != 2 or min(block) < 1:
-        raise ModelError(
-            f"quantization_config {SHOWN.repr(given)} is not supported; supported: quant_method mxfp4, or fp8 with a "
-            "weight_block_size"
-        )
-    method.only("activation_scheme", "dynamic")
-    method.only("fmt", "e4m3", "float8_e4m3fn")
-    method.only("scale_fmt", "float", "ue8m0")  # scales are read in their stored dtype
-    return Storage(float8_block=(block[0], block[1]), plain=plain)
 
 
 def rope_of(

@@ -43,6 +43,7 @@ def read(fields: Fields) -> GptOssConfig:
     fields.get("sliding_window")
     common = common_fields(fields, fields.size("head_dim"))
     bias = fields.flag("attention_bias", True)
+    packed = fields.section("quantization_config").get("quant_method") == "mxfp4"
     full, sliding = (
         Heads(
             common["num_heads"],
@@ -64,9 +65,7 @@ def read(fields: Fields) -> GptOssConfig:
             Routing(chosen, renormalise=True, offset=True),
             # MXFP4 stores an output's inputs contiguously, since they share scales; other formats store an input's
             # outputs so.
-            stored=ExpertStorage(
-                "router", layout="interleaved" if common["storage"].mxfp4 else "interleaved_transposed"
-            ),
+            stored=ExpertStorage("router", layout="interleaved" if packed else "interleaved_transposed"),
             limit=fields.number("swiglu_limit", 7.0),
             alpha=fields.number("swiglu_alpha", 1.702),
             bias=True,

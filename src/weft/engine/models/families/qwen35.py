@@ -77,7 +77,7 @@ def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False
     rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)
     common = common_fields(fields, dim, rope=rope)
     bias = fields.flag("attention_bias")
-    fused = not qwen3_next and common["storage"].float8_block is None
+    fused = not qwen3_next and fields.get("quantization_config") is None
     return kind(
         **common,
         kinds=kinds,

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 
 from weft.engine.kernels.ops import embed
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.models.layers.products import BLOCK, product, product_or_partials, unit_of
+from weft.engine.models.layers.products import product, product_or_partials
 from weft.engine.models.weights.source import OffsetFromOne, Source, View
-from weft.kernels.float8 import FLOAT8, Fp8Weight
+from weft.engine.models.weights.weight_format import KeptWeight, WeightFormat
 from weft.kernels.stream_ops import rms_norm
 from weft.planner.experts import Forms
 from weft.planner.spec import LayoutError, Mesh, Placement, PlacementError, Rows
@@ -38,13 +38,13 @@ class Workspace(Protocol):
     def __call__(self, *shape: int, like: Tensor) -> Tensor: ...
 
 
-UNEVEN = 16
-"""Unit of features for uneven shares: tensor cores multiply 16 at a time."""
-
-
 def torch_empty(*shape: int, like: Tensor) -> Tensor:
     """Return an unfilled tensor in torch's own memory."""
     return like.new_empty(shape)
+
+
+def no_format(name: str) -> None:
+    """Keep no weight in the checkpoint's format (`Builder.format_of`)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ class Builder:
             over sharded tokens.
         shape_only: build weights without memory, for a pass over zero rows.
         experts: allowed exchanges of rows for mixtures of experts.
-        float8: decides by a weight's name if its products are in FP8; None: no products are.
+        format_of: returns the format to keep a weight in, by its name; None: dequantise it.
+        share_unit: unit of features for uneven shares.
     """
 
     mesh: Mesh
@@ -68,7 +69,8 @@ class Builder:
     queries_shared_by: int = 1
     shape_only: bool = False
     experts: Forms = "gather"
-    float8: Callable[[str], bool] | None = None
+    format_of: Callable[[str], WeightFormat | None] = no_format
+    share_unit: int = WeightFormat.share_unit
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return an unfilled weight, of the model's dtype by default."""
@@ -91,7 +93,7 @@ class Builder:
         Args:
             replicate: with fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
             shared_by: number of neighbouring ranks that hold the same share.
-            uneven: shares may differ, in units of 16 features, or 128 for FP8 weights. The first rank has one of the
+            uneven: shares may differ, in units of `share_unit` features. The first rank has one of the
                 largest.
         """
         ranks = self.mesh.size(self.mesh.canonical(over)) // shared_by
@@ -103,7 +105,7 @@ class Builder:
         if replicate and ranks % units == 0:
             at = place * units // ranks
             return slice(at * unit, (at + 1) * unit)
-        runs = -(-size // (run := UNEVEN if self.float8 is None else BLOCK))
+        runs = -(-size // (run := self.share_unit))
         if uneven and runs >= ranks:
             return slice(-(-place * runs // ranks) * run, min(size, -(-(place + 1) * runs // ranks) * run))
         raise LayoutError(
@@ -112,46 +114,45 @@ class Builder:
 
 
 class Layer(nn.Module):
-    """Module with a qualified name and the sources of each of its weights. units: for FP8 weights, the (rows, columns)
-    that share a scale of `{name}_scales`."""
+    """Module with a qualified name and the sources of each of its weights. kept: weights in the checkpoint's format."""
 
     def __init__(self, path: str):
         super().__init__()
         self.path = path
         self.sources: dict[str, list[Source]] = {}
-        self.units: dict[str, tuple[int, int]] = {}
+        self.kept: dict[str, KeptWeight] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call `forward` without torch's search for hooks: layers have none."""
         return self.forward(*args, **options)
 
     def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: list[Source]) -> None:
-        """Add an unfilled weight, with scales if all its sources stay in FP8. Raises LayoutError."""
+        """Add an unfilled weight, which stays in a format if all its sources do. Raises LayoutError."""
         self.sources[name] = sources
-        if b.float8 is None or not all(b.float8(source.name) for source in sources):
+        kind = b.format_of(sources[0].name)
+        if kind is None or not all(b.format_of(source.name) for source in sources):
             self.register_parameter(name, b.empty(*shape))
             return
-        self.units[name] = rows, columns = unit_of(self.path, len(shape), sources)
-        self.register_parameter(name, b.empty(*shape, dtype=FLOAT8))
-        blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
-        self.register_parameter(f"{name}_scales", b.empty(*blocks, dtype=torch.float32))
+        self.kept[name] = kind.declare(self.path, shape, sources, b.empty)
+        for end, parameter in self.kept[name].parameters.items():
+            self.register_parameter(name + end, parameter)
 
-    def declared(self, name: str) -> Tensor | Fp8Weight:
+    def declared(self, name: str) -> Tensor | KeptWeight:
         """Return the weight in the form that `weft.engine.models.layers.products.product` accepts."""
-        weight, unit = getattr(self, name), self.units.get(name)
-        return weight if unit is None else Fp8Weight(weight, getattr(self, f"{name}_scales"), unit)
+        weight: Tensor | KeptWeight = self.kept.get(name) or getattr(self, name)
+        return weight
 
 
 class Linear(Layer):
     """y = x Wᵀ, whole on every rank (routers, gates). x, y: complete, `[rows, inputs]` and `[rows, outputs]`. plain:
-    never in FP8."""
+    never kept in the checkpoint's format."""
 
     weight: nn.Parameter
 
     def __init__(self, b: Builder, path: str, inputs: int, outputs: int, plain: bool = False):
         super().__init__(path)
         source = Source(f"{path}.weight", (outputs, inputs), (slice(None),))
-        self.declare(replace(b, float8=None) if plain else b, "weight", (outputs, inputs), [source])
+        self.declare(replace(b, format_of=no_format) if plain else b, "weight", (outputs, inputs), [source])
 
     def forward(self, x: Hidden) -> Hidden:
         weight = self.declared("weight")
@@ -184,7 +185,7 @@ class ColumnLinear(Layer):
     """Several outputs of one input in one product, each split over a group by features; over None: whole on all ranks.
 
     x: complete `[rows, inputs]`. Returns `[rows, sum(sizes)]`, the outputs side by side. Raises PlacementError if the
-    group's ranks hold different rows. Neighbouring outputs share a product if all or none of their weights are in FP8.
+    group's ranks hold different rows. Neighbouring outputs share a product if all or none of their weights are kept.
     """
 
     weight: nn.Parameter
@@ -200,7 +201,7 @@ class ColumnLinear(Layer):
         self.products: list[tuple[str, slice]] = []
         total = 0
         held = zip(outs, shares, self.sizes, strict=True)
-        for _, neighbours in groupby(held, lambda o: b.float8 is not None and b.float8(f"{o[0].name}.weight")):
+        for _, neighbours in groupby(held, lambda o: b.format_of(f"{o[0].name}.weight")):
             start, sources = total, []
             for out, share, size in neighbours:
                 at = (slice(total - start, total - start + size),)

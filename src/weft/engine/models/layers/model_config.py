@@ -8,8 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from weft.engine.models.config_json.common_fields import Rope, Storage
+from weft.engine.models.config_json.common_fields import Rope
 from weft.engine.models.layers.basic import Builder, Embedding, Layer
+from weft.engine.models.weights.weight_format import WeightFormat
+from weft.engine.models.weights.weight_formats import PLAIN
 from weft.planner.experts import Forms
 
 
@@ -25,15 +27,14 @@ class ModelConfig(ABC):
         max_position: maximum tokens of a sequence.
         dtype: dtype of the checkpoint.
         rope: rotary embedding of queries and keys, unless a layer names another.
-        storage: storage format of the weights.
+        storage: format of the checkpoint's weights, which the registry sets.
         ignored: fields of config.json that cannot change what the model computes.
 
     The layout sets these fields; config.json does not have them:
         split_vocabulary: shard embedding and head over attn_tp by tokens of the vocabulary.
         replicate_queries: each rank of a dcp group computes the queries of all its ranks.
         experts: allowed exchanges of rows for mixtures of experts (`weft.planner.experts`).
-        float8: compute products with FP8 weights in FP8 (`weft.engine.models.layers.products`) instead of dequantising
-            the weights.
+        float8: compute products in the storage format, where it has them, instead of dequantising the weights.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -52,7 +53,7 @@ class ModelConfig(ABC):
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     rope: Rope
-    storage: Storage
+    storage: WeightFormat = field(default=PLAIN, kw_only=True)
     ignored: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
     split_vocabulary: bool = field(default=False, kw_only=True)
     replicate_queries: bool = field(default=False, kw_only=True)

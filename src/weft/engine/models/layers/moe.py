@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from weft.engine.kernels import ops
 from weft.engine.kernels.model_reference import Chosen
 from weft.engine.kernels.side_stream import nothing, on_side_stream
-from weft.engine.models.layers.basic import Builder, Layer, Linear
+from weft.engine.models.layers.basic import Builder, Layer, Linear, no_format
 from weft.engine.models.layers.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.engine.models.layers.routing import Router, Routing
 from weft.engine.models.weights.expert_sources import (
@@ -24,7 +25,6 @@ from weft.engine.models.weights.expert_sources import (
 )
 from weft.engine.models.weights.source import Source
 from weft.kernels import stream_ops
-from weft.kernels.float8 import Fp8Rows
 from weft.planner.spec import LayoutError, PlacementError, Rows
 from weft.stream.hidden import Hidden
 
@@ -41,7 +41,8 @@ class Experts(Layer):
         limit, alpha: as in `weft.engine.kernels.model_reference.gated`.
         bias: products have biases. Only the first rank of moe_tp adds the last one, so that the sum holds it once.
 
-    Both products are in FP8, or neither. Raises LayoutError for sizes that grouped products do not support.
+    Both weights are kept in the checkpoint's format, or neither. Raises LayoutError for sizes that grouped products
+    do not support.
     """
 
     gate_up: nn.Parameter
@@ -71,8 +72,8 @@ class Experts(Layer):
         self.mine, self.experts = range(mine.start, mine.stop), experts
         self.workspace, self.limit, self.alpha = b.workspace, limit, alpha
         found, held = expert_sources(path, layout, experts, width, inner, mine, cut), mine.stop - mine.start
-        if b.float8 is not None and not all(b.float8(s.name) for part in found.values() for s in part):
-            b = replace(b, float8=None)
+        if not all(b.format_of(s.name) for part in found.values() for s in part):
+            b = replace(b, format_of=no_format)
         self.declare(b, "gate_up", (held, 2 * size, width), found["gate_up"])
         self.declare(b, "down", (held, width, size), found["down"])
         self.gate_up_bias = self.down_bias = None
@@ -98,23 +99,23 @@ class Experts(Layer):
             return owned
         taken, placement = self._world_rows(x), x.mesh.placement(x.placement.rows, owes="world")
         added, wait = on_side_stream(shared, x.value) if shared else (None, nothing)
-        in_float8 = bool(self.units)
+        quantised = bool(self.kept)
         if added is not None:
             Hidden(x.value, placement, x.mesh, self.path).require_same(added)
         if x.extra is None:
-            routed = ops.route(router.logits(x), router.routing, x.live, self.mine, in_float8, router.bias)
+            routed = ops.route(router.logits(x), router.routing, x.live, self.mine, quantised, router.bias)
         else:
-            routed = ops.route_chosen(*router.listed(x.extra), x.live, self.mine, in_float8)
+            routed = ops.route_chosen(*router.listed(x.extra), x.live, self.mine, quantised)
         out = self._sum(taken, x.value, routed, None if added is None else added.value, wait)
         return Hidden(out, placement, x.mesh, self.path)
 
     def _sum_of_chosen(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """Return the sum over this rank's experts. expert: counted over all ranks, −1 for none."""
-        return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, bool(self.units)))
+        return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, bool(self.kept)))
 
     def _sum(
         self,
-        x: Tensor | Fp8Rows,
+        x: Any,
         like: Tensor,
         chosen: Chosen,
         added: Tensor | None = None,
@@ -122,11 +123,12 @@ class Experts(Layer):
     ) -> Tensor:
         """Return the sum over this rank's experts, of like's dtype. added: another term, overwritten by the result; it
         may be read after a call of `wait`."""
-        return ops.experts(
+        gate_up, down = self.declared("gate_up"), self.declared("down")
+        return (ops.experts if isinstance(gate_up, Tensor) else gate_up.experts)(
             x,
             chosen,
-            self.declared("gate_up"),
-            self.declared("down"),
+            gate_up,
+            down,
             self.workspace(*like.shape, like=like) if added is None else added,
             limit=self.limit,
             alpha=self.alpha,
@@ -140,7 +142,7 @@ class Experts(Layer):
         """Check if the rows are this rank's own, to be dispatched to their experts."""
         return x.exchanges is not None and x.mesh.world > 1 and x.placement == x.mesh.placement(Rows.OWN)
 
-    def _world_rows(self, x: Hidden) -> Tensor | Fp8Rows:
+    def _world_rows(self, x: Hidden) -> Any:
         """Return the rows if they are complete and equal on all ranks; else raise PlacementError."""
         taken = x.taken(self.declared("gate_up"), self.path)
         if not x.mesh.same_rows(x.placement.rows, "world"):

@@ -1,4 +1,4 @@
-"""Checkpoints: slices of safetensors. Weights stored in eight or four bits are dequantised when read."""
+"""Checkpoints: slices of safetensors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.engine.models.config_json.common_fields import FLOATS, Storage
 from weft.engine.models.config_json.directory import is_gguf
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.config_json.json_file import read_json
-from weft.engine.models.weights.source import Shape, Slices, Source
+from weft.engine.models.weights.source import Shape, Source
+from weft.engine.models.weights.weight_format import DTYPES, WeightFormat
+from weft.engine.models.weights.weight_formats import PLAIN
 
 if TYPE_CHECKING:
     from weft.engine.models.weights.gguf_file import GgufFile
-
-MXFP4_BLOCK = 32
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of a four-bit float with two bits of exponent and one of mantissa; the fourth bit is the sign."""
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.uint8: "U8"}
-"""Names of dtypes in safetensors."""
 
 
 class StoredTensor(NamedTuple):
@@ -38,18 +32,10 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """Tensors of a directory, read slice by slice. A context manager that keeps the files open.
+    """Tensors of a directory, read slice by slice. A context manager that keeps the files open."""
 
-    Args:
-        float8_block: (rows, columns) of a weight that share a scale, if config.json says that weights are stored in
-            FP8: `name`, float8_e4m3fn, with `name_scale_inv`, float32, the factor of each block (DeepSeek-V3, arXiv
-            2412.19437).
-        mxfp4: weights may be stored as `name_blocks`, two values a byte with the lower four bits first, and
-            `name_scales`, the power of two of each 32 values plus 127 (OCP Microscaling Formats 1.0).
-    """
-
-    def __init__(self, directory: Path, float8_block: tuple[int, int] | None = None, mxfp4: bool = False):
-        self.directory, self._block, self._mxfp4 = directory, float8_block, mxfp4
+    def __init__(self, directory: Path, storage: WeightFormat = PLAIN):
+        self.directory, self._storage = directory, storage
         self._stored: dict[str, StoredTensor] = {}
         with ExitStack() as stack:
             for path in weight_files(directory):
@@ -69,13 +55,7 @@ class Checkpoint:
 
     def read(self, source: Source) -> Tensor:
         """Return the slice of a source, float32 if it is stored quantised. Raises ModelError."""
-        shape, take = source.stored()
-        if not self.has(source.name) and self._mxfp4 and self.has(f"{source.name}_blocks"):
-            return source.restore(self._four_bits(source.name, shape, take))
-        part = self._weight(source.name, shape)[take]
-        if part.dtype == torch.float8_e4m3fn:
-            part = part.float() * self._scales(source.name, shape, take)
-        return source.restore(part)
+        return source.restore(self._storage.read(self, source.name, *source.stored()))
 
     def has(self, name: str) -> bool:
         """Check if a tensor exists."""
@@ -85,54 +65,8 @@ class Checkpoint:
         """Return the stored names of all tensors, each with its file. read: names that weights have."""
         return {stored.name: stored.path for stored in self._stored.values()}
 
-    def has_scales(self, name: str) -> bool:
-        """Check if a weight is stored in FP8."""
-        return self.has(f"{name}_scale_inv")
-
-    def read_float8(self, source: Source, unit: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the stored slice of a source, float8_e4m3fn, and a float32 scale per (rows, columns) of unit. unit
-        divides the blocks and the offsets of the slice in them. Raises ModelError."""
-        shape, take = source.stored()
-        part = self._weight(source.name, shape)[take]
-        scales = self._scales(source.name, shape, take, unit[1])
-        return source.restore(part), source.restore(scales)[..., :: unit[0], :]
-
-    def _scales(self, name: str, shape: Shape, take: Slices, columns: int = 1) -> Tensor:
-        """Return a scale for each row and each `columns` columns of a slice."""
-        if self._block is None:
-            raise ModelError(f"{name} is stored in FP8, but config.json has no weight_block_size")
-        if len(shape) < 2:
-            raise ModelError(f"{name} is stored in FP8, but only blocks of a matrix can have scales")
-        blocks = tuple(-(-size // block) for size, block in zip(shape[-2:], self._block, strict=True))
-        units = tuple(
-            slice(t.start // block, -(-t.stop // block)) for t, block in zip(take[-2:], self._block, strict=True)
-        )
-        stored = self._slice(f"{name}_scale_inv", (*shape[:-2], *blocks), (*FLOATS, torch.float8_e8m0fnu))
-        scales: Tensor = stored[(*take[:-2], *units)].float()
-        for dim, block, unit in zip((-2, -1), self._block, (1, columns), strict=True):
-            at = torch.arange(take[dim].start, take[dim].stop, unit)
-            scales = scales.index_select(dim, at // block - take[dim].start // block)
-        return scales
-
-    def _four_bits(self, name: str, shape: Shape, take: Slices) -> Tensor:
-        groups = -(-shape[-1] // MXFP4_BLOCK)
-        first, last = take[-1].start // MXFP4_BLOCK, -(-take[-1].stop // MXFP4_BLOCK)
-        whole = (*take[:-1], slice(first, last))
-        stored = (*shape[:-1], groups, MXFP4_BLOCK // 2)
-        packed = self._slice(f"{name}_blocks", stored, (torch.uint8,))[(*whole, slice(0, MXFP4_BLOCK // 2))]
-        scales = self._slice(f"{name}_scales", (*shape[:-1], groups), (torch.uint8,))[whole]
-        values = torch.tensor((*MXFP4_VALUES, *(-v for v in MXFP4_VALUES)))
-        pairs = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-        part = torch.ldexp(values[pairs.long()], scales.int()[..., None] - 127).flatten(-2)
-        return part.narrow(-1, take[-1].start - first * MXFP4_BLOCK, take[-1].stop - take[-1].start)
-
-    def _weight(self, name: str, shape: Shape) -> Any:
-        part = self._slice(name, shape, (*FLOATS, torch.float8_e4m3fn))
-        if self.has_scales(name) and (kind := part.get_dtype()) != DTYPES[torch.float8_e4m3fn]:
-            raise ModelError(f"{name} has scales, but is stored in {kind}, not {DTYPES[torch.float8_e4m3fn]}")
-        return part
-
-    def _slice(self, name: str, shape: Shape, dtypes: Sequence[torch.dtype]) -> Any:
+    def part(self, name: str, shape: Shape, dtypes: Sequence[torch.dtype]) -> Any:
+        """Return a tensor to be sliced. Raises ModelError for another shape or dtype."""
         stored = self._stored.get(name)
         if stored is None:
             raise ModelError(f"{self.directory} has no tensor {name}; is the download complete?")
@@ -147,13 +81,13 @@ class Checkpoint:
         return part
 
 
-def open_checkpoint(model: Path, storage: Storage) -> Checkpoint | GgufFile:
+def open_checkpoint(model: Path, storage: WeightFormat) -> Checkpoint | GgufFile:
     """Open the tensors of a directory or a GGUF file. Raises ModelError."""
     if is_gguf(model):
         from weft.engine.models.weights.gguf_file import GgufFile  # the package is an optional dependency
 
         return GgufFile(model)
-    return Checkpoint(model, storage.float8_block, storage.mxfp4)
+    return Checkpoint(model, storage)
 
 
 def _open(path: Path) -> Any:

@@ -122,13 +122,6 @@ class GgufFile:
         stored = (name for name in self.tensors if name != "rope_freqs.weight")
         return {known.get(name, re.sub(r"^blk\.", "model.layers.", name)): self.path for name in stored}
 
-    def has_scales(self, name: str) -> bool:
-        """Return False: GGUF files have no FP8 weights with scales."""
-        return False
-
-    def read_float8(self, source: Source, unit: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        raise ModelError(f"{self.path} has no {source.name} in FP8")
-
     def read(self, source: Source) -> Tensor:
         """Return the slice of a source in float32. Raises ModelError."""
         shape, take = source.stored()

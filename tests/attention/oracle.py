@@ -1,4 +1,4 @@
-"""What attention over a paged cache means, in float64 and one row at a time; and random steps to try a backend on."""
+"""Definition of attention over a paged cache, in float64, one row at a time, and random steps to try a backend on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Case:
     v: Tensor
     scale: float
     keys: list[Tensor]
-    """Of each sequence, `[context + rows, kv_heads, dim]`, as the cache has them: of FP8, what it stands for."""
+    """Keys of each sequence, `[context + rows, kv_heads, dim]`, as the cache holds them: dequantised for FP8."""
     values: list[Tensor]
 
 
@@ -74,7 +74,7 @@ def make_case(
 
 
 def as_held(x: Tensor) -> Tensor:
-    """What vectors in FP8 stand for."""
+    """Return vectors as a cache in FP8 holds them, dequantised."""
     values, exponents = to_vectors(x)
     return torch.ldexp(values.float(), exponents[..., None])
 
@@ -86,7 +86,7 @@ def forget(cache: KVCache) -> None:
 
 
 def padded(case: Case, capacity: int) -> Case:
-    """The same decode step as a CUDA graph would see it: more rows than sequences, and nothing known to the host."""
+    """Return the same decode step as a CUDA graph sees it: more rows than sequences, and nothing known to the host."""
     batch, pads = case.batch, capacity - len(case.batch.tokens)
     assert batch.spans is not None and all(rows == 1 for rows, _ in batch.spans) and pads >= 0
 

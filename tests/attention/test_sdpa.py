@@ -30,7 +30,7 @@ SPECS = [PagedKV(1, 8), PagedKV(2, 8), PagedKV(4, 8), Window(1, 2, 8), Window(6,
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
-"""Of the cache."""
+"""Dtypes of the cache."""
 
 
 @DTYPES
@@ -91,8 +91,9 @@ def test_states_begin_at_zero_and_padding_sequences_keep_none() -> None:
 
 @pytest.mark.parametrize("heads_at_once", [1, 4])
 def test_expanded_prompts_are_absorbed_ones(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks and behind cached tokens; where an absorbed form is chosen, it is by operations: few rows, many tokens.
-    An expanded prompt reads neither absorbed projection."""
+    """Chunks and prompts behind cached tokens are expanded. The absorbed form is chosen by operations: few rows, many
+    tokens. An expanded prompt reads neither absorbed projection.
+    """
     spans, spec = [(1, 12), (9, 0), (1, 0), (6, 5), (2, 0), (2, 30)], Latent(28, 24, (6, 5))
     plain, case = (make_case(spans, seed=3, spec=Latent(28, 24)), make_case(spans, seed=3, spec=spec))
     torch.manual_seed(0)

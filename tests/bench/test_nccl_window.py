@@ -21,7 +21,7 @@ MESH, BYTES = Mesh(2, 1, 2, 1), 11 * 512
 
 
 def pretend() -> dict[str, bool]:
-    """For this process: torch's memory pools, NCCL's registration, and whether a graph is being captured."""
+    """Pretend, in this process, torch's memory pools, NCCL's registration, and whether a graph is being captured."""
     state = {"capturing": False}
     begin = TorchDistTransport.__init__
 

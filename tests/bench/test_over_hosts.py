@@ -1,4 +1,4 @@
-"""What is measured over several hosts: hosts meet, node 0 says what, and plans over hosts go by the table."""
+"""Measurements over several hosts: hosts meet, node 0 decides the work, and plans over hosts go by the table."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_what_is_not_measured_over_hosts_is_refused() -> None:
 
 @pytest.mark.nightly
 def test_two_hosts_of_the_rig(tmp_path: Path) -> None:
-    """Tuned, planned by the table, and measured beside what it predicts."""
+    """Tuned, planned by the table, and measured compared with what it predicts."""
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
     table, figures = tmp_path / "table.json", tmp_path / "figures.json"
     try:

@@ -1,4 +1,4 @@
-"""What `weft profile` makes of traces: own-written ones, whose figures are known, and one of a real run."""
+"""Reports of `weft profile`: on traces written here, whose figures are known, and on one of a real run."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_one_trace_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_real_window(tmp_path: Path) -> None:
-    """Of a latent cache whose tokens are sharded over two ranks."""
+    """Profile a latent cache whose tokens are sharded over two ranks."""
     out, model = tmp_path / "found", tmp_path / "model"
     small_config("deepseek_v2", 2, max_position_embeddings=2048).save_pretrained(model)
     words = "--load-format dummy --num-layers 1 --attn-tp 2 --ep 2 --moe-tp 1 --dcp 2 --batch 3 --context 20 --steps 2"
@@ -248,7 +248,7 @@ def test_steps_of_prompts(tmp_path: Path) -> None:
 
 
 def test_what_a_server_recorded_is_read_later(tmp_path: Path) -> None:
-    """Two ranks of a GPU: the figures of the recording as written are those of its traces."""
+    """Two ranks of a GPU: the figures of the recording equal the figures of its traces."""
     ranks = [
         Profiled(
             rank, 4, 0.02, 0.001, 0.002, {"weft-rank": 0.001},

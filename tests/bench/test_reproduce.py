@@ -243,7 +243,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_all_of_them(tmp_path: Path) -> None:
-    """What does not depend on how busy the machine is follows from the plans and the size of the cache."""
+    """Figures that do not depend on the machine's load follow from the plans and the size of the cache."""
     check_all(list(SEEDS), tmp_path, "all")
     ratios = {
         (line["seed"], row["metric"]): row["times_better"]

@@ -49,7 +49,7 @@ def test_cpu_time_of_a_step() -> None:
 
 
 def test_attention_backends_dry_run(tmp_path: Path) -> None:
-    """What a backend lacks is said in its words; what runs is held against the definition before it is timed."""
+    """A missing feature is reported in the backend's words; every case is checked against the definition first."""
     pytest.importorskip("triton")
     script, out = next(script for script in SCRIPTS if script.stem == "attention_backends"), tmp_path / "found.json"
     done = subprocess.run(

@@ -16,7 +16,7 @@ from weft.kernels.build import CPU_FLAGS, CSRC
 NATIVE = Path(__file__).parent / "native"
 FLAGS = ("-std=c++17", "-Werror", *(flag for flag in CPU_FLAGS if flag != "-O3"))  # how fast: as each test needs it
 CANNOT_START = "unexpected memory mapping"
-"""What a race detector says that does not cope with this kernel's address space; not a finding."""
+"""Message of a race detector that does not cope with this kernel's address space; not a finding."""
 NEEDS = {
     "x86_64": {
         "scalar": set[str](),
@@ -27,7 +27,7 @@ NEEDS = {
 }[platform.machine()]
 """The instruction sets of this architecture that there are row kernels for, the widest last: what each needs."""
 ISAS = [isa for isa, needs in NEEDS.items() if needs <= set(Path("/proc/cpuinfo").read_text().split())]
-"""Those of them that this CPU has."""
+"""Instruction sets that this CPU has."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def shared_files() -> set[str]:
 
 
 def held_in_shm() -> list[str]:
-    """Of /dev/shm, what this process has open or mapped."""
+    """Return the files of /dev/shm that this process has open or mapped."""
     held = Path("/proc/self/maps").read_text().split()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -110,7 +110,7 @@ def busy_ranks(folder: Path, seed: int, timeout_s: float = 240.0) -> list[Fork]:
 
 
 def expect_lost(fork: Fork, rank: int) -> None:
-    """That a survivor raises PeerLost of that rank, long before its own time-out: only a hang takes a minute."""
+    """Check that a survivor raises PeerLost of that rank, long before its own time-out: only a hang takes a minute."""
     outcome = fork.outcome()
     assert outcome is not None and outcome.classes[0] == "PeerLost", outcome
     assert outcome.lost == rank and f"rank {rank} is gone" in outcome.error, outcome
@@ -176,7 +176,7 @@ def one_is_stopped(folder: Path) -> None:
 
 
 def stopped_is_named(folder: Path, seed: int, timeout_s: float) -> bool:
-    """Whether a stopped rank, and no other, was waited for in vain."""
+    """Return whether a stopped rank, and no other, was waited for in vain."""
     try:
         forks, victim = busy_ranks(folder, seed, timeout_s), seed % 3
     except NotMet:

@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a process came to: its value, or its error with the classes' names.
+    """Result of a process: its value, or its error with the classes' names.
 
     mapped: its mappings of an arena at the end, when the value or the error and all that they held are gone.
     """

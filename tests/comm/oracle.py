@@ -70,7 +70,7 @@ def check_calls(
 ) -> int:
     """Every call over every group, size pattern, width and dtype; several groups run at once. Gives their number.
 
-    at_home: inputs lie where the transport reads them fastest. scale: so many times the rows.
+    at_home: inputs lie where the transport reads them fastest. scale: factor of the rows.
     """
     rank, calls = transport.rank, 0
 

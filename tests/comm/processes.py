@@ -18,7 +18,7 @@ TRANSPORTS: dict[str, tuple[Callable[..., Any], str]] = {
     "shm": (ShmTransport, "{}/shm"),
     "gloo": (TorchDistTransport, "file://{}/rendezvous"),
 }
-"""By name: a transport, and where its ranks meet in a directory."""
+"""Transports by name, each with the place in a directory where its ranks meet."""
 
 
 def connect(name: str, mesh: Mesh, rank: int, directory: str, **options: Any) -> Any:
@@ -51,7 +51,7 @@ def run_processes(
 
 
 def run_threads(mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-    """The same over shm with a thread a rank: each maps the arena for itself, and no process has to import torch."""
+    """Run over shm with a thread per rank: each maps the arena for itself, and no process has to import torch."""
 
     def rank_thread(rank: int) -> Any:
         transport = connect("shm", mesh, rank, str(directory), **options)

@@ -1,4 +1,4 @@
-"""Which cores share a cache, and what transport shm makes of it."""
+"""Cores that share a cache, and their use by transport shm."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def matrices() -> Tensor:
 
 
 def dispatch(transport: Transport, mesh: Mesh, case: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """What comes back, twice; then the rows that came here. Tensors to be sent are poisoned before they are filled."""
+    """Return the rows that come back, twice, then the arrived rows. Tensors to send are poisoned before filling."""
     rank, world, held = transport.rank, tuple(range(mesh.world)), EXPERTS // mesh.ep
     parts = Dispatch.on(mesh, EXPERTS, K, WIDTH * dtype.itemsize).parts(mesh.world, 1)
     rows_sent = {part.what: part.sent_row_bytes for part, _ in parts if isinstance(part, Permute)}

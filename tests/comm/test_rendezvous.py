@@ -1,4 +1,4 @@
-"""Where ranks meet: callers that are no ranks, and ranks that cannot all be right."""
+"""Meeting of ranks: callers that are no ranks, and ranks that cannot all be right."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ FAULTS = {
     ],
 }
 NUMBER = {name: number for number, name in enumerate(FAULTS, 1)}
-"""By which the program is told which fault to have."""
+"""Number by which the program is told its fault."""
 BROKEN = [fault for faults in FAULTS.values() for fault in faults]
 
 

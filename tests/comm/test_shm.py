@@ -40,7 +40,7 @@ def everything(transport: ShmTransport, mesh: Mesh, one_dtype: bool = False) -> 
 
 
 EVERY_DTYPE = {"one shot", "two shots", "two shots, zero copy"}
-"""By day. Others cut and place the same sums otherwise."""
+"""Ways that are tested in every dtype by day. The others cut and place the same sums otherwise."""
 
 
 @pytest.mark.parametrize(

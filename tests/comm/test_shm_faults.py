@@ -1,4 +1,4 @@
-"""What goes wrong around shared memory: ranks that die, stop or leave, and calls that cannot be answered."""
+"""Failures around shared memory: ranks that die, stop or leave, and calls that cannot be answered."""
 
 from __future__ import annotations
 

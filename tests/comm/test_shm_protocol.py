@@ -40,7 +40,7 @@ FAULTS = {
     ),
 }
 NUMBER = {name: number for number, name in enumerate(FAULTS, 1)}
-"""By which a program is told which fault to have."""
+"""Number by which a program is told its fault."""
 KINDS = [
     *("sum", "sum_chunks", "sum_zero_copy", "sum_some_zero_copy", "scatter", "gather_zero_copy", "exchange"),
     *("two_shot", "two_shot_zero_copy", "two_shot_over_input", "barrier"),
@@ -110,13 +110,13 @@ def test_the_results_show(fault: str, built: dict[str, Path]) -> None:
 
 
 def recorded(built: dict[str, Path], world: int, calls: Sequence[str]) -> list[Program]:
-    """What each rank does: calls as `kind` or `kind@group`; group 0 is the world."""
+    """Return each rank's actions for calls given as `kind` or `kind@group`; group 0 is the world."""
     text = ran(run(built["trace"], world, *(c if "@" in c else f"{c}@0" for c in calls)))
     return [[tuple(action) for action in program] for program in json.loads(text)]
 
 
 def every_run_of(length: int) -> list[str]:
-    """Calls among which every run of so many kinds occurs: a de Bruijn sequence, greedily."""
+    """Calls among which every run of `length` kinds occurs: a de Bruijn sequence, greedily."""
     calls, seen = [KINDS[0]] * (length - 1), set()
     while True:
         tail = tuple(calls[len(calls) - length + 1 :])
@@ -207,7 +207,7 @@ def test_published_before_it_is_staged(kind: str, built: dict[str, Path]) -> Non
 
 
 def in_one_buffer(programs: list[Program], holds: str, size: int) -> list[Program]:
-    """As if the two buffers of each rank, of `size` bytes each, were one."""
+    """Return the programs with the two buffers of each rank, of `size` bytes each, made one."""
     moved = {}
     for program in programs:
         starts = sorted({a[3] // size * size for a in program if a[:2] == ("write", holds)})

@@ -23,7 +23,7 @@ from weft.planner.spec import Mesh
 
 FOUR = [replace(mesh, hosts=hosts) for mesh in layouts(4) if mesh.world == 4 for hosts in (2, 4)]
 NETWORKS = (Network(300.0, 300.0, 1.0), Network(1e-3, 0.0, 1e-3), Network(500.0, 100.0, 100.0))
-"""By latency, by bytes and by calls: other plans are the cheapest on each."""
+"""Networks with high latency, few bytes/s and costly calls: a different plan is the cheapest on each."""
 TIMEOUT_S = 240.0
 
 
@@ -69,7 +69,7 @@ def rank_main(rank: int, plans: dict[Mesh, list[Plan]], directory: str) -> None:
 
 @pytest.fixture(scope="module")
 def carried(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, bool], int]:
-    """How many steps each transport carried in each layout, inside hosts and across; the same on every rank."""
+    """Return the steps that each transport carried per layout, inside hosts and across; equal on every rank."""
     directory = tmp_path_factory.mktemp("hosts")
     mp.start_processes(
         rank_main, ({mesh: plans_of(mesh) for mesh in FOUR}, str(directory)), nprocs=4, start_method="fork"

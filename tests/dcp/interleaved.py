@@ -119,7 +119,7 @@ class LiveReference(ReferenceTransport):
 
 
 def local_cache(case: Case, interleave: Interleave, place: int) -> KVCache:
-    """What the rank at `place` holds of the case's cache before the step; NaN where that is no token."""
+    """Return the cache of the rank at `place` before the case's step; NaN in slots without a token."""
     whole = case.cache
     cache = KVCache(whole.spec, 2, whole.num_pages, interleave.page_size, whole.keys.dtype, whole.keys.device)
     forget(cache)

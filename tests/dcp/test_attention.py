@@ -27,7 +27,7 @@ def borders(interleave: Interleave) -> list[tuple[int, int]]:
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
-"""Of the cache."""
+"""Dtypes of the cache."""
 
 
 @DTYPES

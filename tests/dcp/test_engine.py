@@ -35,7 +35,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of each shape a saved model, and what transformers answers, greedy."""
+    """Save a model of each shape, and return it with transformers' greedy outputs."""
     made: dict[str, tuple[Path, list[tuple[int, ...]]]] = {}
 
     def get(shape: str) -> tuple[Path, list[tuple[int, ...]]]:

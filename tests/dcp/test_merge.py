@@ -226,7 +226,7 @@ def test_what_exceeds_the_capacity_goes_in_several_calls_and_what_has_no_recipe_
 
 
 def test_each_of_several_calls_has_its_own_live_tokens() -> None:
-    """Of eight tokens that go in calls of three, five are live: three in the first, two in the second, none after."""
+    """Five of eight tokens in calls of three are live: three in the first, two in the second, none after."""
     told: list[int] = []
 
     class Fused:

@@ -46,7 +46,7 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 def misfits(transport: ShmTransport, mesh: Mesh) -> None:
-    """What all ranks find alike, and they go on; then a call that only the others can tell to be wrong."""
+    """Make misfits that all ranks find alike, and go on; then a call that only the others can tell is wrong."""
     group, me = (0, 1), transport.rank
     empty = transport.merge_scatterv(torch.empty(0, 4, 8), torch.empty(0, 4), group)
     assert empty[0].shape == (0, 2, 8) and empty[1].shape == (0, 2)

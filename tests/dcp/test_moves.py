@@ -1,4 +1,4 @@
-"""What a step exchanges by its plan, attention's exchanges among the stream's, is what its transports are asked for."""
+"""Exchanges of a step: the plan's, attention's among the stream's, equal the calls that its transports receive."""
 
 from __future__ import annotations
 

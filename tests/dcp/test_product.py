@@ -1,7 +1,7 @@
-"""Greedy tokens with tokens sharded over ranks are those of dcp 1, over the product of what can be chosen.
+"""Greedy tokens with tokens sharded over ranks equal dcp 1's, over the product of what can be chosen.
 
 A run of a configuration has everything in it at once: prompts of a few tokens and of more than a page, read in chunks
-beside answers, sequences whose answers begin another page when there is none, so that one is preempted, and prefixes
+next to answers, sequences whose answers begin another page when there is none, so that one is preempted, and prefixes
 that are reused to the token. Ranks are threads, on the reference transport.
 """
 
@@ -55,7 +55,7 @@ def embedded_cases() -> Iterator[dict[str, Any]]:
 
 
 def met(cases: list[dict[str, Any]], names: tuple[str, ...]) -> set[tuple[Any, ...]]:
-    """Which choices of these names come together."""
+    """Return the combinations of these names' choices that occur."""
     return {tuple(case[name] for name in names) for case in cases}
 
 
@@ -89,7 +89,7 @@ def output(model: Path, span: int, **layout: Any) -> Outputs:
 
 @cache
 def alone(model: Path, span: int) -> Outputs:
-    """What one rank answers, with room for all."""
+    """Return the outputs of one rank with room for everything."""
     return output(model, span, kv_tokens=32 * PAGE)
 
 

@@ -1,4 +1,4 @@
-"""Which kernels of a wheel are used: those built from the sources here, with code for the GPUs here."""
+"""Choice of a wheel's kernels: those built from the sources here, with code for the GPUs here."""
 
 from __future__ import annotations
 

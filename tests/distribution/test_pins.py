@@ -1,6 +1,6 @@
-"""Weft installs beside vLLM and SGLang: what it requires and what they require leave a version in common.
+"""Weft installs next to vLLM and SGLang: its requirements and theirs leave a version in common.
 
-What they require lies in `metadata`, a file a version, taken from their wheels.
+Their requirements lie in `metadata`, a file per version, copied from their wheels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OURS = {
 
 
 def in_common(one: SpecifierSet, other: SpecifierSet) -> bool:
-    """Whether some version is in both: one that either names, or the next after it."""
+    """Return whether some version is in both: one that either names, or the next after it."""
     named = [Version(s.version.removesuffix(".*")) for s in (*one, *other)]
     after = [Version(".".join(map(str, (*v.release[:-1], v.release[-1] + 1)))) for v in named]
     return not named or any(v in one and v in other for v in (*named, *after))

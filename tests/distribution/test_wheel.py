@@ -97,7 +97,7 @@ class Environment:
         self.variables |= {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
     def add(self, extra: str) -> None:
-        """What the wheel says that an extra requires; none: the core."""
+        """Return the wheel's requirements of an extra; with none, of the core."""
         names = [r.name for r in map(Requirement, self.metadata.requires or ()) if self._wanted(r, extra)]
         link([name for name in names if name != "weft"], self.site)
 
@@ -136,7 +136,7 @@ def test_it_has_kernels_and_the_tags_version(wheels: tuple[list[Path], str]) -> 
 @pytest.mark.nightly
 @pytest.mark.skipif(shutil.which(nvcc()) is None, reason="needs nvcc, of CUDA 12.8 or later")
 def test_cuda_kernels_are_built_where_there_is_nvcc(tmp_path: Path) -> None:
-    """For every architecture, which takes minutes; a machine without a GPU loads them too."""
+    """Kernels are built for every architecture, which takes minutes; a machine without a GPU loads them too."""
     build_ahead(tmp_path)
     name, source = CUDA_KERNELS
     check_built(tmp_path / f"{name}.json", source_hash(source), [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

@@ -63,9 +63,9 @@ def weft(*arguments: str, temporary: Path | None = None) -> subprocess.Completed
 
 
 def environment(temporary: Path | None) -> dict[str, str]:
-    """With temporary files in a folder of the test's own, so that what is left behind can be told from others'.
+    """Return an environment with temporary files in a folder of the test's own, to tell its leftovers from others'.
 
-    80 columns: what is looked for is not broken into lines where it is read.
+    80 columns: the lines looked for are not broken where they are read.
     """
     return dict(os.environ) | {"COLUMNS": "80"} | ({"TMPDIR": str(temporary)} if temporary else {})
 

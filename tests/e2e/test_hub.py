@@ -27,7 +27,7 @@ SPLIT_FILES = {"model-a.safetensors", "model.safetensors.index.json"}
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of a byte model with what repositories have besides, and with its weights behind an index."""
+    """Return folders with a byte model, with a repository's extra files, and with its weights behind an index."""
     whole = byte_model(tmp_path_factory.mktemp("hub") / "tiny")
     others = ("README.md", "modeling_x.py", "pytorch_model.bin", "consolidated.safetensors", "tiny.gguf")
     for other in (*others, "original/model.safetensors", "onnx/config.json"):

@@ -37,7 +37,7 @@ def measured(*args: Any) -> NoReturn:
 
 @pytest.fixture(autouse=True)
 def no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the host was tuned to is no matter; what is compiled stays."""
+    """Ignore the host's tuned table; compiled files stay."""
     kernels = cache_folder() / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     (tmp_path / "weft").mkdir()

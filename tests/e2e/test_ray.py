@@ -28,7 +28,7 @@ PROMPT = ("generate", "--prompt", "Tom has 3 apples", "--max-tokens", "8")
 
 
 class StandIn(SimpleNamespace):
-    """As much of Ray as is used: a cluster of hosts, `here` among them, and actors that note what they are to run."""
+    """Stand-in for Ray: a cluster of hosts, `here` among them, and actors that note what they are to run."""
 
     def __init__(self, hosts: dict[str, bool]):
         nodes = [{"NodeID": name, "Alive": lives, "NodeManagerAddress": name} for name, lives in hosts.items()]

@@ -15,7 +15,7 @@ from weft.engine.hosts import secured
 from weft.engine.messages.host_messages import Ended, FromRanks, Join, Left, encode
 
 MARK = "of a stranger"
-"""In every frame that is a message: none with it may be decoded."""
+"""Mark of every frame that is a message: no frame with it may be decoded."""
 MESSAGES = [
     encode(message)
     for message in (Join(1, MARK, {}, {}, 0.0), FromRanks(1, MARK.encode()), Ended(1, MARK, True), Left(MARK))
@@ -46,7 +46,7 @@ def _long(flags: int, content: bytes) -> bytes:
 
 
 def frame(rng: random.Random) -> bytes:
-    """What no member sends before its handshake has ended."""
+    """Return a frame that no member sends before its handshake has ended."""
     kind = rng.randrange(7)
     if kind == 0:
         return rng.randbytes(rng.randrange(1, 300))
@@ -64,7 +64,7 @@ def frame(rng: random.Random) -> bytes:
 
 
 def raw(port: int, frames: int, rng: random.Random, recorded: Sequence[bytes]) -> None:
-    """Sends so many frames on connections of their own, and now and then what a member has sent (`record`)."""
+    """Send `frames` frames on connections of their own, and now and then a member's recorded ones (`record`)."""
     left = frames
     begins = (b"", greeting(b"CURVE"), greeting(b"NULL"), greeting(b"PLAIN"), greeting(b"CURVE", b"\x02\x00"))
     while left > 0:
@@ -95,7 +95,7 @@ def strange_sockets(port: int, rng: random.Random) -> None:
 
 
 def record(port: int, key: bytes) -> list[bytes]:
-    """What a member sends when it joins and says a word, as it is on the wire."""
+    """Return a member's bytes on the wire when it joins and sends one message."""
     heard: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as proxy, zmq.Context() as context:
         member = secured.connecting(context, key)

@@ -29,7 +29,7 @@ def next_token(history: Seq[int], vocabulary: int = VOCABULARY) -> int:
 
 
 def expected_output(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] = frozenset()) -> list[int]:
-    """What a request gets when it runs alone, without pages or batches."""
+    """Return the output of a request that runs alone, without pages or batches."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens:
         tokens.append(next_token(tokens))
@@ -62,7 +62,7 @@ class Parts:
 
     @property
     def scored(self) -> tuple[Scored, ...]:
-        """As a rank tells it, where a token's logprob is its own number: what was scored shows."""
+        """Scores as a rank reports them: a token's own number is its logprob, so that tests see the scored ones."""
         return tuple(Scored(p.context + 1, tuple((float(t), ()) for t in p.scored)) for p in self.parts if p.scored)
 
     @property
@@ -85,7 +85,7 @@ class FakeDevice:
         self.last: dict[int, int] = {}
 
     def take(self, rows: GroupRows) -> Parts:
-        """What a message means, by what came before it."""
+        """Return the parts of a message, given the messages before it."""
         for join in rows.joins:
             self.table[join.row] = (join.request, [list(table) for table in join.tables])
             self.length[join.row] = join.context
@@ -155,7 +155,7 @@ class FakeDevice:
         return tokens
 
     def _read(self, group: int, part: Part, new: list[int]) -> list[int]:
-        """What a part's rows can see of their sequence in a group: its last tokens, or all."""
+        """Return the tokens of their sequence that a part's rows see in a group: the last ones, or all."""
         rule, table, end = self.rules[group], part.tables[group], part.context + part.rows
         if rule.state:
             before = [] if table[0] == UNWRITTEN else self.states[group][table[0]]

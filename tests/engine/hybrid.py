@@ -162,7 +162,7 @@ class Hybrid(Layer):
 
 
 class PlainHybrid:
-    """The same mathematics on one whole sequence, without caches, ranks or batches. weights: by their names."""
+    """Reference of the same mathematics on a whole sequence, without caches, ranks or batches. weights: by name."""
 
     def __init__(self, config: HybridConfig, weights: dict[str, Tensor]):
         self.config, self.weights = config, weights
@@ -210,7 +210,7 @@ class PlainHybrid:
         return self.linear(out.flatten(1), f"{path}.out")
 
     def logits(self, tokens: list[int]) -> Tensor:
-        """Of the last token, `[vocabulary]`."""
+        """Return the logits of the last token, `[vocabulary]`."""
         x = self.weights["embed.weight"][tokens]
         for i, kind in enumerate(self.config.mixers):
             x = x + self.mixer(self.norm(x, f"layers.{i}.input_norm"), f"layers.{i}.mixer", kind)

@@ -95,9 +95,10 @@ class StubExecutor(Executor):
 
 
 class World:
-    """What a test sees and decides. steps: those that were sent; run: how many of them have.
+    """State that a test sees and controls.
 
-    go: steps run while it is set; may_start: ranks start while it is.
+    steps: the steps that were sent; run: how many of them have run. go: steps run while it is set; may_start: ranks
+    start while it is.
 
     fail(executor, when): whether a rank dies there: at its "start", "before" or "after" a step has run, or "idle".
     """
@@ -154,7 +155,7 @@ class Client:
         self.at += self.engine.submit_all([(p, h, on) for (p, _), h, on in zip(asked, how, callbacks, strict=True)])
 
     def wait(self, count: int) -> list[int]:
-        """Which requests ended, in that order."""
+        """Return the next `count` requests that end, in that order."""
         return [self.ended.get(timeout=WAIT_S) for _ in range(count)]
 
     def last(self, at: int) -> Output:

@@ -1,4 +1,4 @@
-"""What node 0 and agents make of each message, whenever it comes: members that say what a test has them say."""
+"""Reactions of node 0 and agents to each message at any time; the test says what the members send."""
 
 from __future__ import annotations
 

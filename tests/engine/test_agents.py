@@ -297,7 +297,7 @@ def be_node_0(config: EngineConfig, end: Any) -> None:
 
 
 def doctors(cluster: EngineConfig, of_node_1: EngineConfig) -> tuple[list[str], list[str]]:
-    """What `weft doctor` finds on each of two hosts."""
+    """Return the findings of `weft doctor` on each of two hosts."""
 
     def found(config: EngineConfig) -> list[str]:
         return [f"{finding.level} {finding.what} {finding.why}".strip() for finding in between_hosts(config)]

@@ -31,7 +31,7 @@ FORMS = {
     "whole": dict(split_vocabulary="off", moe_exchange="gather"),
     "split": dict(split_vocabulary="on", moe_exchange="dispatch"),
 }
-"""Of the vocabulary and the experts' rows."""
+"""Options by name: split of the vocabulary, exchange of the experts' rows."""
 DAILY = [
     (Mesh(1, 4, 2, 2, dcp=2), "split", 2),
     (Mesh(2, 2, 4, 1, dcp=2), "whole", 4),
@@ -42,7 +42,7 @@ CASES = [(mesh, form, hosts) for mesh in LAYOUTS for form in FORMS for hosts in 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, ...]]]:
-    """With one key head, so that its tokens can be sharded over all ranks; and what transformers generates, greedy."""
+    """Save a model with one key head, to shard its tokens over all ranks; return transformers' outputs too."""
     directory = tmp_path_factory.mktemp("one-head")
     sizes = dict(num_key_value_heads=1, vocab_size=257, max_position_embeddings=256, num_hidden_layers=2)
     made = small_model("qwen2_moe", 4, directory, seed=3, **sizes)

@@ -45,7 +45,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def test_a_plugins_backend_serves(model_dir: Path) -> None:
-    """With the tokens of the default backend, and under its own name."""
+    """Tokens equal the default backend's, and the report has the plug-in's name."""
     prompts, found = [[1, 2, 3, 4, 5], [9, 8]], []
     for options in ({}, {"attention_backend": "toy", "plugins": (TOY,)}):
         config = EngineConfig(model=model_dir, executor="thread", kv_tokens=512, **options)
@@ -57,7 +57,7 @@ def test_a_plugins_backend_serves(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("spec", [PagedKV(2, 8), Window(6, 2, 8)], ids=str)
 def test_a_plugins_kernels_attend(spec: PagedKV | Window) -> None:
-    """In eager steps, and in steps of which only the device knows the sequences, as in a CUDA graph."""
+    """Eager steps, and steps whose sequences only the device knows, as in a CUDA graph, use the plug-in's kernels."""
     make, spans = backends([TOY])["toy"].make, [(1, 12), (1, 0), (6, 2), (9, 0)]
     for case in (make_case(spans, spec=spec), roomy(make_case(spans, spec=spec), 25, 6)):
         check(make(case.cache), case, spans)

@@ -18,7 +18,7 @@ def bound(text: str | None, world: int = 2) -> EngineConfig:
 
 
 def cores_in_a_fork(config: EngineConfig, rank: int) -> set[int]:
-    """What a process has after `bind`."""
+    """Return a process's cores after `bind`."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -142,7 +142,7 @@ def test_what_events_say_of_a_group() -> None:
 
 
 def test_equal_prefixes_have_equal_hashes_on_every_server() -> None:
-    """In every process and version: else routers know nothing of what servers hold while these are replaced."""
+    """Hashes are equal in every process and version, for routers that see servers replaced one by one."""
     first = page_hash(salt_hash(""), [1, 2, 3])
     assert (first, page_hash(first, (1, 2, 3))) == (16580129318509336541, 15330264130581748948)
     assert page_hash(salt_hash("x"), [1, 2, 3]) not in (first, page_hash(first, [1, 2, 3]))
@@ -169,7 +169,7 @@ def socket(kind: int, endpoint: str | None) -> Iterator[zmq.Socket[bytes]]:
 
 
 def replayed(made: EventPublisher, first: int = 0, group: int = 0) -> dict[int, bytes]:
-    """What a client gets that asks for the batches from a number on."""
+    """Return the batches that a client gets when it asks for them from a number on."""
     with socket(zmq.DEALER, made.channels[group].replay_endpoint) as asking:
         asking.send_multipart([b"", first.to_bytes(8, "big")])
         found = {}

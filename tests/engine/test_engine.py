@@ -35,7 +35,7 @@ def config(model_dir: Path, **changes: Any) -> EngineConfig:
 
 
 def prompts(count: int = 7) -> list[list[int]]:
-    """Of many lengths; some share a prefix."""
+    """Return prompts of many lengths, some with a common prefix."""
     rng = random.Random(4)
     shared = [rng.randrange(1, 257) for _ in range(21)]
     return [
@@ -46,7 +46,7 @@ def prompts(count: int = 7) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[tuple[int, ...]]:
-    """What transformers generates, greedy."""
+    """Return transformers' greedy outputs."""
     model = Qwen2MoeForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     outputs = []
     for prompt in prompts():

@@ -50,10 +50,10 @@ def test_greedy_tokens_are_transformers(family: str, layouts: tuple[str, ...], t
 
 
 def test_a_gguf_file_is_a_model_of_its_own(tmp_path: Path) -> None:
-    """Its config, its weights and its tokenizer; files beside it are others'."""
+    """Its config, its weights and its tokenizer; other files of its folder are ignored."""
     tokens = byte_tokens(300)
     changes = dict(seed=3, vocab_size=300, max_position_embeddings=256)
-    file, model = small_gguf("llama", tmp_path / "beside", GGMLQuantizationType.Q8_0, tokens, **changes)
+    file, model = small_gguf("llama", tmp_path / "other", GGMLQuantizationType.Q8_0, tokens, **changes)
     for other in ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json"):
         (tmp_path / other).write_text("{}")
     wanted = greedy_outputs(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)

@@ -49,7 +49,7 @@ def test_greedy_tokens_are_transformers(served: tuple[Path, list[tuple[int, ...]
 
 
 def test_requests_that_are_preempted_say_the_same(served: tuple[Path, list[tuple[int, ...]]]) -> None:
-    """What was cancelled before them, at its first token, leaves nothing behind."""
+    """Requests cancelled before them, at their first token, leave nothing behind."""
     directory, wanted = served
     with Engine(config(directory, kv_tokens=64, max_batch_tokens=8, attn_dp=2, attn_tp=2, ep=4, moe_tp=1)) as engine:
         seen: queue.SimpleQueue[int] = queue.SimpleQueue()

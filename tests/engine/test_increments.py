@@ -55,7 +55,7 @@ def made(how: str) -> tuple[RequestOutput, list[int]]:
 
 
 def give(output: RequestOutput, token: int, at: int) -> None:
-    """As the engine's thread does."""
+    """Give an output its token as the engine's thread does."""
     output.accept(token, None if output.sequence.params.logprobs is None else (-float(at), ((token, -float(at)),)))
 
 
@@ -90,7 +90,7 @@ TEXTS = {
     "stop string too early": SAID[: SAID.rindex("he")],
     "nothing sampled": "",
 }
-"""Where the text is not all that was sampled."""
+"""Cases whose text is not all that was sampled."""
 
 
 @pytest.mark.parametrize("how", HOWS)

@@ -1,4 +1,4 @@
-"""What graphs of steps with prompts read, against what an eager step is given: the same rows, the same logits."""
+"""Inputs of graphs of steps with prompts against an eager step's: the same rows, the same logits."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Ranks:
         return result.tokens
 
     def compare(self, wanted: Any, found: Any, group_rows: GroupRows) -> None:
-        """Sequences come in another order: those of one row first."""
+        """Sequences come in another order: sequences of one row first."""
         live, counts = (
             group_rows.count,
             [count for _, count in group_rows.decode_each] + [chunk.count for chunk in group_rows.chunks],

@@ -45,7 +45,7 @@ Exchange = Callable[..., Tensor]
 
 
 def config(**options: Any) -> EngineConfig:
-    """Of the embedded model, if options name no other."""
+    """Return a config, of the embedded model unless options name another."""
     return EngineConfig(executor="thread", **options)
 
 
@@ -76,7 +76,7 @@ def differences(alone: RecordedRun, options: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_equal_layouts_are_equal(alone: RecordedRun, options: dict[str, Any]) -> None:
-    """In float32 to 10⁻⁵: nothing but the order of sums differs."""
+    """Logits are equal in float32 to 10⁻⁵: only the order of sums differs."""
     found = differences(alone, options)
     assert found["departure"] is None and not found["partings"]
     assert found["largest"] < 1e-5
@@ -86,7 +86,7 @@ def test_equal_layouts_are_equal(alone: RecordedRun, options: dict[str, Any]) ->
 
 
 def test_in_bfloat16_rounding_is_within_its_tolerance(tmp_path: Path) -> None:
-    """Of a dense model: a router would choose other experts where rounding decides."""
+    """A dense model is compared: a router would choose other experts where rounding decides."""
     small_model("qwen3", 4, tmp_path, seed=3, vocab_size=257)
     options = dict(model=tmp_path, dtype="bfloat16")
     first = run(options, None)
@@ -206,7 +206,7 @@ def test_transformers_is_compared_at_all_norms(alone: RecordedRun) -> None:
 
 
 def recorded(values: dict[str, list[list[float]]]) -> RecordedRun:
-    """Of one step with a prompt of two tokens, on one rank."""
+    """Return a recording of one step on one rank, with a prompt of two tokens."""
     made, numbers = RecordedRun(1), torch.arange(2).numpy()
     for site, rows in values.items():
         made.steps[0][site] = [RowCopies(0 * numbers, numbers, torch.tensor(rows).numpy())]

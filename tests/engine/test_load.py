@@ -155,7 +155,7 @@ def test_a_cancel_does_not_wait_behind_newcomers_nor_do_steps(world: World) -> N
 
 
 def test_newcomers_do_not_hold_up_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many come, only so many are taken in between two steps."""
+    """However many come, the number taken in between two steps is bounded."""
     with world.engine(kv_tokens=4096, max_waiting=4096) as engine:
         number, taken = (
             0,

@@ -1,4 +1,4 @@
-"""How large a GPU's cache becomes, from figures of a pretended GPU; the steps by which it is measured run on CPUs."""
+"""Size of a GPU's cache from figures of a pretended GPU; the steps by which it is measured run on CPUs."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_steps_are_measured_with_a_cache_that_just_holds_them(
 def test_merged_prompts_are_measured_where_there_may_be_some(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pretended plan merges a prompt's 16 rows on top of 29 tokens or more: never where no sequence has so many."""
+    """A pretended plan merges a prompt's 16 rows on top of 29 tokens or more: never where every sequence has fewer."""
     config = small_config("deepseek_v2", 2, max_position_embeddings=256)
     config.save_pretrained(tmp_path)
     sizes = dict(page_size=4, max_batch_tokens=16, max_running=6, attn_tp=2, ep=2, dcp=2, max_model_len=most)

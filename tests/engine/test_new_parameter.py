@@ -37,18 +37,18 @@ TILT = {
         "    min_p: float | None = None\n": "    min_p: float | None = None\n    tilt: float | None = None\n"
     },
 }
-"""By file, what is put in place of what: a token's logit falls by `tilt` for each token with a lower number."""
+"""Edits by file, old text and new text: a token's logit falls by `tilt` for each token with a lower number."""
 FREE = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
 
 
 def asked(model: Path, **fields: float) -> SamplingParams:
-    """What the API makes of a request's fields."""
+    """Return the API's sampling parameters for a request's fields."""
     text_processor = TextProcessor(read_tokenizer(model), model, 257, ())
     return SamplingFields(**fields).sampling(text_processor, max_tokens=6)
 
 
 def use_tilt(model: Path) -> None:
-    """Where the edits are: the parameter reaches ranks, also those with a share of the vocabulary, and the device."""
+    """Check the edited sources: the parameter reaches ranks, also with a share of the vocabulary, and the device."""
     steep = asked(model, temperature=1.0, seed=3, ignore_eos=True, tilt=1e6)
     for layout in ({}, dict(attn_tp=2, ep=2, split_vocabulary="on")):
         with Engine(config(model, **layout)) as engine:

@@ -77,7 +77,7 @@ def test_a_plan_costs_what_its_ops_cost(model: Path) -> None:
 
 
 def altered(plan: Plan, at: int) -> Plan:
-    """With the op number `at` carried out by another transport."""
+    """Return the plan with op number `at` carried out by another transport."""
     changed, reads = list(plan.ops())[at][1], []
     numbers = itertools.count()
 
@@ -306,19 +306,19 @@ def test_the_naive_plan_merges_by_ag_rs(model: Path) -> None:
     for plan in ("cheapest", "naive"):
         with Engine(config(model, attn_tp=2, ep=2, dcp=2, plan=plan)) as engine:
             tokens.append([result.token_ids for result in engine.generate(ASKED, GREEDY)])
-            for report, stats in zip(("ran", "beside"), engine.comm_report(), strict=True):
+            for report, stats in zip(("ran", "compared"), engine.comm_report(), strict=True):
                 outputs = [stat for stat in stats if stat.step.startswith("outputs")]
                 found[plan, report] = [(s.step.split(" dcp ")[0], s.count, s.bytes) for s in outputs]
     by = {key: {step for step, _, _ in steps} for key, steps in found.items()}
     assert by["cheapest", "ran"] == {"outputs: fused: merge_scatterv"}
     ag_rs = "outputs: ag_rs: all_gatherv + reduce_scatterv"
-    assert by["cheapest", "beside"] == by["naive", "ran"] == by["naive", "beside"] == {ag_rs}
+    assert by["cheapest", "compared"] == by["naive", "ran"] == by["naive", "compared"] == {ag_rs}
     for (_, count, moved), (_, naive_count, naive) in zip(
-        found["cheapest", "ran"], found["cheapest", "beside"], strict=True
+        found["cheapest", "ran"], found["cheapest", "compared"], strict=True
     ):
         output, lse = 5 * 4, 4  # bytes of a head of which half are other ranks', or all
         assert naive_count == count and naive == pytest.approx(moved * (output / 2 + lse) / ((output + lse) / 2))
-    assert found["naive", "ran"] == found["naive", "beside"] and tokens[0] == tokens[1]
+    assert found["naive", "ran"] == found["naive", "compared"] and tokens[0] == tokens[1]
 
 
 def test_plan_json_has_the_ops_of_blocks_in_their_places(model: Path) -> None:

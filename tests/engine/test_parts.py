@@ -158,8 +158,9 @@ def test_texts_of_single_tokens_add_up_to_those_of_the_tokenizers_own_stream(tok
 
 
 def test_bytes_that_are_no_text_do_not_end_a_stream() -> None:
-    """As Llama's and Gemma's tokenizers decode: a run of bytes that is not UTF-8 as a whole is all replaced, also what
-    of it was text before. What was handed out stays, and the text goes on."""
+    """A run of bytes that is not UTF-8 as a whole is all replaced, also a part that was text before, as Llama's and
+    Gemma's tokenizers decode. The text handed out stays, and the stream goes on.
+    """
     a, e2, x = 0x41, 0xE2, 256
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"x": x}
     decoded = Tokenizer(BPE(vocab=vocabulary, merges=[], byte_fallback=True))

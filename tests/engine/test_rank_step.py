@@ -1,4 +1,4 @@
-"""What a rank does on the host for a decode step by a graph, besides the graph's launch."""
+"""Host work of a rank for a decode step by a graph, apart from the graph's launch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_decode_step_that_changes_nothing_runs_no_operator(worker: Worker, mon
 
 
 def test_counts_that_were_there_before_are_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of steps of a few groups; what is kept of many does not grow with them."""
+    """Counts of steps of a few groups are kept; with many groups the number kept does not grow."""
     monkeypatch.setattr(step_rows, "MAX_FILLED", 4)
     mesh, computed = Mesh(2, 2, 4, 1), list[Any]()
     rows = PaddedRows(mesh, 3, 8, torch.device("cpu"))

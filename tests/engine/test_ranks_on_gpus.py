@@ -1,4 +1,4 @@
-"""What a host with GPUs decides before its ranks start; none is needed: how many there are is pretended."""
+"""Decisions of a host with GPUs before its ranks start; the number of GPUs is pretended, so none is needed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_no_token_is_lost_or_sampled_twice_whenever_ranks_fail(world: World, see
     left = faults.randrange(1, 9)
 
     def fail(executor: Any, when: str) -> bool:
-        """After so many starts and halves of steps, each time: often enough, however requests fall into steps."""
+        """Fail after each number of starts and halves of steps: often enough, however requests fall into steps."""
         nonlocal left
         left -= when != "idle"
         if left:

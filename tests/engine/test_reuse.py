@@ -53,7 +53,7 @@ def test_a_state_is_kept_at_the_last_border_and_before_the_prompt_is_done() -> N
 
 
 def test_a_state_is_kept_a_page_before_the_end_of_a_prompt_of_whole_pages() -> None:
-    """Of the same prompt the last token has to run."""
+    """The last token of the same prompt has to run."""
     driver = make(num_pages=64, max_batch_tokens=32, specs=[WHOLE, STATE])
     driver.add(1, PROMPT[:16], 20)
     assert [p.rows for p in driver.step().parts] == [12]
@@ -187,8 +187,9 @@ WINDOW = Rule(window=5)
 
 @pytest.mark.parametrize("rules", [[Rule()], [Rule(), WINDOW, Rule(state=True)]], ids=["pages", "all"])
 def test_a_prompt_costs_the_tree_a_few_objects_however_long_it_is(rules: list[Rule]) -> None:
-    """With one for each page a step with a long prompt takes the controller milliseconds, and a garbage collection
-    looks through all that is cached."""
+    """One object for each page would cost the controller milliseconds in a step with a long prompt, and garbage
+    collections look through all that is cached.
+    """
     pools = [PagePool(2000) for _ in rules]
     tree, prompt = PrefixTree(rules, pools, 2), list(range(1000))
     tables = [pool.take(1 if rule.state else 500) or [] for rule, pool in zip(rules, pools, strict=True)]

@@ -47,7 +47,7 @@ def test_top_p_keeps_the_fewest_that_reach_it() -> None:
 
 @pytest.mark.parametrize("scale", [0.1, 3.0, 0.0])
 def test_rows_are_cut_as_by_a_sort_of_all(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal logits the lower token stays. With fewer tokens to begin with than top_p keeps, more are taken."""
+    """The lower of equal logits' tokens stays. If top_p keeps more tokens than the first cut has, more are taken."""
     monkeypatch.setattr(sampler, "LEADING", 7)
     logits = (torch.randn(12, 1000) * scale).bfloat16().float()
     logits[4:8, 5:] = float("-inf")
@@ -150,8 +150,8 @@ def test_a_neighbour_with_every_parameter_changes_nothing() -> None:
     logits = torch.randn(2, 300)
     plain, loud = Sampling(top_p=0.9, top_k=50, seed=7), Sampling(top_p=0.5, top_k=3, min_p=0.2, seed=8)
     asked = Adjust(2, (5,), added=((3, 50.0),), repetition=2.0, repeated=(1, 2), mask=bits([3, 9], 300))
-    alone, beside = sample(logits[:1], [plain], [3], {}), sample(logits, [plain, loud], [3, 3], {1: asked})
-    assert alone[0] == beside[0] and beside[1] in (3, 9)
+    alone, together = sample(logits[:1], [plain], [3], {}), sample(logits, [plain, loud], [3, 3], {1: asked})
+    assert alone[0] == together[0] and together[1] in (3, 9)
 
 
 def test_what_a_sequence_needs_for_its_next_token() -> None:

@@ -221,7 +221,7 @@ def test_preempted_requests_go_before_those_that_never_ran() -> None:
 
 
 def test_a_lower_priority_number_goes_first_and_is_preempted_last() -> None:
-    """Of equal numbers everything is as without; nobody who runs gives way to one who merely waits."""
+    """Equal numbers change nothing; no running request gives way to a waiting one."""
     driver = make(num_pages=6, prefix_cache=False, max_running=3)
     for request, priority in enumerate((5, -2, 5, 0, -2)):
         driver.add(request, [request] * 7, 9, sharing=Sharing(priority=priority))

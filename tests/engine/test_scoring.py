@@ -15,7 +15,7 @@ from weft.engine.output.request_output import OutputCallback
 
 
 def scores(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[list[float]]:
-    """Of each prompt; all are asked for at once."""
+    """Return the scores of each prompt, all asked for at once."""
 
     def callback_for(own: list[Output]) -> OutputCallback:
         return lambda output: own.append(output.take())

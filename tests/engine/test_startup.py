@@ -1,4 +1,4 @@
-"""What can never serve is refused in one line, before any rank is started."""
+"""Settings that can never serve are refused in one line, before any rank is started."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_config_that_makes_no_sense(changed: Callable[..., Path], values: dict
 
 
 def test_weights_that_are_not_there(changed: Callable[..., Path]) -> None:
-    """With a config of their own, but no file, or not every file."""
+    """Folders have a config of their own, but no file of weights, or not every one."""
     model = changed("config.json")
     for path in model.glob("*.safetensors*"):
         path.unlink()
@@ -116,7 +116,7 @@ def test_a_chat_template_of_a_file(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_no_tokenizer(changed: Callable[..., Path]) -> None:
-    """For a Qwen model transformers makes a tokenizer of no files, which finds no token in any text."""
+    """Without tokenizer files transformers makes a Qwen model's tokenizer, which finds no token in any text."""
     model = changed("config.json")
     for path in model.glob("*token*"):
         path.unlink()
@@ -140,7 +140,7 @@ def test_a_context_beyond_the_models(model_dir: Path) -> None:
 
 
 def test_a_cost_table_without_an_edge_that_a_step_needs(model_dir: Path, tmp_path: Path) -> None:
-    """What was not measured is in no plan: `weft tune --ranks 2` leaves out the edges of two kinds of groups."""
+    """No plan uses an edge that was not measured: `weft tune --ranks 2` omits the edges of two kinds of groups."""
     kinds = ["all_reduce", "reduce_scatterv", "all_gatherv", "all_to_allv"]
 
     def table(kinds: list[str]) -> str:

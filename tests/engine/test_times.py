@@ -1,4 +1,4 @@
-"""From calls that were timed to the seconds of a report: in place for eager steps, alone for those of graphs."""
+"""Times of calls become the seconds of a report: in place for eager steps, alone for steps by graphs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def planner(*names: str, kinds: frozenset[str] = KINDS) -> Planner:
-    """Of three decoder layers, attention data-parallel, experts over both ranks."""
+    """Return the planner of three decoder layers, with attention data-parallel and experts over both ranks."""
     group, whole = MESH.placement(Rows.GROUP), MESH.placement(Rows.WORLD)
     experts = MESH.placement(Rows.WORLD, "world")
     reads = []
@@ -144,7 +144,7 @@ def test_each_exchange_is_timed_once_with_full_tensors(live: bool) -> None:
 
 
 def test_rows_sent_to_experts_are_timed_as_many_as_are_expected() -> None:
-    """Of six own rows a rank: with one expert a row, half of them go to each of two ranks."""
+    """Half of six own rows a rank go to each of two ranks, with one expert a row."""
     own = MESH.placement(Rows.OWN)
     reads = (Read("norm", own, (own,), (BlockValue(Dispatch.on(MESH, 8, 1, row_bytes=16), "world"),)),)
     offers = [Offer("peer", KINDS | {"all_to_allv"}, frozenset(), costs("h100-nvlink").of("peer", 2))]

@@ -32,7 +32,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 def test_a_plugins_transport_serves(model_dir: Path) -> None:
-    """With the tokens of a lone rank; every exchange of the report is the toy's."""
+    """Tokens equal a lone rank's, and every exchange of the report is the toy's."""
     prompts, found = [[1, 2, 3, 4, 5], [9, 8]], []
     toy = dict(attn_tp=2, moe_tp=2, transport="toy", plugins=(TOY,))
     for options in (toy, dict(executor="thread")):

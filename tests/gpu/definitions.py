@@ -1,6 +1,6 @@
 """Definitions of the Triton kernels in plain torch, for any device: tests and a benchmark compare kernels with them.
 
-Arguments and results are those of the kernel's launcher, which documents them. Arithmetic is in float32, or in float64
+The kernel's launcher documents arguments and results. Arithmetic is in float32, or in float64
 where the inputs are. The code is written to be read: it waits for the host. Kernels that are the GPU's form of an op
 have their definitions in `weft.kernels.torch_reference`.
 """
@@ -265,9 +265,7 @@ def cut(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tu
     scaled = torch.where(scaled.isnan(), float("-inf"), scaled)
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     behind = tokens >= torch.where(top_k > 0, top_k, vocabulary)[:, None]
-    weight = torch.where(
-        ordered == ordered[:, :1], 1.0, (ordered.double() - ordered[:, :1]).exp()
-    )  # of ∞ beside ∞, too
+    weight = torch.where(ordered == ordered[:, :1], 1.0, (ordered.double() - ordered[:, :1]).exp())  # of ∞ and ∞, too
     probability = weight.masked_fill(behind, 0.0) / weight.masked_fill(behind, 0.0).sum(-1, keepdim=True)
     before = (probability.cumsum(-1) - probability).masked_fill(behind, 1.0)
     gone = (behind | ((before >= top_p[:, None]) & (top_p < 1)[:, None])) & (tokens > 0)

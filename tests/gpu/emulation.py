@@ -26,7 +26,7 @@ from weft.planner.spec import Mesh
 
 SOURCE = Path(__file__).parent / "emulated"
 WAIT_S = 240.0
-"""For ranks that come soon unless something is wrong; a busy machine may take long."""
+"""Time-out for ranks that come soon unless something is wrong; a busy machine may take long."""
 FLAGS = ("-O1", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")  # longjmp goes from stack to stack
 
 

@@ -1,4 +1,4 @@
-"""What is asked of the merge on transport peer, wherever its kernel runs: on GPUs, or emulated on a CPU."""
+"""Checks of the merge on transport peer, wherever its kernel runs: on GPUs, or emulated on a CPU."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Norm:
 
 
 WIRE = Wire(Float8(GROUP), extra=4 * GROUP)
-"""Rows in FP8, with their first columns as they were beside them."""
+"""Rows in FP8, with their first columns unquantised next to them."""
 
 
 def chain_of(mesh: Mesh, plain: bool) -> Chain:
@@ -60,7 +60,7 @@ def chain_of(mesh: Mesh, plain: bool) -> Chain:
 
 
 def sampled(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[Tensor]:
-    """For each read its delta: each rank's term on WORLD rows, small whole numbers, so that sums are exact."""
+    """Return the delta of each read: each rank's term on WORLD rows, small whole numbers, so that sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     shape = (mesh.world, sum(counts), WIDTH)
     return [torch.randint(-4, 5, shape, generator=generator).float() for _ in plan.reads]
@@ -73,7 +73,7 @@ def term(mesh: Mesh, rank: int, placement: Placement, whole: Tensor, counts: tup
 
 
 Got = tuple[Tensor, Tensor, Tensor]
-"""What a read gives: its rows; and in FP8, as bytes, with their scales."""
+"""Result of a read: its rows, and the FP8 rows as bytes with their scales."""
 
 
 def walk(stream: Stream, plan: Plan, deltas: list[Tensor], norms: list[Norm]) -> list[Got]:
@@ -103,8 +103,8 @@ def norms_of(plan: Plan, device: torch.device) -> list[Norm]:
 
 
 def plans_of(transport: Transport, mesh: Mesh) -> list[tuple[Planner, Plan]]:
-    """By two prices, with epilogues and without: between them every exchange of the mesh is walked. Where bytes cost
-    much, rows that are read in FP8 alone travel in it.
+    """Return plans by two prices, with epilogues and without: between them every exchange of the mesh is walked. If
+    bytes cost much, rows that are read in FP8 alone travel in it.
     """
     found = []
     for cost, plain in ((FEW_CALLS, True), (FEW_BYTES, True), (FEW_BYTES, False)):
@@ -118,7 +118,7 @@ def plans_of(transport: Transport, mesh: Mesh) -> list[tuple[Planner, Plan]]:
 
 @cache
 def wanted(mesh: Mesh, plan: Plan, counts: tuple[int, ...], seed: int) -> list[list[Got]]:
-    """What each rank must read, by the reference transport on the live rows alone."""
+    """Return the rows that each rank must read, by the reference transport on the live rows alone."""
 
     def main(reference: Transport) -> list[Got]:
         whole = sampled(mesh, plan, counts, seed)
@@ -142,7 +142,7 @@ def walk_into(
 
 
 def got_by(rows: int, device: torch.device) -> Got:
-    """Where a read's rows are put."""
+    """Return empty tensors for the rows of a read."""
     x = torch.empty(rows, WIDTH, device=device)
     values, scales, _ = float8.unfilled(x, GROUP)
     return x, values.view(torch.uint8), scales
@@ -154,7 +154,7 @@ def check_padded(
     """Each plan, made once with capacity's tensors, then made again with other live counts and contents.
 
     again: what makes the calls of a step again, such as a graph of them, replayed. Padding is NaN before every turn.
-    Rows in FP8 are bit by bit what their definition makes of those that were read beside them.
+    Rows in FP8 equal, bit by bit, their definition's result for the rows that were read next to them.
     """
     rank = transport.rank
     seen = set()

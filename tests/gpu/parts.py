@@ -182,7 +182,7 @@ PARTS = {
         ),
     ),
     "before-after": Part(
-        "every edge of peer, beside the source tree that --before names",
+        "every edge of peer, compared with the source tree that --before names",
         2,
         (
             Command(
@@ -257,10 +257,10 @@ def run_part(part: Part, values: dict[str, str], seconds: float) -> list[tuple[s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--list", action="store_true", help="say what the parts are")
     parser.add_argument("--out", type=Path, default=Path("gpu-parts"), help="folder of logs and figures")
-    parser.add_argument("--seconds", type=float, default=540, help="of each part")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of each part")
     parser.add_argument("--before", type=Path, help="source tree of the version to compare with: …/src")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: of soaks, to try them out")
     asked = parser.parse_args(arguments)

@@ -22,7 +22,7 @@ from weft.planner.spec import Mesh
 Step = Callable[[], None]
 LIMIT, WIDTH, CASES = 6, 72, 61
 NORM_ERROR = 0.02
-"""Of a normalised element, as a share of the largest: bfloat16 holds eight bits."""
+"""Tolerance of a normalised element, as a share of the largest: bfloat16 holds eight bits."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LiveCall:
         return x
 
     def residual(self, case: int, rank: int) -> Tensor:
-        """As the input."""
+        """Return a residual like the input."""
         place = self.group.index(rank)
         residual = self._numbers(case, 64 + rank, result_rows(self.exchange, self.capacity, place))
         residual[result_rows(self.exchange, self.live(case), place) :] = float("nan")
@@ -158,7 +158,7 @@ def replay(
 
 
 def wrong(call: LiveCall, out: Tensor, want: Tensor) -> Tensor:
-    """Whether an element is not what it should be; NaN: no matter what it is."""
+    """Return whether an element is wrong; NaN in `want` accepts any value."""
     if not call.norm:
         return ((out != want) & ~want.isnan()).any()
     limit = want[1].nan_to_num().abs().amax()

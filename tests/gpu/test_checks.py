@@ -1,4 +1,4 @@
-"""What the process of the Triton checks finds is told where they are tests, and so is its end."""
+"""Results of the process of the Triton checks are reported as its tests' own, and so is its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 def test_what_was_to_follow_may_be_skipped(worker: Worker) -> None:
-    """As by a mark: the process is never asked for it, but for the next of another file."""
+    """A mark, for example, skips it: the process is never asked for it, but for the next of another file."""
     worker.run("test_some.py::test_one", "test_some.py::test_two")
     worker.run("test_others.py::test_one", None)
 

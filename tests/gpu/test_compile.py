@@ -50,7 +50,7 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
 
 
 def test_what_differs_compiles_for_every_architecture(tmp_path: Path) -> None:
-    """Of kernels that do all that there is, two: the plain form before Hopper, and what newer GPUs have."""
+    """Two kernels with every feature compile: the plain form before Hopper, and newer GPUs'."""
     source = tmp_path / "few.cu"
     source.write_text(FEW_KERNELS)
     compile_with(*for_gpus(ARCHITECTURES), f"-I{CSRC / 'cuda'}", "-fatbin", "-o", tmp_path / "few.fatbin", source)

@@ -42,7 +42,7 @@ EIGHT_RANKS = [(EIGHT[0], "two shots"), (EIGHT[1], "one shot, split")]
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """Of torch's, beside the ranks'."""
+    """Limit torch to one thread, next to the ranks'."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -61,7 +61,7 @@ def test_every_call_edge_and_epilogue(mesh: Mesh, name: str) -> None:
     ("mesh", "name"), [(TWO, "one shot"), pytest.param(THREE, "two shots", marks=pytest.mark.nightly)], ids=str
 )
 def test_the_plain_form_of_gpus_before_hopper(mesh: Mesh, name: str) -> None:
-    """As the reference, and what takes Hopper ends the process."""
+    """Results equal the reference's, and a call that needs Hopper ends the process."""
     one = {name: TUNINGS[name]}
     run_emulated(mesh, partial(everything, tunings=one, large=False), TUNINGS[name], True, max_bytes=1 << 20)
 
@@ -151,7 +151,7 @@ def test_each_host_has_memory_of_its_own(mesh: Mesh) -> None:
 
 
 def norm_about_one(transport: PeerTransport, mesh: Mesh, device: torch.device) -> None:
-    """Of a weight in float32 beside bfloat16 the product alone is rounded: rounded before it, most elements differ."""
+    """Check that only the product of a float32 weight is rounded: rounded before it, most elements differ."""
     torch.manual_seed(0)
     x, residual = torch.randn(2, 40, 64).bfloat16()
     weight, group = torch.rand(64) + 0.5, mesh.peers("world", transport.rank)

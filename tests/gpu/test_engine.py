@@ -114,7 +114,7 @@ def test_tokens_are_those_of_steps_one_by_one(name: str) -> None:
 
 
 def solved(backend: str, **options: Any) -> int:
-    """How many of 40 word problems the embedded model solves in bfloat16."""
+    """Return the number of 40 word problems that the embedded model solves in bfloat16."""
     problems = word_problems.generate("heldout", 40, seed=9)
     values = dict(dtype="bfloat16", device="cuda", kv_tokens=8192, max_model_len=256, max_running=16)
     with Engine(EngineConfig(attention_backend=backend, **values | options)) as engine:
@@ -134,14 +134,14 @@ def solved(backend: str, **options: Any) -> int:
     ("backend", "graphs"), [("fa3", True), ("fa3", False), ("fa3+triton", True)], ids=["graphs", "eager", "mixed"]
 )
 def test_word_problems_by_flash_attention_3(backend: str, graphs: bool) -> None:
-    """As many as with Triton's kernels, but for one: in bfloat16 bits differ, and seldom a token."""
+    """The number solved differs from Triton's by at most one: in bfloat16 bits differ, and seldom a token."""
     if fa3_library() is None or torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("takes a Hopper GPU, and vLLM or sglang-kernel")
     assert abs(solved(backend, cuda_graphs=graphs) - solved("triton", cuda_graphs=graphs)) <= 1
 
 
 def long_outputs(**options: Any) -> list[tuple[int, ...]]:
-    """Of prompts of many lengths, cut into chunks or several in a step, beside answers."""
+    """Return the outputs of prompts of many lengths, cut into chunks or several in a step, next to answers."""
     samples = random.Random(2)
     lengths = [1, 2, 63, 64, 65, 130, 300, 511, 700, 900, 33, 500, 1, 250]
     asked = [[samples.randrange(5, 900) for _ in range(n)] for n in lengths]

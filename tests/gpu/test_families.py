@@ -1,4 +1,4 @@
-"""Families on a GPU, small ones: logits of made-up weights are those of a CPU, and in bfloat16 as near to the truth as
+"""Families on a GPU, small ones: logits of made-up weights equal a CPU's, and in bfloat16 as near to the truth as
 transformers'.
 """
 
@@ -62,7 +62,8 @@ def small(name: str) -> dict[str, Any]:
 
 
 def logits(name: str, device: str, float8: bool = False) -> torch.Tensor:
-    """Of three sequences: a step of their first parts, one of all but the last tokens, then one of one token each.
+    """Return the logits of three sequences: a step of their first parts, one of all but the last tokens, then one of
+    one token each.
 
     float8: with products in FP8 by 128 × 128, of wider layers.
     """
@@ -178,8 +179,8 @@ BFLOAT16 = {
 
 
 def errors_in_bfloat16(family: str, directory: Path, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far logits in bfloat16 are from transformers' in float32, relatively, of each token of 16 prompts: (ours,
-    transformers'), both on the device. Prompts are read but for their last tokens, which are then decoded.
+    """Return (our, transformers') relative errors of bfloat16 logits against transformers' in float32, of each token of
+    16 prompts, both on the device. Prompts are read but for their last tokens, which are then decoded.
     """
     theirs = converted(BFLOAT16[family](directory), torch.bfloat16)
     theirs.save_pretrained(directory)
@@ -205,8 +206,8 @@ def errors_in_bfloat16(family: str, directory: Path, device: str) -> tuple[torch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("family", BFLOAT16)
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(family: str, tmp_path: Path) -> None:
-    """Of medians, as a token is far off, on either side, where rounding makes a router choose another expert; those of
-    the tokens that are decoded apart.
+    """Medians are compared, of all tokens and of the decoded ones, as a token is far off, on either side, where
+    rounding makes a router choose another expert.
     """
     ours, theirs = errors_in_bfloat16(family, tmp_path, "cuda")
     assert theirs.median() > 1e-4, "transformers' errors would be no measure"

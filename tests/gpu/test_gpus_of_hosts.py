@@ -56,7 +56,7 @@ class Host:
 
 
 def result(hosts: list[Host]) -> dict[str, Any]:
-    """What the first printed. Fails with what all said where one failed, or they did not end in time."""
+    """Return the first host's printed result. Fail with every host's messages on an error or a time-out."""
     deadline = time.monotonic() + WAIT_S
     while (codes := [host.process.poll() for host in hosts]) != [0] * len(hosts) and time.monotonic() < deadline:
         if any(codes):  # the others hear of it
@@ -73,7 +73,7 @@ def result(hosts: list[Host]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Those of one rank."""
+    """Return the tokens of one rank."""
     tokens: list[list[int]] = result([Host(asked, [0], tmp_path_factory.mktemp("one") / "host")])["tokens"]
     return tokens
 

@@ -25,7 +25,7 @@ QUESTIONS = [problem.question for problem in word_problems.generate("heldout", 8
 
 @contextmanager
 def serving(folder: Path, device: str, layout: str) -> Iterator[ServerProcess]:
-    """With less room than all questions and answers take, so that sequences give up their pages."""
+    """Serve with less room than all questions and answers need, so that sequences give up their pages."""
     folder.mkdir()
     sizes = "--dtype float32 --kv-tokens 320 --max-running 8 --max-batch-tokens 64 --max-model-len 256"
     served = ServerProcess(folder, ["--device", device, *sizes.split(), *layout.split()])
@@ -65,7 +65,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
 
 def check_what_it_tells(served: ServerProcess) -> None:
-    """Of its exchanges: what ran, how long that took, and what the naive plan takes in the same graphs."""
+    """Check its report of exchanges: the ones that ran, their times, and the naive plan's times in the same graphs."""
     status, text = served.get("/weft/report", 60)
     report = json.loads(text)
     assert status == 200 and report["ran"] and report["naive"] and report["attention_backend"]

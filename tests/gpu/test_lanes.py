@@ -36,7 +36,7 @@ Sizes = tuple[int, ...]
 
 
 class Lanes(ctypes.Structure):
-    """As in call.h."""
+    """Struct of the same name in call.h."""
 
     _fields_ = (
         ("send", ctypes.c_uint32 * MAX_RANKS),

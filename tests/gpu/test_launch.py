@@ -1,4 +1,4 @@
-"""How many blocks and threads a call takes: no GPU needed."""
+"""Numbers of blocks and threads of a call: no GPU needed."""
 
 from __future__ import annotations
 

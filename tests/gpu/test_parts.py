@@ -1,4 +1,4 @@
-"""What `make test-gpu-parts` runs is there, and leaves no test of GPUs out."""
+"""Parts of `make test-gpu-parts` exist, and omit no test of GPUs."""
 
 from __future__ import annotations
 

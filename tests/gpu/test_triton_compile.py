@@ -56,7 +56,7 @@ from weft.kernels.triton import moe_permute as dispatch  # noqa: E402
 from weft.kernels.triton.launch import Gpu  # noqa: E402
 
 REGISTERS = 64 << 10
-"""Of a block."""
+"""Registers of a block."""
 GPUS = {
     90: launch.H200,
     80: Gpu(108, 163 << 10),
@@ -64,7 +64,7 @@ GPUS = {
     100: Gpu(148, 227 << 10),
     120: Gpu(188, 99 << 10),
 }
-"""By architecture: H200, A100, L40S, B200, RTX PRO 6000."""
+"""GPUs by architecture: H200, A100, L40S, B200, RTX PRO 6000."""
 TOOLS = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin"
 PTX = {
     "HMMA": r"\bmma\.sync\.\S+\.b?f16\.b?f16\b",
@@ -73,11 +73,11 @@ PTX = {
     "LDGSTS": r"\bcp\.async\.c[ag]\.shared\.global\b",
     "UTMALDG": r"\bcp\.async\.bulk\.tensor\.2d\.shared\S*\.global\b",
 }
-"""What becomes an instruction, one of each: taking machine code apart takes long."""
+"""PTX that becomes an instruction, one of each: disassembling machine code takes long."""
 ASKS = r"\b((ld|st|atom|red)(\.\w+)*\.global\S*|cp\.async\S*|prefetch\S*)"
-"""In PTX, whatever has to do with memory of all programs."""
+"""PTX instructions on memory of all programs."""
 MAY_COME_EARLY = r"ld(\.\w+)*\.global(\.\w+)*\.cg\."
-"""Of these, loads past L1."""
+"""PTX loads past L1."""
 TOUCHES = r"\b(LDG(?!\S*\.STRONG\.GPU)|LD|ST|STG|LDGSTS|UBLKCP|UTMALDG|UTMASTG|ATOM|ATOMG|RED|REDG)\b.*"
 """Touches memory of all programs: but for loads past L1."""
 
@@ -129,13 +129,13 @@ class NoGpu:
 
 @pytest.fixture
 def arch() -> int:
-    """Which the kernels are compiled for."""
+    """Return the architecture for which the kernels are compiled."""
     return 90
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, arch: int) -> Iterator[list[Compiled]]:
-    """What the launches of the test compile to."""
+    """Yield the kernels that the test's launches compile."""
     found: list[Compiled] = []
     run = JITFunction.run
     for of_gpu in (launch.gpu, overlap.options):
@@ -179,8 +179,8 @@ def _read(name: str, kernel: Any) -> Compiled:
 
 
 def waits_first(code: str) -> bool:
-    """Whether a kernel waits for the one before (`overlap.begin`), which it then does before it touches memory, but for
-    loads past L1.
+    """Return whether a kernel waits for the one before (`overlap.begin`), which it must do before it touches memory,
+    but for loads past L1.
     """
     before, wait, after = code.partition("ACQBULK")
     early = re.search(TOUCHES, before)
@@ -190,7 +190,7 @@ def waits_first(code: str) -> bool:
 
 
 def early(kernel: Compiled) -> list[str]:
-    """What a kernel that waits for the one before does before that with memory of all programs, as its PTX has it."""
+    """Return the accesses to memory of all programs before a kernel waits for the one before, from its PTX."""
     before, wait, _ = kernel.ptx.partition("griddepcontrol.wait")
     found = [match[0] for match in re.finditer(ASKS, before)] if wait else []
     assert all(re.match(MAY_COME_EARLY, each) for each in found), f"{kernel.name}: memory is touched before the wait"
@@ -282,7 +282,7 @@ def reorder(width: int, dtype: torch.dtype) -> None:
 
 
 def copy_float8(kv_heads: int, dim: int, kinds: int) -> None:
-    """What vectors in FP8 stand for."""
+    """Copy vectors in FP8 as dequantised ones."""
     stored, page_table, bases = cache(100_000, kv_heads, dim, True), empty(16, 2048, dtype=INT), empty(16, dtype=INT)
     copied = empty(kinds, 65536, kv_heads, dim)
     copy_pages.copy_pages(stored, stored, page_table, bases, bases, empty(1, dtype=INT), 16, copied)
@@ -302,7 +302,7 @@ def route_rows(rows: int) -> None:
 
 
 def routed(rows: int, held: int, tile_rows: int) -> route.Routing:
-    """What `route.route` gives for so many rows, of which a single one is not sorted."""
+    """Return the result of `route.route` for `rows` rows, of which a single one is not sorted."""
     tiles = (8 * rows + held * (tile_rows - 1)) // tile_rows
     order = tuple(empty(n, dtype=INT) for n in (tiles * tile_rows, tiles, 1)) if rows > 1 else (None, None)
     return route.Routing(empty(rows, 8, dtype=FLOAT), empty(rows, 8, dtype=INT), tile_rows, *order)
@@ -419,7 +419,7 @@ def begin_layers(rows: int) -> None:
 
 
 def delta(rows: int, heads: int, key_heads: int, sequences: int | None = None) -> None:
-    """One row of each sequence; or rows of so many sequences."""
+    """One row of each sequence; or `rows` rows of `sequences` sequences."""
     features, slots = (2 * key_heads + heads) * 128, empty(sequences or rows, dtype=LONG)
     product, vector = empty(rows, features + heads * 130), empty(heads, dtype=FLOAT)
     states, tails = empty(256, heads, 128, 128, dtype=FLOAT), empty(256, features, 3, dtype=FLOAT)
@@ -429,7 +429,7 @@ def delta(rows: int, heads: int, key_heads: int, sequences: int | None = None) -
 
 
 def merge_shards(ranks: int, heads: int, dim: int) -> None:
-    """What is done around the collectives of a merge."""
+    """Launch the kernels around the collectives of a merge."""
     out, lse = empty(32, heads, dim), empty(32, heads, dtype=torch.float32)
     packed = empty(ranks, packed_shards(ranks, 32, heads, dim, out.dtype)[1])
     merge.pack_shard(out, lse, packed)
@@ -534,7 +534,7 @@ BY_DAY_IN_FLOAT8 = ("attention, FP8 cache", "short latents, FP8 cache", "norm, r
 AT_NIGHT = {"experts in float32, 4096 rows"} | {
     name for name in CASES if "FP8 cache" in name and name not in BY_DAY_IN_FLOAT8
 }
-"""What takes longest to compile, of a dtype that is not served with so many rows; most forms of caches in FP8."""
+"""Cases that take longest to compile, of a dtype not served with so large steps; most forms of caches in FP8."""
 
 
 @pytest.mark.parametrize(
@@ -544,7 +544,7 @@ AT_NIGHT = {"experts in float32, 4096 rows"} | {
 def test_kernels_compile_for_hopper(
     case: tuple[Callable[[], None], tuple[str, ...]], compiled: list[Compiled], taken_apart: set[tuple[str, bool]]
 ) -> None:
-    """Of the forms of a kernel one is taken apart; of all the PTX shows what comes before the wait."""
+    """One of the forms of a kernel is disassembled; the PTX of all shows the accesses before the wait."""
     launch, instructions = case
     launch()
     for kernel in compiled:
@@ -574,7 +574,7 @@ BY_DAY = {(89, "experts, 1 row"), (120, "product, 1 row"), (80, "attention")}
     ],
 )
 def test_kernels_compile_for_other_gpus(case: Callable[[], None], compiled: list[Compiled], arch: int) -> None:
-    """What they cut fits the GPU: more shared memory than it has would be OutOfResources."""
+    """Tiles fit the GPU: more shared memory than it has would be OutOfResources."""
     case()
     assert all(kernel.registers * kernel.threads <= REGISTERS for kernel in compiled)
     assert all(re.search(rf"\.target sm_{arch}a?$", kernel.ptx, re.M) for kernel in compiled)
@@ -583,7 +583,7 @@ def test_kernels_compile_for_other_gpus(case: Callable[[], None], compiled: list
 
 @pytest.mark.parametrize("launch", [lambda: attend(64, 32, 4, 128, 2048, True), lambda: attend_to_latents(16, True)])
 def test_caches_in_float8_are_read_in_wide_loads(launch: Callable[[], None], compiled: list[Compiled]) -> None:
-    """Of 16 bytes to shared memory, and from there by the loads that transpose."""
+    """Loads are of 16 bytes to shared memory, and from there transpose."""
     launch()
     ptx = compiled[-2].ptx  # the last one merges the splits
     assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)) == {"0x10"}

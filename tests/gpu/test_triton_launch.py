@@ -27,7 +27,7 @@ def _add(x, out, rows, stride, factor, BLOCK: tl.constexpr, TWICE: tl.constexpr)
 
 
 class Launcher:
-    """What Triton launches compiled kernels by; it notes what it is asked to launch."""
+    """Stand-in for Triton's launcher of compiled kernels; it notes the launches that it is asked for."""
 
     seen: list[tuple[Any, ...]]
 

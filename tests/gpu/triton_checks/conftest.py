@@ -1,4 +1,4 @@
-"""Where the checks run: on a GPU where there is one, else in Triton's interpreter."""
+"""Device of the checks: a GPU if there is one, else Triton's interpreter."""
 
 from __future__ import annotations
 

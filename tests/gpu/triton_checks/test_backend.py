@@ -61,7 +61,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
-"""Of the cache."""
+"""Dtypes of the cache."""
 
 
 @DTYPES
@@ -112,7 +112,7 @@ def test_steps_with_prompts_in_graphs(spec: PagedKV | Window | Latent, device: t
 @DTYPES
 @pytest.mark.parametrize("spec", [PagedKV(1, 8), Latent(12, 8)], ids=str)
 def test_sharded_tokens(spec: PagedKV | Latent, dtype: torch.dtype, device: torch.device) -> None:
-    """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts beside."""
+    """Decode context parallelism: ranks that hold nothing of a row, padding rows, and prompts next to them."""
     interleave = Interleave(2, 2, 4)
     case = on(device, padded(make_case(DECODE, seed=4, page=interleave.span, spec=spec, dtype=dtype), 6))
     run_interleaved(TRITON.make, case, DECODE, interleave)
@@ -133,7 +133,7 @@ SHARDED: dict[str, tuple[list[tuple[int, int]], tuple[int, int], dict[str, Any],
     "no prompts": ([(1, 7), (1, 2)], (4, 4), {}, False),
     "an empty group": ([(0, 0)], (4, 4), {}, False),
 }
-"""Steps of up to so many rows and sequences, and whether their prompts gather the tokens that they see."""
+"""Steps with their upper bounds of rows and of sequences, and whether their prompts gather the tokens that they see."""
 
 
 @pytest.mark.usefixtures("ranks")

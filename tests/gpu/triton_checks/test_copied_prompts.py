@@ -97,7 +97,7 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut(device: torch.device)
 
 @pytest.mark.parametrize("capacity", [1 << 16, 256], ids=["room for all", "room for some"])
 def test_backend(capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with prompts, eager ones and a graph's: ragged rows, decode rows beside, sequences without a place."""
+    """Steps with prompts, eager ones and a graph's: ragged rows, next to decode rows, sequences without a place."""
     monkeypatch.setattr(expansion, "MIN_MEAN_ROWS", 3)
     monkeypatch.setattr(expansion, "MAX_TOKENS", capacity)
     if INTERPRETED:  # which has no bfloat16
@@ -150,7 +150,7 @@ def test_sequences_of_many_rows_are_copied() -> None:
 
 
 def inputs_of(case: Case) -> list[Tensor]:
-    """What a graph reads of a step, the tokens' numbers aside."""
+    """Return a graph's inputs of a step, the tokens' numbers aside."""
     batch, table = case.batch, case.batch.tables[0]
     assert isinstance(table, PageTables) and batch.starts is not None
     return [case.q, case.k, case.v, batch.positions, batch.starts, batch.lengths, table.pages, table.slots]

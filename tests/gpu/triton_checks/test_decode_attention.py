@@ -13,7 +13,7 @@ from weft.engine.kernels.triton.splits import order_splits
 PAGE = 16
 RAGGED = (0, 1, 16, 129, 300)
 LONG_AND_SHORT = (128, 0, 129, 5, 700, 193, 192)
-"""Whole splits beside such that are shorter or longer."""
+"""Whole splits next to shorter and longer ones."""
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 
 

@@ -1,4 +1,4 @@
-"""Products of few rows against float64, beside NaN wherever nothing may be read or written."""
+"""Products of few rows against float64, next to NaN wherever nothing may be read or written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tile_for(x: Tensor, weight: Tensor, added_next: bool = False) -> DenseTile:
 
 
 def assert_product(x: Tensor, weight: Tensor, bias: Tensor | None, tile: DenseTile | None) -> Tensor:
-    """Of float32 sums, and that what is around them stays as it was; returns them."""
+    """Check a product's float32 sums, and that the memory around them stays as it was; return them."""
     whole = torch.full((len(x) + 1, len(weight) + 16), NAN, device=x.device)
     out = dense.linear(x, weight, tile or tile_for(x, weight), whole[:-1, 8:-8], bias)
     wanted = x.double() @ weight.double().mT

@@ -120,7 +120,7 @@ def test_places_of_more_rows_than_a_block(device: torch.device) -> None:
 def test_ranks_dispatch_as_on_cpus(
     mesh: Mesh, case: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With counts on the device and room for every row, each rank's behind its live ones NaN."""
+    """Counts are on the device, with room for every row; each rank's rows behind its live ones are NaN."""
     interpreter = threading.Lock()  # Triton's takes one thread at a time
     for name in ("places", "pack", "lists", "add"):
         monkeypatch.setattr(kernels, name, _one_at_a_time(getattr(kernels, name), interpreter))

@@ -1,4 +1,4 @@
-"""What a step's tokens and positions become before the layers, against torch."""
+"""A step's tokens and positions are embedded before the layers as torch does it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def rounding(device: torch.device) -> float:
-    """Of sums in float32; of a GPU's tensor cores, which sum a group of FP8 with about 14 bits."""
+    """Return the tolerance of sums in float32; a GPU's tensor cores sum a group of FP8 with about 14 bits."""
     return 1e-5 if device.type == "cpu" else 1e-3
 
 
@@ -93,9 +93,9 @@ def test_linear(case: tuple[int, int, int, tuple[int, int]], device: torch.devic
     rows, outputs, width, unit = case
     weight, x = weight_of(outputs, width, unit=unit, device=device), skewed(rows, width, device)
     wanted = plain_linear(x, weight, torch.float64)
-    beside = torch.full((rows, outputs + 16), NAN, device=device)
-    out = float8.linear(x, weight, beside[:, 8:-8])
-    assert off(out, wanted) <= rounding(device) and beside[:, :8].isnan().all() and beside[:, -8:].isnan().all()
+    around = torch.full((rows, outputs + 16), NAN, device=device)
+    out = float8.linear(x, weight, around[:, 8:-8])
+    assert off(out, wanted) <= rounding(device) and around[:, :8].isnan().all() and around[:, -8:].isnan().all()
     if rows == 5:
         assert torch.equal(float8.linear(float8_rows.quantise(x, unit[1]), weight, torch.full_like(out, NAN)), out)
     exact = x.double() @ dequantise(weight, torch.float64).mT

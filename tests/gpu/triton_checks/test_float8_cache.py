@@ -20,7 +20,9 @@ from weft.kernels.float8 import FLOAT8, Fp8Vectors, take, to_vectors
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Of 16 bits that of the rounded output alone: products have more bits. The interpreter cuts bfloat16 off."""
+"""Tolerance per dtype: in 16 bits that of the rounded output alone, as products have more bits. The interpreter cuts
+bfloat16 off.
+"""
 
 
 def unfilled(slots: int, heads: int, dim: int, device: torch.device) -> Fp8Vectors:
@@ -54,7 +56,7 @@ def spread(rows: int, features: int, device: torch.device) -> Tensor:
     "rows, rotary_dim, dtype", [(9, 8, torch.float32), (9, 24, torch.float16), (259, 16, torch.float32)]
 )
 def test_keys_and_values(rows: int, rotary_dim: int, dtype: torch.dtype, seed: int, device: torch.device) -> None:
-    """As the same kernel stores them in the activations' dtype, then quantised."""
+    """Keys and values equal those that the same kernel stores in the activations' dtype, then quantised."""
     heads, kv_heads, dim = 3, 2, 24
     qkv = spread(rows, (heads + 2 * kv_heads) * dim, device).to(dtype)
     slots = torch.randperm(rows + 4, device=device)[:rows].int()

@@ -1,7 +1,7 @@
-"""What the CUDA graph of a step does, without the graph: the engine's loop over state that lies on the device.
+"""Steps by CUDA graph without the graph: the engine's loop over state that lies on the device.
 
 On a machine without a GPU every replay runs the captured calls once more, so that joins, leaves, new pages, padding
-and draws are those of the real thing; `tests/gpu/test_engine.py` does the same with graphs.
+and draws equal the real thing's; `tests/gpu/test_engine.py` does the same with graphs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CUT = replace(SEEDED, top_k=9, top_p=0.9, logprobs=1)
 
 
 class Repeated:
-    """In place of a graph: a replay runs the step once more that was run last when this was captured."""
+    """Stand-in for a graph: a replay runs once more the step that was run last when this was captured."""
 
     seen: list[Shape]
     last = threading.local()  # ranks are threads
@@ -145,7 +145,7 @@ def expected(model: Path) -> list[tuple[int, ...]]:
 
 
 def test_outputs_of_replayed_steps(model: Path, captured: list[Shape], expected: list[tuple[int, ...]]) -> None:
-    """Alone and in company, of many lengths, with preemption as pages are few, beside rows that draw at random."""
+    """Alone and in company, of many lengths, with preemption as pages are few, next to rows that draw at random."""
     with Engine(config(model, kv_tokens=24, max_batch_tokens=8)) as engine:
         assert [r.token_ids for r in generate_together(engine, FEW, PLAIN)] == expected
         assert len(decode_rows_of(captured)) > 1 and any(shape.prompts for shape in captured)
@@ -251,7 +251,7 @@ def test_sharded_tokens(
 
 @pytest.mark.usefixtures("ranks")
 def test_sharded_tokens_are_measured_as_graphs_have_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as many tokens as may be gathered, beside the steps that are measured without prompts in graphs."""
+    """Sizes to measure have as many tokens as may be gathered, next to the steps without prompts in graphs."""
     sizes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=1, num_key_value_heads=1)
     small_config("qwen3_moe", 2, **sizes).save_pretrained(tmp_path)
     of_ranks = dict(
@@ -291,7 +291,7 @@ def test_sharded_tokens_are_measured_as_graphs_have_them(tmp_path: Path, monkeyp
     ids=["2x1", "2x2", "2x2 over hosts"],
 )
 def test_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[Shape], tmp_path: Path) -> None:
-    """By a transport that takes no counts on the device: groups with other numbers of rows, and with none."""
+    """Groups with unequal numbers of rows, or none, exchange over a transport without counts on the device."""
     small_model("qwen3_moe", 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)
     byte_tokenizer(tmp_path)
     with Engine(config(tmp_path, cuda_graphs=False)) as engine:
@@ -305,8 +305,8 @@ def test_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[
 
 @pytest.mark.usefixtures("ranks")
 def test_a_vocabulary_that_is_split(captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are those of one rank: greedy and by temperature, for which no logits travel, and with all else asked, for
-    which those of the rows that ask do.
+    """Tokens equal one rank's: greedy and by temperature, for which no logits travel, and with all other parameters,
+    for which the logits of the asking rows do.
     """
     small_model("qwen3", 2, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, num_hidden_layers=1)
     byte_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""What the checks take for granted of Triton's interpreter."""
+"""Properties of Triton's interpreter that the checks rely on."""
 
 from __future__ import annotations
 

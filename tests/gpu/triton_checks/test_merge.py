@@ -1,4 +1,4 @@
-"""What is done around the merge's collectives against its twins: every rank's part, then what each makes of them."""
+"""Kernels around the merge's collectives against their twins: every rank's part, then each rank's result."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_experts_with_limits_and_biases_and_a_shared_one(
 
 
 def test_a_tile_has_twice_the_rows_that_an_expert_has() -> None:
-    """Of Qwen3-30B-A3B, DeepSeek-V2-Lite, Qwen3.5-35B-A3B and GPT-OSS-20B, as was fastest on an H200."""
+    """Tiles of Qwen3-30B-A3B, DeepSeek-V2-Lite, Qwen3.5-35B-A3B and GPT-OSS-20B are the fastest ones on an H200."""
     for k, experts, wanted in (
         (8, 128, [16, 16, 16, 32, 64, 128]),
         (6, 64, [16, 16, 32, 64, 64, 128]),
@@ -263,7 +263,7 @@ def routed_to(counts: list[int], k: int, elsewhere: int, device: torch.device) -
 
 @pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED.keys())
 def test_experts_of_prompts(case: tuple[list[int], int, str], device: torch.device) -> None:
-    """By descriptors, with the bits of the kernels that load by pointers. No row that has no pair is read."""
+    """Loads by descriptors give the bits of the kernels that load by pointers. No row without a pair is read."""
     counts, k, form = case
     found = routed_to(counts, k, 50, device)
     assert_order(found)

@@ -1,4 +1,4 @@
-"""The product of each head's rows with a matrix of its own against float64, beside NaN wherever nothing may be read."""
+"""Product of each head's rows with a matrix of its own against float64, next to NaN wherever nothing may be read."""
 
 from __future__ import annotations
 

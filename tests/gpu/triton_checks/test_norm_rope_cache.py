@@ -108,10 +108,10 @@ def test_latent_rope_cache(interleaved: bool, heads: int, seed: int, device: tor
         wanted, kv.double(), *wide, slots, wanted_cache, weight, 1e-3, interleaved=interleaved
     )
     untouched = q[..., : dim - rotary_dim].clone()
-    beside = torch.full((rows, heads, rotary_dim + 5), NAN, device=device)
-    given, to = q.clone(), beside[..., 5:]
+    around = torch.full((rows, heads, rotary_dim + 5), NAN, device=device)
+    given, to = q.clone(), around[..., 5:]
     kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved, q_rotated=to)
-    assert torch.equal(q[:-1], given[:-1]) and beside[..., :5].isnan().all()
+    assert torch.equal(q[:-1], given[:-1]) and around[..., :5].isnan().all()
     kernels.latent_rope_cache(q, kv, *table, slots, cache, weight, 1e-3, interleaved=interleaved)
     assert torch.equal(to[:-1], q[:-1, :, dim - rotary_dim :])
     assert torch.allclose(q[:-1].double(), wanted[:-1], rtol=1e-5, atol=1e-5)
@@ -204,12 +204,12 @@ def test_gated(limit: float | None, alpha: float | None, scored: bool, device: t
 def test_gate_heads(gate: str | None, sinks: bool, device: torch.device) -> None:
     out = torch.randn(5, 3, 2, 24, device=device)[:, :, 1].transpose(0, 1)
     behind = torch.randn(3, 5 * 24 + 7, device=device)
-    beside = None if gate is None else behind[:, 7 : 12 if gate == "head" else None]
+    gates = None if gate is None else behind[:, 7 : 12 if gate == "head" else None]
     more = (torch.randn(3, 5, device=device) * 3, torch.randn(5, device=device)) if sinks else ()
     if sinks:
         more[0][1] = float("-inf")  # a row that sees nothing
-    found = gate_heads.gate_heads(out, beside, *more)
-    wanted = gate_heads_of_torch(out.double(), None if beside is None else beside.double(), *(t.double() for t in more))
+    found = gate_heads.gate_heads(out, gates, *more)
+    wanted = gate_heads_of_torch(out.double(), None if gates is None else gates.double(), *(t.double() for t in more))
     assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="gate, lse and sinks"):
         gate_heads.gate_heads(out, behind, *more)

@@ -34,7 +34,7 @@ from weft.stream.interleave import Interleave
 
 Spec = PagedKV | Window | Latent
 TOLERANCE = 1e-2
-"""Of a row's norm: outputs are rounded to bfloat16, and so are the weights of values."""
+"""Tolerance as a share of a row's norm: outputs are rounded to bfloat16, and so are the weights of values."""
 SPECS = [PagedKV(2, 128), PagedKV(1, 64), Window(40, 2, 128), Latent(576, 512)]
 
 
@@ -85,8 +85,8 @@ def calls(entry: BackendEntry, monkeypatch: pytest.MonkeyPatch) -> fakes.Calls:
 
 
 def case_of(spans: list[tuple[int, int]], spec: Spec, seed: int, page: int = 16, heads: int = 8) -> Case:
-    """In bfloat16, with finite numbers where no token lies: these kernels multiply them by 0. So do an engine's pages,
-    which hold zeros or older tokens.
+    """Return a case in bfloat16, with finite numbers where no token lies: these kernels multiply them by 0. An engine's
+    pages hold zeros or older tokens there.
     """
     case = make_case(spans, seed=seed, page=page, heads=heads, spec=spec)
     cache = case.cache
@@ -156,7 +156,7 @@ def test_latents_over_dcp_by_the_quicker_of_each(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
 ) -> None:
-    """FlashAttention 3's decode rows beside Triton's prompts, gathered and merged, eagerly and in graphs."""
+    """FlashAttention 3's decode rows next to Triton's prompts, gathered and merged, eagerly and in graphs."""
     noted = None
     if INTERPRETED:  # which has no products in bfloat16, so prompts are of a GPU
         if any(rows > 1 for rows, _ in spans):

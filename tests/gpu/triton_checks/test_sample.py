@@ -44,7 +44,7 @@ def test_samples(min_p: bool, count: int, seed: int, device: torch.device) -> No
 def test_programs_share_a_row(
     programs: int, block: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is drawn depends neither on their number nor on their blocks; how, is read by the row of the request."""
+    """Draws depend neither on the programs' number nor on their blocks; parameters are read by the request's row."""
     torch.manual_seed(programs)
     logits, temperature, seed, position = inputs(device)
     logits = logits.to(dtype)

@@ -59,7 +59,7 @@ def test_inputs(
 def test_samples_go_into_the_state(
     capacity: int, count: int, outputs: int, ranks: int, shares: int, device: torch.device
 ) -> None:
-    """Of answers, and of prompts behind them, for which none was drawn before."""
+    """Samples of answers, and of prompts behind them, for which none was drawn before."""
     torch.manual_seed(capacity + ranks)
     requests = capacity + 5
     last = torch.randint(-9, 99, (requests,), device=device).int().clamp(min=-1)

@@ -51,7 +51,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cuts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """What is cut where."""
+    """Return the list in which the cuts of each call are noted."""
     found: list[tuple[Tensor, Tensor]] = []
 
     def noted(*args: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 INTERPRETED = not torch.cuda.is_available()
-"""Whether the checks run in Triton's interpreter; else they run on a GPU."""
+"""Flag of checks in Triton's interpreter; else they run on a GPU."""
 
 
 class Worker:

@@ -167,7 +167,7 @@ def test_every_dtype_arrives_bit_for_bit_or_is_refused(tmp_path: Path) -> None:
 
 
 def refused(call: Callable[[], object], *texts: str, error: type[Exception] = ValueError) -> None:
-    """That the call raises one line that has all texts."""
+    """Check that the call raises one line that has all texts."""
     with pytest.raises(error) as raised:
         call()
     message = str(raised.value)
@@ -291,7 +291,7 @@ def test_calls_that_differ_between_ranks(tmp_path: Path) -> None:
 
 
 def fails_for_rank_1(change: Callable[[pytest.MonkeyPatch], object], *texts: str, max_bytes: int = 1024) -> None:
-    """That all ranks are told of what rank 1 alone has otherwise."""
+    """Check that all ranks learn of rank 1's differing settings."""
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             change(patch)
@@ -450,7 +450,7 @@ def test_custom_ops_compile_without_a_break(tmp_path: Path) -> None:
 
 
 def documented_operations() -> None:
-    """What the page says of dtypes is what `supports` says."""
+    """Check that the page's dtypes equal the ones of `supports`."""
     page = (Path(__file__).parents[2] / "docs" / "guide" / "library.md").read_text()
     table = page[page.index("| operation | CPU |") :].split("\n\n")[0].splitlines()[2:]
     said = {cells[0].strip(" `"): cells[1].strip() for cells in (line.strip("|").split("|") for line in table)}

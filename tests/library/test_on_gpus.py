@@ -1,4 +1,4 @@
-"""What the library does for GPUs, as far as it shows without: its calls over emulated peer memory, and who may meet."""
+"""Library for GPUs, as far as CPUs can show it: its calls over emulated peer memory, and which ranks may meet."""
 
 from __future__ import annotations
 

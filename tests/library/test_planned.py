@@ -45,7 +45,7 @@ def test_an_example_runs_under_torchrun() -> None:
 
 
 def run_example(name: str, folder: Path) -> None:
-    """As torchrun does, in a process group that is there already."""
+    """Run an example as torchrun does, in a process group that is there already."""
     with (
         open(folder / f"printed-{dist.get_rank()}", "w") as printed,
         contextlib.redirect_stdout(printed),

@@ -48,7 +48,7 @@ def poison(comm: Communicator) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether shapes, dtypes and all bits are equal."""
+    """Return whether shapes, dtypes and all bits are equal."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 

@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def plan_once(planned_once: None) -> None:
-    """For every test here."""
+    """Plan once, for every test here."""

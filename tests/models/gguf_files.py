@@ -90,7 +90,7 @@ def small_gguf(
 
 
 def write_gguf(directory: Path, kind: GGMLQuantizationType, tokens: Sequence[str] = ()) -> Path:
-    """Writes a directory's model beside it, with matrices of this type, and rounds those of the directory alike.
+    """Write a directory's model next to it, with matrices of this type, and round the directory's own alike.
 
     tokens: of a byte-level vocabulary, the first one of which is a control token that ends texts.
     """

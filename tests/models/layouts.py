@@ -36,21 +36,21 @@ from weft.planner.spec import Mesh
 
 PAGE, PAGES = 4, 24
 PATTERN = [[9, 4, 1], [2], [12], [5, 1], [], [6, 3]]
-"""Lengths of the sequences in each DP group, of group i the i-th modulo so many. Groups have other numbers of rows than
-each other in most steps, and none in some: the second in every other step, the fifth in all.
+"""Lengths of the sequences in each DP group: group i has item i modulo their number. Groups have other numbers of rows
+than each other in most steps, and none in some: the second in every other step, the fifth in all.
 """
 MESHES = tuple(m for m in layouts(8) if m.world in (1, 2, 4, 8) and m.attn_dp == m.moe_tp)
-"""Of powers of two, every split of attention and every split of experts, each in one layout. The others are
-`test_every_layout.py`'s.
+"""Layouts of powers of two: every split of attention and every split of experts, each once. `test_every_layout.py` has
+the others.
 """
 
 config_of = lru_cache(load_config)
 Run = list[list[list[int]]]
-"""Of each DP group its sequences."""
+"""Sequences of each DP group."""
 Lengths = list[list[int]]
-"""How far each sequence of each DP group has come."""
+"""Number of tokens read of each sequence, per DP group."""
 Steps = Callable[[Lengths], list[Lengths]]
-"""How far they come in each step, from how long they are."""
+"""Lengths after each step, from the sequences' final lengths."""
 Oracle = Callable[[Tensor], Tensor]
 """Logits float32 `[tokens, vocabulary]` of one whole sequence, int64 `[tokens]`."""
 
@@ -66,7 +66,7 @@ def sequences(mesh: Mesh, vocabulary: int, seed: int = 0) -> Run:
 
 @lru_cache(maxsize=256)
 def truth(oracle: Oracle, text: tuple[int, ...]) -> Tensor:
-    """Of a sequence, which many layouts have."""
+    """Return the oracle's logits of a sequence, cached as many layouts have it."""
     with torch.no_grad():
         return oracle(torch.tensor(text))
 
@@ -157,7 +157,7 @@ def check(
 
 
 def over(values: dict[str, Any], parts: int) -> dict[str, Any]:
-    """A small config with two layers, a dense and a sparse one where both are, that divides over so many ranks."""
+    """A small config with two layers, a dense and a sparse one where both are, that divides over `parts` ranks."""
     text = values.get("text_config", values)
     keys = 1 if parts == 6 else parts if parts % 2 else 2  # fewer than ranks too: replicated
     sizes = dict(num_attention_heads=2 * parts, num_hidden_layers=2)
@@ -193,10 +193,10 @@ class Published(Protocol):
 
 
 def nearness(model: Published, config: dict[str, Any], directory: Path) -> tuple[float, float]:
-    """How far bfloat16 is from float32 on four ranks, relatively: (our logits, transformers'), the medians.
+    """Return the median relative errors of bfloat16 against float32 on four ranks: (our logits', transformers').
 
-    Of 32 prompts' tokens, those up to which both chose the experts that float32 chooses: others are far off, on either
-    side, wherever rounding decided.
+    Tokens of 32 prompts count if both chose the experts that float32 chooses: others are far off, on either side,
+    wherever rounding decided.
     """
     small = converted(model, torch.bfloat16)
     save_file({name: tensor.clone() for name, tensor in small.published().items()}, directory / "model.safetensors")
@@ -248,7 +248,7 @@ def logits_of(directory: Path, texts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def watched(model: Any, texts: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of transformers' model, a prompt at a time."""
+    """Return transformers' logits and experts, like `logits_of`, a prompt at a time."""
     chosen: list[Tensor] = []
 
     def watch(router: Any, given: Any, result: Sequence[Tensor]) -> None:
@@ -263,7 +263,7 @@ def watched(model: Any, texts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stored_shapes(directory: Path, num_layers: int | None = None) -> dict[str, tuple[int, ...]]:
-    """The tensors that a model, or its first so many layers, reads, and their shapes as they are stored."""
+    """The tensors that a model, or its first `num_layers` layers, reads, and their shapes as they are stored."""
     config = load_config(directory, num_layers=num_layers)
     model = config.build(Builder(Mesh(), 0, torch.bfloat16, torch.device("meta")))
     layers = [layer for layer in model.modules() if isinstance(layer, Layer)]

@@ -39,7 +39,7 @@ def saved(directory: Path, family: str, **changes: Any) -> Callable[[Tensor], Te
 
 
 def logits_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """Of one sequence, `[tokens, vocabulary]`."""
+    """Return a function for the logits of one sequence, `[tokens, vocabulary]`."""
     return lambda tokens: model(tokens[None], use_cache=False).logits[0]
 
 
@@ -157,7 +157,7 @@ def test_deepseek_v2s_defaults_lack_one_value_alone() -> None:
 
 
 def written(values: dict[str, Any]) -> dict[str, Any]:
-    """What transformers writes into config.json of a config that it has read."""
+    """Return the config.json that transformers writes for a config that it has read."""
     return dict(json.loads(Step3p7TextConfig.from_dict(values).to_json_string()))
 
 
@@ -188,7 +188,7 @@ def test_of_a_config_that_transformers_wrote_nothing_is_skipped(changes: dict[st
 
 
 def test_minimax_rotates_rotary_dim_elements_where_no_factor_says_so() -> None:
-    """As published: transformers up to 5.17 fills in none, and rotates all."""
+    """Published models rotate `rotary_dim` elements; transformers up to 5.17 fills in no factor, and rotates all."""
     values = values_of("minimax_m2") | dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
     assert read_config(values).rope.dim == values["rotary_dim"] == 4
     values["rope_parameters"] |= dict(partial_rotary_factor=0.25)

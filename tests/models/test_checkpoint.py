@@ -92,7 +92,7 @@ def test_mxfp4_is_transformers(tmp_path: Path) -> None:
 
 
 def test_a_float8_model(tmp_path: Path) -> None:
-    """As Qwen3-MoE's are published: linear layers in FP8, norms, routers and embeddings not."""
+    """Linear layers are in FP8, but not norms, routers and embeddings, as in published Qwen3-MoE models."""
     small_model("qwen3_moe", 4, tmp_path)
     file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
     tensors, wanted = load_file(file), {}

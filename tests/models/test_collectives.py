@@ -1,4 +1,4 @@
-"""Which collectives a model runs on a layout, and how many bytes: planned, and as the transport saw them."""
+"""Collectives of a model on a layout, with their bytes: planned, and as the transport saw them."""
 
 from __future__ import annotations
 

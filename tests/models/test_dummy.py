@@ -134,7 +134,7 @@ def test_fewer_layers() -> None:
 
 
 def test_the_engine_serves_made_up_weights() -> None:
-    """The same text from two layouts, though no rank has ever seen a checkpoint."""
+    """Text from two layouts is the same, though no rank has ever seen a checkpoint."""
     model = EngineConfig(executor="thread", load_format="dummy", num_layers=2, kv_tokens=256)
     assert replace(model, model=preset_dir("qwen3-30b-a3b")).tokenizer == embedded_model_dir()
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

@@ -142,7 +142,7 @@ def test_ranks_hold_what_is_stored(family: str, tmp_path: Path) -> None:
 
 
 NOISE = 0.0245
-"""What rounding to four bits does to a value, in the root of the mean square.
+"""Error of rounding to four bits, relative to a value, in the root of the mean square.
 
 It is off by up to half of the last bit, evenly: by 2⁻⁴ / √3 of its power of two, which is less than the value by √2.16,
 the root of the mean square of a mantissa between 1 and 2 whose logarithm is spread evenly.

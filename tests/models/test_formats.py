@@ -43,7 +43,7 @@ from weft.stream.step_rows import StepRows
 from weft.stream.stream import Stream, TraceStream
 
 SLOW_BYTES = AlphaBeta("slow", alpha_us=0.1, hop_us=0.0, gb_s=1e-3, launch_us=0.1, mem_gb_s=100.0)
-"""Where bytes cost and calls do not, rows travel in the smallest format."""
+"""Cost at which bytes are dear and calls are not: rows travel in the smallest format."""
 World = Callable[[Mesh, Path, Callable[..., Any]], list[Any]]
 
 
@@ -64,7 +64,7 @@ def by_emulated_peer(mesh: Mesh, directory: Path, work: Callable[..., Any]) -> l
 
 @pytest.fixture
 def travelled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often rows were laid out to travel, by their format."""
+    """Count the rows laid out to travel, by format."""
     true, found = formats.pack, Counter[str]()
 
     def counted(value: Any, extra: Tensor | None, wire: Wire, width: int) -> Tensor:

@@ -30,7 +30,7 @@ def test_logits_are_transformers(saved: tuple[Path, Glm], mesh: Mesh) -> None:
 
 
 def test_other_configs(tmp_path: Path) -> None:
-    """As Air: neither norms of heads nor groups; all of a head rotated, no biases."""
+    """Air has neither norms of heads nor groups; all of a head is rotated, without biases."""
     changes = dict(use_qk_norm=False, n_group=1, attention_bias=False, partial_rotary_factor=1.0)
     check(tmp_path, Mesh(1, 2, 2, 1), small_glm(tmp_path, **changes), 61)
 

@@ -45,7 +45,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> Non
 
 
 def test_experts_in_mxfp4(saved: tuple[Path, GptOss], tmp_path: Path) -> None:
-    """As they are published; ranks of moe_tp cut through runs of values that share a scale."""
+    """Experts are in MXFP4 as published; ranks of moe_tp cut through runs of values that share a scale."""
     tensors = load_file(saved[0] / "model.safetensors")
     plain, packed = dict(tensors), dict(tensors)
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:

@@ -112,7 +112,7 @@ def test_a_scaled_value_owes_what_it_owed(placement: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("other", [{}, dict(split="world")], ids=str)
 def test_values_that_owe_otherwise_are_not_added(other: dict[str, str]) -> None:
-    """In place neither, and nothing is overwritten."""
+    """Addition in place fails too, and nothing is overwritten."""
     x = hidden(4, owes="world")
     before = x.value.clone()
     with pytest.raises(PlacementError, match=r"cannot add block .* to block .*owe the same"):
@@ -173,7 +173,7 @@ def test_a_layer_takes_complete_rows_alone(name: str, placement: dict[str, str])
 
 
 def test_what_layers_leave() -> None:
-    """Their outputs, put together over the ranks, are those of the whole product; a bias is in the sum once."""
+    """Their outputs, put together over the ranks, equal the whole product's; a bias is in the sum once."""
     x, outputs, partial = hidden(8), [], []
     for rank in range(2):
         b = Builder(MESH, rank, torch.float32, CPU)
@@ -203,7 +203,7 @@ def test_what_layers_leave() -> None:
 
 
 def test_features_are_split_only_where_ranks_hold_the_same_rows() -> None:
-    """Over the world only rows of the world: other ranks' features would be those of other tokens."""
+    """Over the world only rows of the world: other ranks' features would belong to other tokens."""
     b = Builder(OTHER_ROWS, 0, torch.float32, CPU)
     column = filled(ColumnLinear(b, "up", 4, [Out("up", 8)], over="world"))
     for use in (column, lambda x: column.feed(x, torch.tanh, "attention")):
@@ -258,7 +258,7 @@ def test_a_norm_about_one_is_rounded_once() -> None:
 
 
 def logits(transport: Transport, mesh: Mesh, directory: Path) -> tuple[Tensor, Tensor, str]:
-    """Of a model whose embedding leaves its rows column by column in memory, and of one that does not; the steps."""
+    """Return the logits of a model, the logits of one whose embedding's rows are strided, and the steps."""
     torch.set_num_threads(1)
     out = []
     for strided in (False, True):

@@ -141,7 +141,7 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
 )
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.o_proj.weight"])
 def test_weights_of_other_dtypes_than_floats_are_refused(directory: Path, name: str, dtype: torch.dtype) -> None:
-    """Such as those of a quantisation of which config.json says nothing."""
+    """Such dtypes come from a quantisation that config.json does not mention."""
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {name: tensors[name].to(dtype)}, directory / "model.safetensors")
     with pytest.raises(ModelError, match=rf"{name} .*(is stored in (I|U|BOOL|C)|stored in FP8, but)"):

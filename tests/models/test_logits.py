@@ -39,7 +39,7 @@ STEPS: Steps = {
     "nothing": lambda group: (0, 0),
 }
 Texts = list[list[list[int]]]
-"""Of each DP group its two sequences."""
+"""Two sequences of each DP group."""
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def texts_of(mesh: Mesh, steps: Steps = STEPS) -> Texts:
-    """The same on every mesh for a group of the same number."""
+    """Return the texts of each group, the same on every mesh for a group of the same number."""
     generator = torch.Generator().manual_seed(5)
     lengths = [[sum(rows) for rows in zip(*(s(g) for s in steps.values()), strict=True)] for g in range(mesh.attn_dp)]
     return [[torch.randint(1, 61, (n,), generator=generator).tolist() for n in group] for group in lengths]
@@ -161,7 +161,7 @@ DISPATCHED = [Mesh(4, 1, 4, 1), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1), Mesh(4, 1, 1
 @pytest.mark.parametrize("mesh", DISPATCHED, ids=str)
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "deepseek_v2"])
 def test_rows_that_are_sent_to_their_experts(saved: Any, family: str, mesh: Mesh) -> None:
-    """A shared expert behind a gate, none, and one without a gate beside experts in groups; layers without experts."""
+    """A shared expert behind a gate, none, and one without a gate next to experts in groups; layers without experts."""
     directory, model = saved(family, 4)
     texts = texts_of(mesh)
     compare(run_world(mesh.world, lambda t: drive(t, directory, mesh, texts, experts="dispatch")), texts, mesh, model)
@@ -169,7 +169,7 @@ def test_rows_that_are_sent_to_their_experts(saved: Any, family: str, mesh: Mesh
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(2, 2, 4, 1)], ids=str)
 def test_weights_for_both_forms_serve_either(saved: Any, mesh: Mesh) -> None:
-    """By gather, as a transport without all_to_allv is given; a single rank has nothing to send."""
+    """Rows are gathered, as the transport is without all_to_allv; a single rank has nothing to send."""
     directory, model = saved("qwen2_moe", 4)
     texts = texts_of(mesh)
     compare(

@@ -1,4 +1,4 @@
-"""What `weft plan` shows of every published config that comes with Weft: its collectives, by the read before which they
+"""Output of `weft plan` for every published config that comes with Weft: its collectives, by the read before which they
 run, for eight tokens in each DP group on four ranks.
 """
 

@@ -29,7 +29,7 @@ def test_every_published_tensor_is_read_and_no_other(family: str, tmp_path: Path
 
 
 def qwen3(width: int, queries: int, keys: int, vocabulary: int = 151936) -> Index:
-    """What all sizes have of the first layer. queries, keys: features."""
+    """Return the index that all sizes have in common, of the first layer. queries, keys: features."""
     return {
         "model.embed_tokens.weight": (vocabulary, width),
         "model.norm.weight": (width,),

@@ -50,7 +50,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("lengths", [(1,), (5,), (64, 7), (3, 1, 130)])
 def test_the_delta_rule_in_runs_is_what_it_is_token_by_token(lengths: tuple[int, ...]) -> None:
-    """Of 2 sequences of 3 heads, in float64; some tokens forget all that was before, some nothing."""
+    """Two sequences of three heads, in float64: some tokens forget the whole state, some nothing."""
     generator = torch.Generator().manual_seed(sum(lengths))
     rows = sum(lengths)
 

@@ -24,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen3Next]:
 
 @pytest.mark.parametrize("mesh", [m for m in splits(8) if m.world in (1, 2, 4, 8)], ids=str)
 def test_logits_are_transformers(saved: tuple[Path, Qwen3Next], mesh: Mesh) -> None:
-    """Of eight ranks two hold each key head, and a value head each of those that share it."""
+    """Two of eight ranks hold each key head, and each of the two one of its value heads."""
     check(saved[0], mesh, saved[1], 61, steps=in_two_steps)
 
 
@@ -43,7 +43,7 @@ def test_other_numbers_of_heads(mesh: Mesh, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:
-    """By day Qwen3.5's, of the same layers."""
+    """Qwen3.5's test, of the same layers, runs by day."""
     ours, theirs = nearness(Qwen3Next(small_config(), 1), small_config(), tmp_path)
     assert ours <= 1.25 * theirs
 

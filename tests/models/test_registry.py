@@ -152,9 +152,9 @@ WITHOUT_EFFECT = {
     "qwen3_moe": WINDOWS,
     "qwen3": WINDOWS,
     "qwen2": WINDOWS,
-    "step3p5": {"moe_every_n_layer", "moe_layer_offset", "max_seq_len"},  # of no effect beside moe_layers_enum
+    "step3p5": {"moe_every_n_layer", "moe_layer_offset", "max_seq_len"},  # of no effect next to moe_layers_enum
     "gpt_oss": {"initial_context_length"},  # the same as rotary's
-    # Of layers without experts, of which there are none; beside layer_types.
+    # Of layers without experts, of which there are none; next to layer_types.
     "qwen3_5_moe": {"intermediate_size", "full_attention_interval"},
     "qwen3_next": {"intermediate_size", "full_attention_interval"},
 }

@@ -185,7 +185,7 @@ ONCE_MISSED = [
         (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
     ),
     Fault(
-        "ranks that have stopped are those of any start",
+        "ranks of any start count as stopped",
         "engine/hosts/agents.py",
         "            agent.stopped = message.number\n",
         "            agent.stopped = self._number\n",
@@ -269,7 +269,7 @@ ONCE_MISSED = [
         ("tests/engine/test_rank_sockets.py::test_a_rank_ends_though_a_forked_process_holds_its_connection",),
     ),
 ]
-"""What no test saw once."""
+"""Faults that no test saw once."""
 
 OWN = [
     # planner
@@ -430,7 +430,7 @@ OWN = [
         ("tests/comm/test_dispatch.py::test_parts_are_added_in_float32",),
     ),
     Fault(
-        "live counts of ranks are those of groups",
+        "live counts of ranks are the groups'",
         "stream/step_rows.py",
         "own = edge.segments(self.mesh, self.rank), edge.segment_rows == Rows.OWN\n",
         "own = edge.segments(self.mesh, self.rank), False\n",

@@ -32,14 +32,13 @@ ROOT = Path(__file__).parents[2]
 COPIES = ROOT / "build" / "mutants"
 """The copies of the sources. They stay where they are, as compiled kernels are kept by their place."""
 LIMIT_S = 300
-"""Of one test: what hangs has failed."""
+"""Time limit of one test: a test that hangs has failed."""
 LIBRARIES = ("torch", "transformers", "hypothesis.strategies", "fastapi", "uvicorn", "httpx", "openai", "llguidance.hf")
-"""What most tests import. Each run is forked from a process that has them: to import them takes longer than most tests.
-"""
+"""Imports of most tests. Each run is forked from a process that has them: importing takes longer than most tests."""
 
 
 def planted(free: Queue[Path], fault: Fault) -> str:
-    """How the fault's tests end with it. free: copies of the sources that nobody uses."""
+    """Return the outcome of the fault's tests. free: copies of the sources that nobody uses."""
     began, sources = time.monotonic(), free.get()
     path = sources / fault.path
     text = path.read_text()
@@ -81,8 +80,8 @@ def tested(tests: Sequence[str], sources: Path) -> tuple[int, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="of names or files of faults; left out, all are planted")
-    parser.add_argument("--jobs", type=int, default=2, help="so many faults are planted at a time")
+    parser.add_argument("words", nargs="*", help="words of names or files of faults; default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="faults planted at a time")
     given = parser.parse_args()
     chosen = [f for f in FAULTS if not given.words or any(w in f"{f.name} {f.file}" for w in given.words)]
     # A file that is changed twice in a second would be taken for what was compiled of it before.

@@ -31,7 +31,7 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Value:
-    """Which shares each rank holds, and over which blocks of ranks a sum is still missing."""
+    """Shares that each rank holds, and the blocks of ranks over which a sum is still missing."""
 
     held: tuple[Shares, ...]
     owes: Blocks
@@ -42,8 +42,8 @@ class Machine:
     """A transport and what it costs: µs a call and a doubling of the group, bytes/µs; the same of local work.
 
     fused: whether a summing edge takes residual add and norm along. capacity: bytes of a tensor, if limited;
-    norm_capacity: of a row that is normalised along; max_ranks, max_hosts: ranks and hosts of a group. network: what
-    the first three are over hosts, where the doublings are those of a host's ranks.
+    norm_capacity: bytes of a row that is normalised along; max_ranks, max_hosts: ranks and hosts of a group. network:
+    the first three costs over hosts, with the doublings of a host's ranks.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Machine:
     network: tuple[float, float, float] | None = None
 
     def offer(self) -> Offer:
-        """The same as the planner takes it."""
+        """Return the planner's form of this."""
         cost = AlphaBeta(
             self.name,
             self.call_us,
@@ -77,12 +77,12 @@ class Machine:
         )
 
     def serves(self, ranks: int, hosts: int) -> bool:
-        """Whether it carries exchanges of so many ranks on so many hosts."""
+        """Return whether it carries exchanges of `ranks` ranks on `hosts` hosts."""
         limits = (ranks, self.max_ranks), (hosts, self.max_hosts)
         return all(limit is None or n <= limit for n, limit in limits)
 
     def collective(self, ranks: int, hosts: int, received: float) -> float:
-        """A collective in which each rank receives so many bytes; infinite over hosts that nothing joins."""
+        """A collective in which each rank receives `received` bytes; infinite over hosts that nothing joins."""
         call_us, doubling_us, bytes_us = self.call_us, self.doubling_us, self.bytes_us
         if hosts > 1:
             if self.network is None:
@@ -91,7 +91,7 @@ class Machine:
         return call_us + doubling_us * math.log2(ranks / hosts) + received / bytes_us
 
     def kernel(self, touched: float) -> float:
-        """A kernel of a rank's own that goes over so many bytes."""
+        """A kernel of a rank's own that goes over `touched` bytes."""
         return self.local_us + touched / self.local_bytes_us
 
 
@@ -111,7 +111,7 @@ class Hop:
 
 
 def hosts_of_ranks(mesh: Mesh) -> tuple[int, list[int]]:
-    """How many neighbours go to a host before the next one's turn, and the host of each rank."""
+    """Return the number of neighbours that go to a host before the next one's turn, and the host of each rank."""
     run, on_host = max(mesh.attn_tp, mesh.moe_tp), mesh.world // mesh.hosts
     if run % mesh.attn_tp or run % mesh.moe_tp or on_host % run:  # hosts take such runs of ranks in turn, if these fit
         run = on_host
@@ -240,7 +240,7 @@ class World:
         return max(len({self.host[p] for p in self.members(over, r)}) for r in self.ranks)
 
     def copied(self, held: tuple[Shares, ...], over: Blocks, span: int) -> bool:
-        """Whether the shares of a group's segments, one after the other, are out of order."""
+        """Return whether the shares of a group's segments, one after the other, are out of order."""
         for r in self.ranks:
             firsts = self.members(over, r)[::span]
             shares = [bit for first in firsts for bit in self.ranks if held[first] >> bit & 1]
@@ -249,7 +249,7 @@ class World:
         return False
 
     def joins(self, few: tuple[Shares, ...], many: tuple[Shares, ...], over: Blocks) -> bool:
-        """Whether the rows of each block's ranks, which differ, make up the rows that each of them has then."""
+        """Return whether the rows of each block's ranks, which differ, make up each rank's rows afterwards."""
         for r in self.ranks:
             runs = [few[p] for p in self.members(over, r)]
             if sum(runs) != many[r] or sum(run.bit_count() for run in runs) != many[r].bit_count():
@@ -257,7 +257,7 @@ class World:
         return True
 
     def left_over(self, owes: Blocks, over: Blocks) -> set[Blocks]:
-        """What is still to be summed over, once it was summed over some blocks: owes = over × rest."""
+        """Return the blocks still to be summed over after a sum over some: owes = over × rest."""
 
         def completes(rest: Blocks) -> bool:
             return all(
@@ -272,7 +272,7 @@ world = cache(World)
 
 
 class Prices:
-    """What steps take, with `tokens` in each DP group. slices_copy: the rows of a slice are copied."""
+    """Prices of steps with `tokens` in each DP group. slices_copy: the rows of a slice are copied."""
 
     def __init__(self, mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool):
         self.machines, self.tokens, self.tp, self.slices_copy = machines, tokens, mesh.attn_tp, slices_copy
@@ -283,7 +283,7 @@ class Prices:
         return self.rows(value) * self.row_bytes
 
     def rows(self, value: Value) -> int:
-        """Of the largest rank's tensor; where a group's tokens do not divide, its first ranks have one more."""
+        """Return the rows of the largest rank's tensor: a group's first ranks have one more if tokens do not divide."""
         held, ranks = value.held[0], range(value.held[0].bit_length())
         return sum(-(-(self.tokens - r % self.tp) // self.tp) for r in ranks if held >> r & 1)
 
@@ -293,7 +293,7 @@ class Prices:
         return self.width + 4 * math.ceil(self.width / wire.format.group)
 
     def on_wire(self, wire: Wire) -> int:
-        """The same as it travels: with what is beside, in units of 16."""
+        """Return the bytes of a row in FP8 on the wire: with its extra columns, in units of 16."""
         return 16 * math.ceil((self.eight(wire) + wire.extra) / 16)
 
     def quantise(self, value: Value, wire: Wire, with_norm: bool) -> float:
@@ -306,13 +306,13 @@ class Prices:
         return self.quantise(value, wire, with_norm) + self.unpack(value, wire, 1)
 
     def unpack(self, value: Value, wire: Wire, kernels: int = 0) -> float:
-        """A kernel for values, scales, and what was beside."""
+        """A kernel for values, scales, and extra columns."""
         first, kernels = self.machines[0], kernels or 2 + (wire.extra > 0)
         touched = self.rows(value) * (self.eight(wire) + self.on_wire(wire))
         return first.kernel(touched) + (kernels - 1) * first.kernel(0)
 
     def local(self, tensors: int, value: Value) -> float:
-        """A kernel of a rank's own that goes over so many tensors. The first machine says what that takes."""
+        """A kernel of a rank's own that goes over `tensors` tensors. The first machine says what that takes."""
         return self.machines[0].kernel(tensors * self.tensor(value))
 
     def hop(self, hop: Hop, by: Machine, finish: bool = False, wire: Wire | None = None) -> float:
@@ -429,7 +429,7 @@ def minimum(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slic
 
 
 def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> float:
-    """What a plan takes, step by step, by whom it names. Fails where a step is not legal."""
+    """Return the price of a plan, step by step, on its transports. Fails if a step is not legal."""
     w = world(plan.mesh)
     prices = Prices(plan.mesh, plan.chain, machines, plan.counts[0], slices_copy)
     by_name = {m.name: m for m in machines}

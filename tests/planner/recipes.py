@@ -1,7 +1,7 @@
 """The cheapest recipe for a value of a block, by trying everything: an oracle that shares nothing with `BlockPrices`.
 
 What each rank of a group holds is written down tensor by tensor: of whose heads, or whose rows, over whose keys. The
-steps are those of the table in the documentation (`weft.planner.recipes`): each is legal by what the ranks hold, and
+steps are the table's in the documentation (`weft.planner.recipes`): each is legal by what the ranks hold, and
 priced by the tensors that it takes and gives. Every sequence of steps on every transport that ends in what was asked
 for is tried. A format of rows would be one more form of a tensor here, and the steps that lead to it.
 """
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 Held = frozenset[Piece]
 Ranks = tuple[Held, ...]
-"""What each rank of a group holds."""
+"""Pieces that each rank of a group holds."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Wanted:
 
 
 def padded(size: int) -> int:
-    """In whole units of 16 bytes."""
+    """Return a size in whole units of 16 bytes."""
     return (size + 15) // 16 * 16
 
 
 def attention(n: int, own_heads: int, dim: int, element_bytes: int) -> Wanted:
-    """A rank has outputs of the heads of all over its own keys; it is to have those of its own heads over all keys."""
+    """A rank has outputs of the heads of all over its own keys; it needs outputs of its own heads over all keys."""
     everyone = frozenset(range(n))
     begin = tuple(
         frozenset(Piece(form, of, frozenset({place})) for of in everyone for form in ("output", "lse"))
@@ -75,7 +75,7 @@ def attention(n: int, own_heads: int, dim: int, element_bytes: int) -> Wanted:
 
 
 def rows_of_all(n: int, row_bytes: int, relaid: bool = False) -> Wanted:
-    """A rank has rows of its own; it is to have those of all."""
+    """A rank has rows of its own; it needs all ranks' rows."""
     every = frozenset(Piece("rows", place) for place in range(n))
     begin = tuple(frozenset({Piece("rows", place)}) for place in range(n))
     wanted = {"rows": row_bytes}
@@ -83,18 +83,18 @@ def rows_of_all(n: int, row_bytes: int, relaid: bool = False) -> Wanted:
 
 
 def queries(n: int, own_heads: int, dim: int, element_bytes: int) -> Wanted:
-    """Of every rank its own heads', which are then laid out row by row."""
+    """Queries of every rank's own heads, which are then laid out row by row."""
     return rows_of_all(n, own_heads * dim * element_bytes, relaid=True)
 
 
 def best_tokens(n: int, rows: int) -> Wanted:
-    """Of every rank, for all rows as one, the best token of its run of the vocabulary, and that token's score."""
+    """Best token of every rank's run of the vocabulary, with its score; all rows count as one."""
     token_bytes, score_bytes = 4, 4
     return rows_of_all(n, rows * (token_bytes + score_bytes))
 
 
 def logits(n: int, vocabulary: int) -> Wanted:
-    """Of every rank the float32 logits of its run of the vocabulary, padded to the longest run."""
+    """Logits in float32 of every rank's run of the vocabulary, padded to the longest run."""
     return rows_of_all(n, 4 * max(len(range(place, vocabulary, n)) for place in range(n)))
 
 
@@ -106,7 +106,7 @@ def of_form(held: Held, *forms: str) -> Held:
 
 
 def of_rank(ranks: Ranks, place: int, *forms: str) -> list[Piece]:
-    """What all ranks have of one rank's heads, each piece as often as it is there."""
+    """Return the pieces that all ranks have of one rank's heads, each as often as it is there."""
     return [piece for held in ranks for piece in held if piece.of == place and piece.form in forms]
 
 
@@ -117,7 +117,7 @@ def joined(pieces: list[Piece]) -> frozenset[int] | None:
 
 
 def gather(form: str) -> Callable[[Ranks], Ranks | None]:
-    """What each rank has in a form, to all."""
+    """Return the step that gives each rank's pieces of a form to all."""
 
     def step(ranks: Ranks) -> Ranks | None:
         every = frozenset(piece for held in ranks for piece in of_form(held, form))
@@ -133,7 +133,7 @@ def reduce_scatter(ranks: Ranks) -> Ranks | None:
 
 
 def all_to_all(ranks: Ranks) -> Ranks | None:
-    """What is packed goes to the rank whose heads it has."""
+    """Packed pieces go to the rank whose heads they have."""
     return tuple(frozenset(of_rank(ranks, place, "packed")) for place in range(len(ranks)))
 
 
@@ -191,8 +191,10 @@ STEPS: tuple[tuple[str | None, Callable[[Ranks], Ranks | None], tuple[str, ...],
 
 
 class Taken(NamedTuple):
-    """A step that was taken, by one row. kind: of a collective, of which a rank receives so many bytes, and whose
-    largest tensor takes so many; None: a kernel, that goes over so many.
+    """Step that was taken, for one row.
+
+    kind: of a collective, or None for a kernel. bytes: received by a rank, or touched by the kernel. largest: bytes of
+    the collective's largest tensor.
     """
 
     kind: str | None
@@ -203,7 +205,7 @@ class Taken(NamedTuple):
 def received(
     ranks: Ranks, place: int, takes: tuple[str, ...], after: Held, gives: tuple[str, ...], wanted: Wanted
 ) -> int:
-    """What comes to a rank: pieces that it is given and has not; where these are sums or merges, the others' terms."""
+    """Return the bytes that a rank receives: pieces that it lacks; for sums or merges, the others' terms."""
     given = of_form(after, *gives)
     if given <= frozenset(piece for held in ranks for piece in held):
         return wanted.size(given - ranks[place])
@@ -256,13 +258,13 @@ class Priced(NamedTuple):
 
 
 def members(mesh: Mesh, group: str, rank: int) -> list[int]:
-    """dcp: neighbours in turns of so many; attn_tp: the same."""
+    """Return the ranks of a rank's group: runs of neighbours, as many as the group has ranks."""
     n = {"dcp": mesh.dcp, "attn_tp": mesh.attn_tp}[group]
     return [r for r in range(mesh.world) if r // n == rank // n]
 
 
 def priced(mesh: Mesh, group: str, wanted: Wanted, rows: int, machines: list[Machine]) -> list[Priced]:
-    """Every way on every transport that can go it, for so many rows of each rank."""
+    """Every way on every transport that can go it, for `rows` rows of each rank."""
     groups = [members(mesh, group, rank) for rank in range(mesh.world)]
     host = hosts_of_ranks(mesh)[1]
     n, hosts = len(groups[0]), max(len({host[r] for r in ranks}) for ranks in groups)

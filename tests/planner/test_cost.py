@@ -27,7 +27,7 @@ def row(size: float, us: float, kind: str = ALL_REDUCE, ranks: int = 2, world: i
 
 
 def table(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """As `weft tune` writes it; the points need not come in order."""
+    """Return a table as `weft tune` writes it; the points need not come in order."""
     local, epilogue = [[4000, 40.0], [1000, 10.0]], [[1000, 0.0], [3000, 4.0]]
     return {"host": {}, "transports": {"shm": list(rows)}, "local": local, "epilogue": epilogue} | changes
 
@@ -172,7 +172,7 @@ def test_a_table_that_comes_with_the_package() -> None:
 
 
 def plan(name: str) -> Plan:
-    """Of a world's sum that a rank reads whole: an all_reduce, or a reduce_scatterv and an all_gatherv."""
+    """Plan a world's sum that a rank reads whole: an all_reduce, or a reduce_scatterv and an all_gatherv."""
     mesh = Mesh(1, 2, 1, 2)
     whole = mesh.placement(Rows.WORLD)
     reads = [Read("first", whole, (whole,)), Read("second", whole, (mesh.placement(Rows.WORLD, "world"),))]

@@ -18,7 +18,7 @@ groups = st.sampled_from([(dp, tp) for dp in range(1, 9) for tp in range(1, 9) i
 
 
 def run(found: tuple[Part, ...], xs: list[Tensor]) -> list[Tensor]:
-    """What each rank gets: poisoned results, each part filled in by its own definition."""
+    """Return each rank's result: poisoned, then each part filled in by its own definition."""
     results = []
     for place in range(len(xs)):
         mine = [p for p in found if place in p.readers]

@@ -85,7 +85,7 @@ READERS = st.sampled_from(
         {"wire": Wire(Float8(4), extra=12), "plain": False},
     ]
 )
-"""How a block takes its rows: as they are; in FP8 too; in FP8 alone; so, with something computed from them before."""
+"""Forms in which a block reads its rows: as they are; in FP8 too; in FP8 alone; in FP8 with columns computed before."""
 
 
 @st.composite
@@ -162,7 +162,7 @@ def problems_with_forms(draw: st.DrawFn) -> Problem:
 
 
 def check_forms(problem: Problem) -> None:
-    """As `check`, over every choice of a form for each read: what is added after a read follows from its form."""
+    """Run `check` over every choice of a form for each read: a value added after a read follows from its form."""
     mesh, chain, offered, tokens, slices_copy = problem
     single = set()
     for chosen in itertools.product(range(len(chain.forms)), repeat=len(chain.reads)):

@@ -1,4 +1,4 @@
-"""Which form of experts is planned, and what it is taken to cost."""
+"""Planned form of experts, and its predicted cost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def offer(cost: AlphaBeta | Table = PRESETS["cpu-shm"], **changes: object) -> Of
 
 
 def test_the_chance_that_a_row_goes_to_a_rank_counts_every_choice_of_experts() -> None:
-    """Where ranks share experts' features, each of them gets the row: it is the number of parts that counts."""
+    """Ranks that share experts' features each get the row, so the number of parts counts."""
     for experts, k, ep, moe_tp in ((8, 2, 4, 1), (8, 3, 2, 1), (6, 6, 3, 1), (6, 1, 6, 1), (9, 4, 3, 1), (8, 2, 2, 2)):
         choices = list(itertools.combinations(range(experts), k))
         reached = sum(any(e < experts // ep for e in choice) for choice in choices)

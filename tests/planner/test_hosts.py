@@ -125,7 +125,7 @@ MANY = [Mesh(1024, 1, 1024, 1), Mesh(512, 8, 4096, 1), Mesh(512, 8, 512, 8, host
 
 @pytest.mark.parametrize("mesh", MANY, ids=str)
 def test_plans_of_many_ranks_ask_no_rank_one_by_one(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan costs follows from the sizes of groups: rows are counted for few ranks, however many there are."""
+    """Costs follow from the sizes of groups: rows are counted for few ranks, however many there are."""
     counted, true = [0], Mesh.row_count
 
     def counts(self: Mesh, rows: Rows, rank: int, counts: tuple[int, ...]) -> int:

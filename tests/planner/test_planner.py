@@ -248,7 +248,7 @@ def test_an_epilogue_takes_no_row_that_is_wider_than_its_transport_says() -> Non
 
 @pytest.mark.parametrize("kinds", [frozenset({"all_gatherv", "reduce_scatterv"}), EVERY])
 def test_the_naive_plan_never_fails(kinds: frozenset[str]) -> None:
-    """What nobody offers, or has room for, takes for ever in it; the plan does without."""
+    """Steps that no transport offers, or has room for, cost infinity in it; the plan avoids them."""
     mesh = Mesh(2, 2, 2, 2)
     group, owing = mesh.placement(Rows.GROUP), mesh.placement(Rows.WORLD, "world")
     chain = Chain((Read("a", group, (group,)), Read("b", mesh.placement(Rows.OWN), (owing,))), WIDTH, 8)

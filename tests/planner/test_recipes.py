@@ -1,4 +1,4 @@
-"""What blocks exchange against every way that there is, on worlds of up to 6 ranks and 8 on hosts; and that it would be
+"""Exchanges of blocks against every possible way, on worlds of up to 6 ranks and 8 on hosts; and a wrong one would be
 found out.
 """
 
@@ -49,13 +49,13 @@ MESHES = tuple(
     for dcp in range(1, mesh.attn_tp + 1)
     if mesh.attn_tp > 1 and mesh.attn_tp % dcp == 0 and mesh.world % hosts == 0 and (mesh.world <= 6 or hosts == 2)
 )
-"""Those of 8 ranks are on 2 hosts: 2 × 2 × 2 is among them."""
+"""Meshes of 8 ranks are on 2 hosts: 2 × 2 × 2 is among them."""
 ON_ONE = tuple(mesh for mesh in MESHES if mesh.hosts == 1)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A value on a mesh, in a step of so many rows of each DP group. recipe: to take; `auto`: the cheapest.
+    """A value on a mesh, in a step of `rows` rows of each DP group. recipe: to take; `auto`: the cheapest.
 
     heads, dim, element_bytes: of attention on a rank; tokens: of the vocabulary.
     """
@@ -84,7 +84,7 @@ class Problem:
         return next(n for n in (1 << i for i in range(10)) if n >= self.rows)
 
     def value(self) -> BlockValue:
-        """As a traced model has it."""
+        """Return the value of a traced model."""
         if self.what == "best tokens":
             return BlockValue(vocabulary.best_tokens(1), self.group, packed=True, spares=True)
         if self.what == "logits":
@@ -96,7 +96,7 @@ class Problem:
 
     @cached_property
     def wanted(self) -> Wanted:
-        """As the oracle takes it."""
+        """Return the value as the oracle takes it."""
         if self.what == "best tokens":
             return recipes.best_tokens(self.ranks, self.bucket)
         if self.what == "logits":
@@ -202,7 +202,7 @@ def test_the_options_are_the_recipes_of_the_table() -> None:
     "family, of_query, of_value", [("deepseek_v2", 6 + 4, 5), ("qwen2_moe", 4, 4), ("qwen3", 8, 8)]
 )
 def test_models_exchange_what_problems_have(family: str, of_query: int, of_value: int, tmp_path: Path) -> None:
-    """Of eight heads a rank of four has two; queries are gathered and outputs merged in each of three layers."""
+    """Each of four ranks has two of eight heads; queries are gathered and outputs merged in each of three layers."""
     small_config(family, 4).save_pretrained(tmp_path)
     config = replace(load_config(tmp_path, registry(())), split_vocabulary=True)
     mesh = Mesh(2, 4, 8, 1, dcp=2)
@@ -213,7 +213,7 @@ def test_models_exchange_what_problems_have(family: str, of_query: int, of_value
 
 
 Model = tuple[Mesh, list[tuple[int, Problem]], list[Machine], int]
-"""What a model of two reads exchanges inside, each after which of them; transports, and rows of each DP group."""
+"""Model of two reads: mesh, exchanges inside, each with the read that it follows, transports, rows per DP group."""
 
 
 def a_model(chance: Random) -> Model:

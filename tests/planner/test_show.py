@@ -19,7 +19,7 @@ SUMS = EVERY - {"all_gatherv"}
 
 
 def planner(kinds: frozenset[str], *names: str) -> Planner:
-    """Of three decoder layers: experts over the world, attention over attn_tp."""
+    """Return the planner of three decoder layers: experts over the world, attention over attn_tp."""
     group, whole = MESH.placement(Rows.GROUP), MESH.placement(Rows.WORLD)
     attention, experts = MESH.placement(Rows.GROUP, "attn_tp"), MESH.placement(Rows.WORLD, "world")
     reads = []

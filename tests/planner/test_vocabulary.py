@@ -1,4 +1,4 @@
-"""What a split vocabulary saves, against numbers worked out by hand, and where the engine takes it by itself."""
+"""Savings of a split vocabulary, against numbers worked out by hand, and the engine's choice of it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
 def test_auto_splits_where_steps_are_quicker_by_it(
     preset: str | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if on GPUs: a head of 622 MB is worth it, the embedded model's is not. On CPUs it never splits."""
+    """On pretended GPUs a head of 622 MB is worth a split, the embedded model's is not. CPUs never split."""
     from weft.engine.assets import preset_dir
 
     model = {"model": preset_dir(preset), "load_format": "dummy"} if preset else {}

@@ -1,5 +1,5 @@
-"""What the plug-ins use of the engines, and how vLLM decodes KV events, as the engines' sources have it; nothing of an
-engine is imported, but for vLLM's module of events, which is run alone.
+"""Contracts of the plug-ins with the engines, and of vLLM's decoder with KV events, read from the engines' sources;
+nothing of an engine is imported, but for vLLM's module of events, which is run alone.
 
 `make plugin-contracts` fetches the sources out of the wheels, of which it reads only the files in question, compares
 them with the plug-ins, and writes what it found to contracts/ENGINE-VERSION.json, which `make test` compares.
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins"
 ENGINES = ("vllm", "sglang")
 Found = Mapping[str, Mapping[str, Any]]
-"""Of each symbol, `module:Class.method`: its signature, bases, value or names; see `describe`."""
+"""Description of each symbol, `module:Class.method`: its signature, bases, value or names; see `describe`."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 
 
 def module_files(module: str) -> tuple[str, str]:
-    """Where a module may be, below the folder of its package."""
+    """Return the possible files of a module, below the folder of its package."""
     path = module.replace(".", "/")
     return f"{path}.py", f"{path}/__init__.py"
 
@@ -271,7 +271,7 @@ def names_in(node: ast.AST) -> Iterator[str]:
 
 
 def extract(root: Path, needs: Sequence[Need]) -> dict[str, dict[str, Any]]:
-    """What the sources below root have of the needs."""
+    """Return the symbols of the needs that the sources below root have."""
     found = {}
     for each in needs:
         for name in each.names:
@@ -296,7 +296,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def problems(needs: Sequence[Need], found: Found, version: str) -> list[str]:
-    """What a plug-in uses and the version does not have so: a line each."""
+    """Return a line for each need that the version does not meet."""
     return [line for each in needs for line in problems_of(each, found, version)]
 
 
@@ -326,7 +326,7 @@ def differences(each: Need, it: Mapping[str, Any]) -> Iterator[str]:
 
 
 def difference(theirs: list[str], same_as: str) -> str:
-    """How an engine's function differs from the plug-in's that goes in its place; empty if it does not."""
+    """Return the difference of an engine's function from the plug-in's that replaces it; empty if there is none."""
     own = own_parameters(same_as)
     if own[: len(theirs)] != theirs or any("=" not in more for more in own[len(theirs) :]):
         return f"takes {theirs}, and {same_as} takes {own}"
@@ -335,7 +335,7 @@ def difference(theirs: list[str], same_as: str) -> str:
 
 @cache
 def own_parameters(same_as: str) -> list[str]:
-    """Those of a plug-in's function; a hook's first is the original."""
+    """Return the parameters of a plug-in's function; a hook's first is the original."""
     file, symbol = same_as.split(":")
     node = lookup(ast.parse(next(PLUGINS.glob(f"*/src/{file}")).read_text()), symbol)
     assert isinstance(node, ast.FunctionDef), same_as
@@ -381,7 +381,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def wheel_url(engine: str, version: str) -> str:
-    """Where pip would fetch the wheel from, by whatever index it is configured with."""
+    """Return the URL of the wheel that pip would fetch, by whatever index it is configured with."""
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 28, 31, 34, 35)]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"]
     command += ["--no-deps", "--ignore-installed", "--only-binary=:all:", "--python-version=3.12", *platforms]
@@ -406,7 +406,7 @@ def fetch(engine: str, version: str, folder: Path) -> None:
 
 
 def versions(engine: str) -> tuple[str, ...]:
-    """Those that the plug-in takes."""
+    """Return the versions that the plug-in supports."""
     tree = ast.parse((PLUGINS / f"weft-{engine}/src/weft_{engine}/__init__.py").read_text())
     node = lookup(tree, "VERSIONS")
     assert isinstance(node, ast.Assign)
@@ -419,7 +419,7 @@ def stored(engine: str, version: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("versions", nargs="*", help="ENGINE-VERSION; all that the plug-ins take if left out")
+    parser.add_argument("versions", nargs="*", help="ENGINE-VERSION; default: all that the plug-ins support")
     parser.add_argument("--from", dest="folder", type=Path, help="a folder with the unpacked wheel of the one version")
     options = parser.parse_args()
     asked = options.versions or [f"{engine}-{version}" for engine in ENGINES for version in versions(engine)]

@@ -1,4 +1,4 @@
-"""What the plug-ins use of vLLM and SGLang is in their wheels, as contracts/ has it (`make plugin-contracts`)."""
+"""Contracts of the plug-ins hold in the wheels of vLLM and SGLang, as in contracts/ (`make plugin-contracts`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_no_other_versions_are_stored() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_stand_in_has_what_tests_call(engine: str) -> None:
-    """Signatures of the stand-in's functions are those of the newest version."""
+    """Signatures of the stand-in's functions equal the newest version's."""
     version = versions(engine)[-1]
     root, real = Path(__file__).parent / "engines", found_in(engine, version)
     stand_in = extract(root, NEEDS[engine])
@@ -44,7 +44,7 @@ def test_the_stand_in_has_what_tests_call(engine: str) -> None:
 
 @pytest.mark.parametrize("version", versions("vllm"))
 def test_vllms_decoder_reads_kv_events(version: str) -> None:
-    """By the fields that each version has; `make plugin-contracts` runs vLLM's own source."""
+    """Events decode by the fields that each version has; `make plugin-contracts` runs vLLM's own source."""
     found = found_in("vllm", version)
     assert vllm_events.problems(vllm_events.load(vllm_events.source_of(found))) == []
     name = f"{vllm_events.MODULE}:BlockStored"

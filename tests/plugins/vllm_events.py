@@ -1,4 +1,4 @@
-"""What vLLM's decoder makes of the KV events that Weft publishes, by vLLM's source or by its fields in contracts/."""
+"""KV events of Weft, decoded by vLLM's source or by its fields in contracts/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.engine.kv.cache_events import AllBlocksCleared, BlockRemoved, BlockSto
 
 MODULE = "vllm.distributed.kv_events"
 CLASSES = ("EventBatch", "KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")
-"""Those that a subscriber decodes, in the order of their definition."""
+"""Classes that a subscriber decodes, in the order of their definition."""
 EVENTS = [
     BlockStored([7, 2**64 - 1], None, [1, 2, 3, 4], 2, None, "GPU", None),
     BlockStored([9], 7, [5, 6], 2, None, "GPU", None, [("salt",)], 1, "sliding_window", 5),
@@ -45,7 +45,7 @@ def load(source: str) -> ModuleType:
 
 
 def problems(theirs: ModuleType) -> list[str]:
-    """What vLLM's decoder reads otherwise than Weft has written it: a line each."""
+    """Return a line for each value that vLLM's decoder reads otherwise than Weft has written it."""
     sent = KVEventBatch(1.5, list(EVENTS), 3)
     try:
         read = msgspec.msgpack.Decoder(theirs.KVEventBatch).decode(msgspec.msgpack.encode(sent))
@@ -62,5 +62,5 @@ def problems(theirs: ModuleType) -> list[str]:
 
 
 def source_file(folder: Path) -> Path:
-    """Of the module, below the folder of an unpacked wheel."""
+    """Return the module's file below the folder of an unpacked wheel."""
     return folder / f"{MODULE.replace('.', '/')}.py"

@@ -18,7 +18,7 @@ import pydantic
 
 
 class Count(pydantic.BaseModel):
-    """How many there are."""
+    """Number of pieces of fruit."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 

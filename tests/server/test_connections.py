@@ -127,7 +127,7 @@ def test_headers_beyond_the_limit_are_refused_though_they_come_at_once(strict: S
 
 
 def error_of(response: bytes) -> dict[str, Any]:
-    """Of a response that came over a socket, whose end is the end of the connection."""
+    """Return the error of a response read from a socket until the connection's end."""
     head, _, body = response.partition(b"\r\n\r\n")
     assert b"connection: close" in head and b"content-type: application/json" in head, head
     assert f"content-length: {len(body)}".encode() in head

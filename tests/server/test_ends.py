@@ -36,7 +36,7 @@ CALL = '<tool_call>\n{"name": "time", "arguments": {"city": "Question: </tool_ca
 
 
 def run(quiet: QuietEngine, completion: str, size: int = 1, **body: Any) -> tuple[OutputDelta, str | None, str]:
-    """What a client gets of an output that comes in pieces: its parts, what ended it, and what was not generated."""
+    """Return a client's view of an output in pieces: its parts, its end, and the text that was not generated."""
     quiet.tokenizer.chat_template = THINKS
     service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
     job = service.chat_job(ChatRequest.model_validate({"messages": HELLO, "tools": TOOLS} | body))

@@ -95,7 +95,7 @@ def test_prompts_are_cut_to_their_end(served: Served) -> None:
     assert long["usage"]["prompt_tokens"] == 255
     for limit in ("max_tokens", "max_completion_tokens"):
         body = {"messages": [{"role": "user", "content": "a" * 300}], limit: 9, "truncate_prompt_tokens": -1}
-        assert ask(served, H, **body, ignore_eos=True)["usage"]["total_tokens"] == 256, "beside the output"
+        assert ask(served, H, **body, ignore_eos=True)["usage"]["total_tokens"] == 256, "next to the output"
 
 
 def test_long_prompts_are_cut_to_their_end_and_no_more_of_them_is_encoded(
@@ -126,7 +126,7 @@ def test_long_prompts_are_cut_to_their_end_and_no_more_of_them_is_encoded(
 
 
 def test_the_last_tokens_of_a_text_are_those_of_its_end() -> None:
-    """Of a tokenizer with merges, of which those across the cut differ."""
+    """Merges of the tokenizer across the cut differ from the whole text's."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_dir())
     config = SimpleNamespace(max_choices=1)
     engine: Any = SimpleNamespace(tokenizer=tokenizer, max_model_len=200, config=config)
@@ -234,7 +234,7 @@ def test_choices_and_properties_may_be_many(served: Served) -> None:
 
 
 def test_a_prompt_is_scored_as_it_would_be_sampled(served: Served) -> None:
-    """What a prompt's tokens get is what they got when they were drawn, however the prompt was cut and cached."""
+    """Scores of a prompt's tokens equal the ones of their sampling, however the prompt was cut and cached."""
     ids = served.engine.tokenizer.encode("abc")
     sampled = ask(served, C, prompt=ids, logprobs=3, allowed_token_ids=served.engine.tokenizer.encode("xyz"), **FIXED)
     text, table = sampled["choices"][0]["text"], sampled["choices"][0]["logprobs"]
@@ -273,7 +273,7 @@ def test_prompt_logprobs(served: Served) -> None:
 
 @pytest.mark.parametrize("alternatives, prompt", [(1, 3), (3, 1), (0, 2), (2, 0)])
 def test_each_table_has_as_many_alternatives_as_were_asked_for(served: Served, alternatives: int, prompt: int) -> None:
-    """Where a prompt's scores go into two tables, the longer one's are computed."""
+    """Scores of a prompt for two tables are computed for the longer one."""
     body = dict(prompt="abcd", max_tokens=2, temperature=0, ignore_eos=True, echo=True)
     [choice] = ask(served, C, **body, logprobs=alternatives, prompt_logprobs=prompt)["choices"]
     assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:]] == [alternatives] * 5
@@ -289,7 +289,7 @@ def test_each_table_has_as_many_alternatives_as_were_asked_for(served: Served, a
 @pytest.mark.parametrize("path", [C, H])
 @pytest.mark.parametrize("form", [None, {"guided_choice": ["<tool_call>", "<tool_cat>"]}], ids=["text", "held back"])
 def test_token_ids_are_returned(served: Served, monkeypatch: pytest.MonkeyPatch, path: str, form: Any) -> None:
-    """In vLLM's places. All of them come in streams too, where a parser holds back the text of some."""
+    """Token ids are in vLLM's places. All of them come in streams too, where a parser holds back the text of some."""
     monkeypatch.setattr(served.engine.tokenizer, "chat_template", TEMPLATE)
     body = FIXED | {"n": 2, "ignore_eos": False, "return_token_ids": True} | (form or {})
     body |= {"prompt": "abc"} if path == C else {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}

@@ -1,4 +1,4 @@
-"""What is refused before work is done for it, and what is written about each request."""
+"""Refusals before any work is done, and the log line of each request."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_line_for_each_request(served: Served, caplog: pytest.LogCaptureFixtur
 
 
 def test_a_line_for_each_refusal(locked: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """Of what the engine never hears of; probes and scrapers are not written down."""
+    """Refusals that the engine never hears of are logged; probes and scrapers are not."""
     caplog.set_level(logging.INFO, "weft")
     keyed = {"Authorization": "Bearer secret"}
     asked: dict[str, tuple[int, str, dict[str, str], Any]] = {

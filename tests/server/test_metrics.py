@@ -1,4 +1,4 @@
-"""What /metrics exports: vLLM's names beside ours, and every name that the dashboard asks for."""
+"""Exports of /metrics: vLLM's names next to ours, and every name that the dashboard asks for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def families(served: Served) -> dict[str, Metric]:
 
 
 def values(family: Metric, suffix: str = "", **labels: str) -> dict[tuple[str, ...], float]:
-    """By the labels that are not given, sorted by their names."""
+    """Return a family's values by the labels that are not given, sorted by their names."""
     return {
         tuple(s.labels[name] for name in sorted(s.labels) if name not in labels): s.value
         for s in family.samples
@@ -69,7 +69,7 @@ def test_both_names_have_the_same_values(families: dict[str, Metric], theirs: st
 
 
 def test_parts_of_a_request(served: Served, families: dict[str, Metric]) -> None:
-    """Of one request: its tokens, and times that add up to at most the whole."""
+    """One request has its tokens, and times that add up to at most the whole."""
     names = ("request_prompt_tokens", "request_generated_tokens", "request_prefill_seconds", "request_decode_seconds")
     names += ("request_seconds", "request_queue_seconds", "request_inference_seconds", "request_computed_tokens")
     names += ("request_max_generated_tokens", "request_max_tokens", "request_choices")

@@ -1,4 +1,4 @@
-"""Where each token's text begins in a completion, also after bytes that are no text."""
+"""Offsets of each token's text in a completion, also after bytes that are no text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reply_to(text_processor: Any, prompt: list[int], echoed: str | None = None, 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_token_is_found_where_it_is_said_to_be(chat_model_dir: Path, seed: int) -> None:
-    """Of tokens of one byte each, whole characters and broken ones in any order, in one completion and in a stream."""
+    """Tokens of one byte each, whole characters and broken ones in any order, in one completion and in a stream."""
     tokenizer, draw = AutoTokenizer.from_pretrained(chat_model_dir), random.Random(seed)
     text_processor = TextProcessor(tokenizer, chat_model_dir, 257, (0,))
     token_of = {text_processor.grammars.tokens.decode_bytes([token]): token for token in range(1, 257)}

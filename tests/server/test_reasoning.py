@@ -50,7 +50,7 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
 def test_reasoning_effort_is_the_templates(
     quiet: QuietEngine, effort: str | None, template: str, gpt_oss: str | None
 ) -> None:
-    """By the name that each endpoint has for it; None: GPT-OSS cannot leave its thought out."""
+    """Each endpoint has its own name for it; None: GPT-OSS cannot omit its thought."""
     message = {"messages": HELLO, "max_tokens": 1, "output_config": {"effort": effort}}
     bodies = [
         ChatRequest.model_validate({"messages": HELLO, "reasoning_effort": effort}),
@@ -125,7 +125,7 @@ def parts(of: Service, completion: str, **more: Any) -> OutputDelta:
 
 
 def test_who_thinks(quiet: QuietEngine) -> None:
-    """By template or tokenizer, unless the option says it; and clients may have it unsaid or unsplit."""
+    """Template or tokenizer decide, unless the option says it; and clients may have the thought omitted or unsplit."""
     assert parts(service(quiet), THOUGHT + "Yes.").text == THOUGHT + "Yes."
     assert parts(service(quiet, "think"), THOUGHT + "Yes.") == OutputDelta("Yes.", thought=SPLIT)
     quiet.tokenizer.add_tokens([AddedToken("</think>")])
@@ -156,7 +156,7 @@ def test_tokens_of_a_thought_are_counted() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_of_a_chat(quiet: QuietEngine, stream: bool) -> None:
-    """Of a template that opens the thought; what a client sends back reaches the template."""
+    """Templates may open the thought; a thought that a client sends back reaches the template."""
     quiet.tokenizer.chat_template = OPENS
     pieces = ["H", "m\n</", "think>", "\nYes."]
 
@@ -196,7 +196,7 @@ def test_a_grammar_begins_after_the_thought(chat_model_dir: Path, marks: str, ki
     made = after_reasoning(inner, start, grammars.named)
 
     def accepted(text: str) -> str:
-        """What the grammar takes of it, and a point where it may end there."""
+        """Return the part of the text that the grammar accepts, with a point where it may end there."""
         state, ids = grammars.start(made), tokenizer.encode(text, add_special_tokens=False)
         for at, token in enumerate(ids):
             if not state.mask(b"")[token // 8] >> token % 8 & 1:

@@ -88,7 +88,7 @@ CALLED = THOUGHT + '<|channel|>commentary to=functions.time <|constrain|>json<|m
 @pytest.mark.parametrize("completion", [THOUGHT + "<|channel|>final<|message|>Noon.", CALLED], ids=["text", "call"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_was_thought_is_an_item_of_its_own(quiet: QuietEngine, completion: str, stream: bool) -> None:
-    """As GPT-OSS writes it; and clients may send it back."""
+    """GPT-OSS's form of thoughts is read, and clients may send the item back."""
     quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}" + TEMPLATE
     pieces = [completion[at : at + 7] for at in range(0, len(completion), 7)]
 

@@ -1,4 +1,4 @@
-"""What `sglang-router` 0.3.2 and `vllm-router` 0.1.17 make of requests, as recorded behind them, and what they ask."""
+"""Requests of `sglang-router` 0.3.2 and `vllm-router` 0.1.17, as recorded behind them, and the paths that they ask."""
 
 from __future__ import annotations
 

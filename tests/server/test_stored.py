@@ -16,7 +16,7 @@ from weft.serve.dialects.stored import MAX_RESPONSES, Store, Stored
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_response_goes_on_from_another(served: Served, stream: bool) -> None:
-    """As if the conversation had been sent whole; also from one that went on itself, and after that was deleted."""
+    """Answers equal those to the whole conversation; also after a continued response, and after that was deleted."""
     client = served.client()
 
     def create(**body: Any) -> Any:

@@ -204,7 +204,7 @@ def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=NAMES)
 def test_any_output_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
-    """Of pieces of calls in any order, of which few are calls."""
+    """Pieces of calls come in any order; few of them make calls."""
     whole = [SPELLED[form], STREAMED[form].format(STRINGS, STRINGS)] if form in STREAMED else [SPELLED[form]]
     pieces = [
         form.begin,
@@ -321,7 +321,7 @@ def test_a_template_says_which_form() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_thought_is_no_text(quiet: QuietEngine, stream: bool) -> None:
-    """Of a model that writes to several readers, also where it is offered no tools."""
+    """Models that write to several readers are parsed, also where they are offered no tools."""
     quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}" + TEMPLATE
 
     def say() -> None:
@@ -505,7 +505,7 @@ NAMED: Any = {"type": "function", "function": {"name": "time"}}
 
 
 def test_a_forced_call_has_precedence_over_another_grammar(tooled: Served) -> None:
-    """In all three APIs, as instructor asks for both."""
+    """All three APIs accept both, as instructor asks for both."""
     form: Any = {"type": "json_schema", "json_schema": {"name": "place", "schema": PLACE}}
     for choice in ("required", NAMED):
         message = chat(tooled, tool_choice=choice, response_format=form, parallel_tool_calls=False).choices[0].message

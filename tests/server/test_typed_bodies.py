@@ -148,13 +148,13 @@ def nearly(draw: st.DrawFn, model: type[BaseModel]) -> Any:
 
 
 def written(body: Any) -> bytes:
-    """As JSON. Python does not write integers of so many digits."""
+    """Return a body as JSON. Python does not write integers as long as `HUGE`'s."""
     return json.dumps(body).replace(json.dumps(HUGE), "7" * 5000).encode()
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=range(len(TOOL_FORMATS)))
 def test_no_schema_of_a_function_is_the_servers_fault(quiet: QuietEngine, form: ToolFormat) -> None:
-    """In every form, whether it must be called or is strict."""
+    """Every form is tried, whether the function must be called or is strict."""
     service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks)
     for schema in SCHEMAS:

@@ -109,12 +109,14 @@ def dumped(value: Any) -> str:
 
 
 def as_string(value: Any) -> str:
-    """As Jinja's filters do in Qwen3-Coder's and Step's templates: `tojson` for what has parts, else `string`."""
+    """Write a value like Jinja's filters in Qwen3-Coder's and Step's templates: `tojson` for containers, else
+    `string`.
+    """
     return dumped(value) if isinstance(value, dict | list) else str(value)
 
 
 def as_json(value: Any) -> str:
-    """As in GLM's, MiniMax's and Qwen3.5's templates."""
+    """Write a value like GLM's, MiniMax's and Qwen3.5's templates."""
     return value if isinstance(value, str) else dumped(value)
 
 

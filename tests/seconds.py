@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 def main() -> None:
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(sys.argv[1]).iter("testcase"):
-        folders = (case.get("classname") or "").split(".")[1:-1]  # tests.FOLDER.module; of files beside folders none
+        folders = (case.get("classname") or "").split(".")[1:-1]  # tests.FOLDER.module; none for files outside folders
         seconds["/".join(["tests", *folders])] += float(case.get("time") or 0)
     for folder, total in sorted(seconds.items()):
         print(f"{folder:24} {total:6.0f}")

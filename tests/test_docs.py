@@ -1,4 +1,4 @@
-"""What the pages, the README and the sources' own texts name is there."""
+"""Names in the pages, the README and the sources' own texts exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.m
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub and the documentation site make them."""
+    """Return the anchors of a page's headings, as GitHub and the documentation site make them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
@@ -48,7 +48,7 @@ def sources() -> list[Path]:
 
 
 def resolves(name: str) -> bool:
-    """Whether `weft.a.b.C.d` names a module, or what a module of its beginning has in its text."""
+    """Return whether `weft.a.b.C.d` names a module, or a name in the text of the module of its beginning."""
     parts = name.split(".")[1:]
     for length in range(len(parts), -1, -1):
         stem = SOURCE.joinpath(*parts[:length])
@@ -121,7 +121,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_options_that_deployments_give_exist(tmp_path: Path) -> None:
-    """In containers, in a file, and in commands; a command line that cannot be parsed ends in SystemExit."""
+    """Options are in containers, in a file, and in commands; a wrong command line ends in SystemExit."""
     [manifests] = blocks("deploy.md", "yaml")
     deployment, service = yaml.safe_load_all(manifests)
     pod = deployment["spec"]["template"]

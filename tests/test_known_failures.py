@@ -92,7 +92,7 @@ def raises(*parts: str) -> Any:
 
 
 def settled(x: Hidden) -> Hidden:
-    """What a block that reduces by itself hands on: the same rows, owing nothing."""
+    """Return the value of a block that reduces by itself: the same rows, owing nothing."""
     return replace(x, placement=x.mesh.placement(x.placement.rows))
 
 

@@ -87,7 +87,7 @@ NAMES = WORDS | {
     "ways?": "recipe, path, in_flight",
     "holding": "allocation",
 }
-"""The same in names, among them words that a sentence may have."""
+"""Words replaced in names, among them some that a sentence may have."""
 KEPT = {
     "weft_bench/word_problems.py": "answer",  # of a word problem, which has one
     "weft_bench/phrases.py": "draws room",
@@ -100,7 +100,7 @@ KEPT = {
     "serve/http/sockets.py": "listener",
     "serve/cli/cmd_serve.py": "listener",
 }
-"""Where such a word is the field's own."""
+"""Files in which such a word is the field's own."""
 PAGES = "docs/*/*.md", "README.md", "CONTRIBUTING.md"
 TEXTS = {
     str(path.relative_to(folder)): path
@@ -161,7 +161,7 @@ def test_models_hold_no_communication(path: Path) -> None:
     "name", ["planner/plan", "planner/search", "planner/op", "planner/edges", "planner/chain", "stream/stream"]
 )
 def test_the_plan_knows_no_block(name: str) -> None:
-    """What a block settles is a row of the table of recipes: plan and stream name no experts, attention or head."""
+    """Settlements of a block are rows of the table of recipes: plan and stream name no experts, attention or head."""
     blocks = {f"weft.planner.{each}" for each in ("experts", "dcp", "vocabulary")}
     blocks |= {"weft.stream.dispatch", "weft.stream.group"}
     assert not imports(SOURCE / f"{name}.py") & blocks
@@ -179,8 +179,8 @@ def test_the_wheel_holds_what_is_no_module() -> None:
     patterns = project["tool"]["setuptools"]["package-data"]["weft"]
     held = {path for pattern in patterns for path in SOURCE.glob(pattern) if path.is_file()}
     assert SOURCE / "py.typed" in held
-    beside = {p for p in SOURCE.rglob("*") if p.is_file() and p.suffix != ".py" and "__pycache__" not in p.parts}
-    assert not beside - held
+    others = {p for p in SOURCE.rglob("*") if p.is_file() and p.suffix != ".py" and "__pycache__" not in p.parts}
+    assert not others - held
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[frozenset[str]]:
@@ -243,7 +243,7 @@ def test_classes_stay_small() -> None:
 
 
 def found_words(text: str, words: Iterable[str]) -> set[str]:
-    """Those of the words that a text has, also as parts of its names."""
+    """Return the words that a text has, also as parts of its names."""
     split = re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", text).lower()
     return set(re.findall(rf"\b(?:{'|'.join(words)})\b", split))
 

@@ -51,7 +51,7 @@ print(*(f"no {name}" for name in ("X86_V3", "X86_V4") if name not in found), tor
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("types", nargs="*", default=list(TYPES), help=f"of {', '.join(TYPES)}; all of them by default")
+    parser.add_argument("types", nargs="*", default=list(TYPES), help=f"types, of {', '.join(TYPES)}; all by default")
     flags, failed = set(Path("/proc/cpuinfo").read_text().split()), []
     for name in parser.parse_args().types:
         needs, told = TYPES[name]

@@ -15,10 +15,10 @@ import pytest
 from test_layout import FILES, ROOT, SOURCE, parsed
 
 OPENINGS = re.compile(r"(?:Of|What|As|Those|The same|By|For|In|Whether|How|Where|With|That|Which)\b")
-TURNS = re.compile(r"\b(?:so many|beside|those of)\b")
+TURNS = re.compile(r"\b(?:so\s+many|[b]eside|those\s+of)\b")  # written so that this file has none
 READ = [
     *FILES,
-    *(path for folder in ("bench/scripts", "plugins", "examples") for path in (ROOT / folder).rglob("*.py")),
+    *(path for folder in ("bench/scripts", "plugins", "examples", "tests") for path in (ROOT / folder).rglob("*.py")),
 ]
 MAX_UNSTATED = 50
 """Public functions with parameters that their docstrings omit, today; it may only fall."""

@@ -54,7 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_broken(saved: Path, breaker: Callable[[Decoder, Transport], None]) -> None:
-    """Runs a prefill of two tokens in group 0 and none in group 1 of a model that `breaker` has tampered with."""
+    """Run a prefill of two tokens in group 0 and none in group 1 of a model that `breaker` has tampered with."""
 
     def main(transport: Transport) -> None:
         model = load_model(saved, load_config(saved), MESH, transport.rank)
@@ -74,7 +74,7 @@ def test_the_untampered_model_runs(saved: Path) -> None:
 
 
 def traced(monkeypatch: pytest.MonkeyPatch, breaker: Callable[[Decoder], None], mesh: Mesh = MESH) -> None:
-    """Traces a model that `breaker` has tampered with."""
+    """Trace a model that `breaker` has tampered with."""
     build = build_model
 
     def build_broken(*args: Any) -> Decoder:
@@ -87,7 +87,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, breaker: Callable[[Decoder], None], 
 
 
 def raises(*parts: str) -> Any:
-    """Expects a PlacementError whose text has all the parts, in order."""
+    """Expect a PlacementError whose text has all the parts, in order."""
     return pytest.raises(PlacementError, match=r"[\s\S]*".join(map(re.escape, parts)))
 
 

@@ -140,7 +140,7 @@ def roomy(case: Case, rows: int, sequences: int) -> Case:
 
 
 def check(backend: PagedAttention, case: Case, spans: list[tuple[int, int]], tolerance: float = 1e-5) -> None:
-    """Runs the step on a backend of the case's cache; AssertionError where a row or the cache is not as defined."""
+    """Run the step on a backend of the case's cache; raise AssertionError if a row or the cache is wrong."""
     before, tables = [x.clone() for x in case.cache.tensors], case.batch.tables[0]
     assert isinstance(tables, PageTables)
     v = None if isinstance(case.cache.spec, Latent) else case.v

@@ -212,7 +212,7 @@ def test_the_table_and_the_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def check_all(names: list[str], directory: Path, *options: str) -> None:
-    """Runs seeds on CPU ranks by the command, and checks every table's columns and every line of JSON."""
+    """Run seeds on CPU ranks by the command, and check every table's columns and every line of JSON."""
     code, out, error = weft_here("reproduce", *options, "--small", "--json", str(directory / "all.json"))
     assert code == 0, error
     lines = [json.loads(line) for line in (directory / "all.json").read_text().splitlines()]

@@ -111,7 +111,6 @@ class HostsChaos:
         return {f"node {node}": log.read_text(errors="replace") for node, log in enumerate(files)}
 
     def kill_rank(self, *, of_node_0: bool) -> Moment | None:
-        """Kill a rank."""
         ranks = ranks_of(self._starter(of_node_0))
         return _kill(self._rng.choice(sorted(ranks.values()))) if ranks else None
 
@@ -126,7 +125,6 @@ class HostsChaos:
                 stop_for_a_while(self._rng.choice(sorted(ranks.values())), self._rng.uniform(0.1, 2.0))
 
     def kill_agent(self) -> Moment | None:
-        """Kill an agent."""
         return None if (pid := self._agent().pid) is None else _kill(pid)
 
     def stop_agent(self, shortest_s: float, longest_s: float) -> Moment | None:

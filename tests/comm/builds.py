@@ -53,7 +53,7 @@ def headers(folder: Path, faults: Sequence[Fault]) -> Path:
 def compile_all(
     folder: Path, programs: dict[str, tuple[str, Sequence[str], Sequence[Fault]]], *, compiler: str = "g++"
 ):
-    """Builds programs, two at a time: name: (source, flags, faults). Gives the path of each."""
+    """Build programs, two at a time: name: (source, flags, faults). Return the path of each."""
     todo, running = list(programs.items()), []
     while todo or running:
         if todo and len(running) < 2:
@@ -79,7 +79,7 @@ def compile_all(
 def run(
     program: Path, *arguments: object, races: str = "halt_on_error=1:atexit_sleep_ms=0", timeout_s: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program. races: what a race detector does; it goes without address randomisation if it must."""
+    """Run a program. races: what a race detector does; it goes without address randomisation if it must."""
     command = [str(program), *map(str, arguments)]
     environment = os.environ | {"TSAN_OPTIONS": races}
 

@@ -58,7 +58,7 @@ def random_call(transport: ShmTransport, draw: random.Random) -> None:
 
 
 def busy(rank: int, folder: Path, seed: int, timeout_s: float, ready: int) -> None:
-    """Meets, says so, and calls until something fails."""
+    """Meet, say so, and call until something fails."""
     draw = random.Random(seed)
     transport = connect(rank, folder, timeout_s=timeout_s)
     try:
@@ -86,7 +86,7 @@ def held_in_shm() -> list[str]:
 
 
 def all_met(mains: list[Callable[[int], object]]) -> list[Fork]:
-    """Forks a process each; returns when each has written a byte to the descriptor that it is given. Raises NotMet."""
+    """Fork a process each; return when each has written a byte to the descriptor that it is given. Raise NotMet."""
     heard, ready = os.pipe()
     forks = [Fork(partial(main, ready)) for main in mains]
     os.close(ready)

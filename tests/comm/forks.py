@@ -97,7 +97,7 @@ class Fork:
 
 
 def in_a_child(work: Callable[[], object]) -> None:
-    """Runs `work` in a forked process, which then ends as a program does. Raises AssertionError with its error."""
+    """Run `work` in a forked process, which then ends as a program does. Raise AssertionError with its error."""
 
     def main() -> None:
         work()
@@ -124,7 +124,7 @@ class Nursery:
         )
 
     def run(self, scenario: Callable[[Path], Any], folder: Path) -> Any:
-        """Gives what the scenario gives, of what JSON can say. Raises AssertionError with its traceback."""
+        """Return the result of the scenario, as JSON can hold it. Raise AssertionError with its traceback."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps([scenario.__name__, str(folder)]) + "\n")
         self._process.stdin.flush()

@@ -92,7 +92,7 @@ def _prepare(programs: list[Program]) -> tuple[_Memory, list[list[_Step]]]:
 
 
 def explore(programs: list[Program]) -> Explored:
-    """Goes through every interleaving; raises Violation."""
+    """Go through every interleaving; raise Violation."""
     memory, prepared = _prepare(programs)
     start = (0,) * len(programs)
     end = tuple(len(p) for p in programs)

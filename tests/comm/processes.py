@@ -41,7 +41,7 @@ def rank_main(
 def run_processes(
     name: str, mesh: Mesh, directory: Path, work: Callable[..., Any], *args: Any, **options: Any
 ) -> list[Any]:
-    """Runs `work(transport, mesh, *args)` in a process a rank; gives what each returned. name: a key of TRANSPORTS.
+    """Run `work(transport, mesh, *args)` in a process a rank; return what each returned. name: a key of TRANSPORTS.
 
     Forked, so that none has to import torch: that takes longer than most tests.
     """

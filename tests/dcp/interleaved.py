@@ -44,11 +44,10 @@ def run_interleaved(
     live: bool = False,
     gathered: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Runs a step of a case whose pages hold `interleave.span` tokens on every rank, with its heads and tokens alone.
+    """Run a step of a case whose pages hold `interleave.span` tokens on every rank, with its heads and tokens alone.
 
     max_bytes: of a call of the transport. live: the transport takes row counts from device memory. gathered: each rank
-    has the queries of all. AssertionError where a rank's rows or cache are not as defined. Gives each rank's output and
-    lse.
+    has the queries of all. Raise AssertionError if a rank's rows or cache are wrong. Return each rank's output and lse.
     """
     tables, each = case.batch.tables[0], case.q.shape[1] // interleave.ranks
     assert isinstance(tables, PageTables)

@@ -74,7 +74,7 @@ def required(names: Iterable[str]) -> Iterator[importlib.metadata.Distribution]:
 
 
 def link(names: Iterable[str], site: Path) -> None:
-    """Puts installed distributions, and what they require, into an environment."""
+    """Put installed distributions, and what they require, into an environment."""
     for distribution in required(names):
         if distribution.name.startswith("weft"):
             continue

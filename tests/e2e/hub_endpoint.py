@@ -34,7 +34,7 @@ class Hub:
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
-    """Serves from entering to leaving."""
+    """Serve from entering to leaving."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -29,7 +29,7 @@ def ask(served: Served, question: str) -> str:
 
 
 def give_up(served: Served, question: str) -> None:
-    """Asks, reads a little, and goes away."""
+    """Ask, read a little, and go away."""
     messages: Any = word_problems.prompt(question)
     stream = served.client().chat.completions.create(
         model="small", messages=messages, temperature=0, max_tokens=100, stream=True

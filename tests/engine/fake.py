@@ -205,7 +205,7 @@ class Driver:
         sharing: Sharing = FAIR_SHARE,
         **options: Any,
     ) -> Sequence:
-        """Queues a request. options: of its SamplingParams."""
+        """Queue a request. options: of its SamplingParams."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0, **options)
         sequence = Sequence(request, token_array(prompt), len(prompt), params, 0, max_tokens, end_ids, sharing=sharing)
         self.scheduler.add(sequence)
@@ -213,13 +213,13 @@ class Driver:
         return sequence
 
     def cancel(self, request: int) -> list[int]:
-        """Takes a request out; gives what it drew so far."""
+        """Take a request out; return what it drew so far."""
         sequence = self.live.pop(request)
         self.scheduler.finish(sequence)
         return sequence.tokens[sequence.prompt_tokens :].tolist()
 
     def step(self) -> Parts:
-        """Schedules a step, and takes the tokens of the one before, or its own; requests that end go to `outputs`."""
+        """Schedule a step, and take the tokens of the one before, or its own; requests that end go to `outputs`."""
         self.steps += 1
         scheduled = self.scheduler.schedule()
         parts = self.device.take(scheduled.rows)
@@ -236,7 +236,7 @@ class Driver:
         return parts
 
     def take_tokens(self) -> None:
-        """Runs the oldest step under way."""
+        """Run the oldest step under way."""
         scheduled, parts = self.in_flight.popleft()
         result = Result(0, Ran(0, (), 0, 0), **self.device.run(parts), scored=parts.scored)
         for sequence, scored in scheduled.scored(result):

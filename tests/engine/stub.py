@@ -139,7 +139,7 @@ class Client:
         return callback
 
     def ask(self, prompt: list[int], max_tokens: int, **options: Any) -> int:
-        """Queues a request; gives its place here."""
+        """Queue a request; return its place here."""
         at = len(self.increments)
         self.prompts[at] = prompt
         params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
@@ -147,7 +147,7 @@ class Client:
         return at
 
     def ask_together(self, *asked: tuple[list[int], int]) -> None:
-        """Queues requests that come in between the same two steps."""
+        """Queue requests that come in between the same two steps."""
         first = len(self.increments)
         self.prompts |= {first + i: prompt for i, (prompt, _) in enumerate(asked)}
         how = [SamplingParams(max_tokens=limit, temperature=0, ignore_eos=True) for _, limit in asked]

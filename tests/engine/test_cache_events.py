@@ -83,7 +83,7 @@ class Subscriber:
             self.prefixes[block] = self.prefixes.get(block) or before
 
     def check(self, tree: PrefixTree) -> None:
-        """Compares with the full pages that a tree holds."""
+        """Compare with the full pages that a tree holds."""
         held = set()
 
         def visit(node: Any, parent: int, salt: str, prefix: tuple[int, ...]) -> None:

@@ -48,7 +48,7 @@ LAYOUTS = {
 
 
 def small_hybrid(directory: Path) -> None:
-    """Saves a model there, with weights of every tensor that the layers name."""
+    """Save a model there, with weights of every tensor that the layers name."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
     byte_tokenizer(directory)
     config = load_config(directory, registry([PLUGIN]))

@@ -110,7 +110,7 @@ class Ranks:
 
     @torch.inference_mode()
     def step(self, number: int, group_rows: GroupRows, shape: Shape) -> tuple[int, ...]:
-        """Runs it on both, compares what they are given and what they make of it, and gives the sampled tokens."""
+        """Run it on both, compare their inputs and results, and return the sampled tokens."""
         eager, ours = self.eager, self.roomy
         logits: list[torch.Tensor] = []
         forward = eager.runner.forward

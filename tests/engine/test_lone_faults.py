@@ -44,7 +44,7 @@ def on_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -
 
 
 def breaking_callback(callback_for: OutputCallback, call: int) -> OutputCallback:
-    """Fails at that increment, and hears those after it."""
+    """Fail at that increment, and hear those after it."""
     calls = [0]
 
     def callback(output: RequestOutput) -> None:

@@ -151,7 +151,7 @@ class Ranks:
 
 
 def differ(worker: Worker, what: str, captured: bool) -> None:
-    """Has the rank plan, and run, one op otherwise: by another transport, which does the same."""
+    """Have the rank plan, and run, one op otherwise: by another transport, which does the same."""
     runner = worker.runner
     planner = runner.stats.graph_planner if captured else runner.planner
     true = planner.plan

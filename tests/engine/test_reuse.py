@@ -264,7 +264,7 @@ def test_a_newcomer_goes_where_its_first_token_comes_soonest(model_dir: Path, mo
         client = Client(engine)
 
         def together(*prompts: list[int]) -> list[int]:
-            """Hands prompts over while a step of one row in group 0 runs; gives the group of each."""
+            """Hand prompts over while a step of one row in group 0 runs; return the group of each."""
             world.go.clear()
             client.ask([5], 2)
             while not engine.stats().running:

@@ -41,7 +41,7 @@ def planner(*names: str, kinds: frozenset[str] = KINDS) -> Planner:
 
 
 def timed(times: StepTimes, made: Planner, counts: tuple[int, ...], seconds: float, monkeypatch: Any) -> None:
-    """Walks the plan of these counts, each call taking so long."""
+    """Walk the plan of these counts, each call taking so long."""
     clock = iter(range(10**6))
     monkeypatch.setattr(stats_module.time, "perf_counter", lambda: next(clock) * seconds)
     plan = made.plan(counts)

@@ -100,7 +100,7 @@ class EmulatedTransport(PeerTransport):
 def run_emulated(
     mesh: Mesh, work: Callable[..., None], tuning: PeerTuning, plain: bool = False, **options: Any
 ) -> None:
-    """Runs `work(transport, mesh, device)` in a thread a rank. Raises the first error.
+    """Run `work(transport, mesh, device)` in a thread a rank. Raise the first error.
 
     plain: on a GPU before Hopper, where what takes Hopper ends the process.
     """

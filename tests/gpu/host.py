@@ -25,7 +25,7 @@ def say(line: str) -> None:
 
 
 def main(options: dict[str, Any]) -> None:
-    """Runs the host to its end."""
+    """Run the host to its end."""
     faulthandler.dump_traceback_later(STUCK_S, exit=True)
     prompts, max_tokens = options.pop("prompts"), options.pop("max_tokens")
     key = options.pop("cluster_key", None)

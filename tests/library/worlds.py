@@ -25,7 +25,7 @@ def _rank_main(rank: int, world: int, directory: str, work: Work, args: tuple[An
 
 
 def run_ranks(world: int, directory: Path, work: Work, *args: Any) -> None:
-    """Runs `work(*args)` in a process a rank, with torch.distributed initialised. Raises what any rank raises."""
+    """Run `work(*args)` in a process a rank, with torch.distributed initialised. Raise any rank's error."""
     mp.start_processes(_rank_main, (world, str(directory), work, args), nprocs=world, start_method="fork")
 
 
@@ -42,7 +42,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def poison(comm: Communicator) -> None:
-    """Leaves NaN where the next results will lie, so that what is not written shows."""
+    """Leave NaN where the next results will lie, so that what is not written shows."""
     held = [comm.transport.empty(comm.max_bytes // 4, like=torch.empty(0)).fill_(float("nan")) for _ in range(3)]
     del held
 

@@ -99,7 +99,7 @@ def drive(
     steps: Steps | None = None,
     costs: Costs | None = None,
 ) -> dict[tuple[int, int], Tensor]:
-    """Runs the sequences, step by step if not otherwise. Gives {(sequence, position): logits} of this rank's group."""
+    """Run the sequences, step by step if not otherwise. Return {(sequence, position): logits} of this rank's group."""
     torch.set_num_threads(1)
     config = replace(config_of(directory), split_vocabulary=split, float8=float8)
     model = load_model(directory, config, mesh, transport.rank, dtype)
@@ -142,7 +142,7 @@ def drive(
 def check(
     directory: Path, mesh: Mesh, oracle: Oracle, vocabulary: int, split: bool = False, steps: Steps | None = None
 ) -> None:
-    """Checks every logit that was sampled, on every rank, to a relative error of 10⁻⁵. split: the vocabulary over
+    """Check every logit that was sampled, on every rank, to a relative error of 10⁻⁵. split: the vocabulary over
     attn_tp. steps: as `drive`.
     """
     run = sequences(mesh, vocabulary)
@@ -272,7 +272,7 @@ def stored_shapes(directory: Path, num_layers: int | None = None) -> dict[str, t
 
 
 def check_float8(plain: dict[str, Tensor], names: Sequence[str], config: dict[str, Any], directory: Path) -> None:
-    """Stores the named tensors in FP8: every rank's weights are what they stand for. plain: split as in the release."""
+    """Store the named tensors in FP8: every rank's weights are what they stand for. plain: split as in the release."""
     stored, wanted = dict(plain), dict(plain)
     for name in names:
         values, scales, wanted[name] = float8(plain[name], 8)

@@ -72,7 +72,7 @@ def drive(
     replicate: bool = False,
     **options: Any,
 ) -> dict[tuple[int, int], torch.Tensor]:
-    """Runs the steps. Gives {(sequence, position): logits} of the last row of each sequence in each step.
+    """Run the steps. Return {(sequence, position): logits} of the last row of each sequence in each step.
 
     replicate: each rank of a dcp group makes the queries of all. options: of `ModelRunner`.
     """
@@ -108,7 +108,7 @@ def truth(model: Any, text: tuple[int, ...]) -> torch.Tensor:
 
 
 def compare(results: list[dict[tuple[int, int], torch.Tensor]], texts: Texts, mesh: Mesh, model: Any) -> None:
-    """Checks every logit that was sampled, on every rank."""
+    """Check every logit that was sampled, on every rank."""
     for rank, seen in enumerate(results):
         group = mesh.group_of(rank)
         assert {(i, len(text) - 1) for i, text in enumerate(texts[group])} <= seen.keys()

@@ -70,7 +70,7 @@ def problems(draw: st.DrawFn) -> tuple[Mesh, Chain]:
 
 
 def check_legal(plan: Plan, offered: list[Offer]) -> None:
-    """Replays the plan's placements, knowing only the rules."""
+    """Replay the plan's placements, knowing only the rules."""
     mesh, residual = plan.mesh, None
     kinds = {o.transport: o.kinds for o in offered}
     epilogues = {o.transport: o.epilogues for o in offered}

@@ -59,7 +59,7 @@ def strict(text: str) -> Any:
 
 
 def spelled(value: Any) -> str:
-    """Tells 1 from True, which Python does not."""
+    """Tell 1 from True, which Python does not."""
     return json.dumps(value)
 
 

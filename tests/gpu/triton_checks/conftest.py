@@ -18,7 +18,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets ranks be threads, of which the interpreter takes one at a time."""
+    """Let ranks be threads, of which the interpreter takes one at a time."""
     from triton.runtime import interpreter
 
     index, launch = threading.Lock(), interpreter.GridExecutor.__call__

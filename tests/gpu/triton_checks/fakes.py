@@ -180,7 +180,7 @@ class _Wrapper:
                 assert "indices" in key or not value.is_cuda, f"{key}: planning would wait for a copy"
 
     def _over(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int) -> Tensor:
-        """Fills out; gives natural log-sum-exps."""
+        """Fill out; return natural log-sum-exps."""
         plan = self._plan
         begins = next(plan[key] for key in ("indptr", "paged_kv_indptr", "kv_indptr") if key in plan)
         pages = next(plan[key] for key in ("indices", "paged_kv_indices", "kv_indices") if key in plan)

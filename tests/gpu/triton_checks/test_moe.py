@@ -403,7 +403,7 @@ def test_what_runs_beside_is_captured(device: torch.device) -> None:
 
 
 def test_what_a_router_chose_before_rows_travelled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the same bits as choosing where the rows arrive. What lies behind the live rows is anything."""
+    """Bits equal a choice where the rows arrive. Rows behind the live ones hold anything."""
     b = Builder(mesh := Mesh(), 0, torch.float32, torch.device("cpu"))
     block = SparseMoE(b, "mlp", 32, MoEConfig(15, 16, RULES["sigmoid"])).to(device)
     torch.manual_seed(1)

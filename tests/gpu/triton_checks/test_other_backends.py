@@ -70,7 +70,7 @@ def entry(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ba
 
 
 def calls(entry: BackendEntry, monkeypatch: pytest.MonkeyPatch) -> fakes.Calls:
-    """Puts the stand-in in place of the package; gives the calls that it gets."""
+    """Put the stand-in in place of the package; return the calls that it gets."""
     if entry in (FA3, MIXED):
         library = fake_library()
         library.calls.clear()

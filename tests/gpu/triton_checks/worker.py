@@ -40,7 +40,7 @@ class Worker:
             )
 
     def run(self, name: str, following: str | None) -> None:
-        """Raises what pytest takes for a failure or a skip. following: the next that it will be asked for, if any."""
+        """Raise a failure or a skip of pytest. following: the next that it will be asked for, if any."""
         failures, skipped = [], None
         try:
             for report in self._reports(name, following):

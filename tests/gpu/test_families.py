@@ -5,6 +5,7 @@ transformers'.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from weft.comm.reference import ReferenceWorld
 from weft.engine.assets import preset_dir
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.caches import cached_layers
+from weft.engine.kernels.side_stream import nothing
 from weft.engine.kv.cache_spec import CacheGroup, rule
 from weft.engine.models.layers import basic as layers
 from weft.engine.models.load import dummy_model, load_model
@@ -124,10 +126,11 @@ class Products:
             down: Fp8Weight,
             out: Tensor,
             add: bool = False,
+            wait: Callable[[], None] = nothing,
             **more: Any,
         ) -> Tensor:
             before = out.double() if add else torch.zeros_like(out, dtype=torch.float64)
-            found = experts(x, routing, gate_up, down, out, add=add, **more)
+            found = experts(x, routing, gate_up, down, out, add=add, wait=wait, **more)
             if len(out):
                 rows = x if isinstance(x, Fp8Rows) else x.double()
                 wanted = definitions.experts(rows, routing.weight, routing.expert, gate_up, down, **more)

@@ -10,7 +10,7 @@ from support import run_world
 from torch import Tensor
 
 from comm.oracle import draw
-from comm.processes import run_threads
+from comm.processes import run_processes, run_threads
 from weft.comm.shm import ShmTransport, ShmTuning
 from weft.comm.transport import CommError, Transport
 from weft.planner.exchange import Exchange
@@ -52,6 +52,11 @@ def test_on_the_reference() -> None:
 @pytest.mark.parametrize("tuning", TUNINGS, ids=["one shot", "two shots in chunks"])
 def test_on_shared_memory(tuning: ShmTuning, tmp_path: Path) -> None:
     run_threads(Mesh(2, 2, 2, 2), tmp_path, new_exchanges, tuning=tuning)
+
+
+def test_over_gloo(tmp_path: Path) -> None:
+    """Rows that several ranks have are copied from the first, not summed."""
+    run_processes("gloo", Mesh(2, 2, 2, 2), tmp_path, new_exchanges)
 
 
 def other_groups(transport: ShmTransport, mesh: Mesh) -> None:

@@ -83,11 +83,12 @@ class TorchDistTransport(NamedCalls):
             return self._nccl(x, exchange.kind, group, sizes, place)
         if exchange.kind == "all_reduce" and len(group) == 2:  # gloo's own takes one round, too, and copies less
             return self._all_reduced(x, group)
-        all_parts = parts(exchange, sizes)
+        copied = exchange.combine == "none"
+        all_parts = [p._replace(sources=p.sources[:1]) if copied else p for p in parts(exchange, sizes)]
         # All ranks compute the same number, whatever their own rows, so that all make the same choice.
         largest = max(sum(p.rows for p in all_parts if r in p.readers) for r in range(len(group)))
         row_bytes = x.shape[1:].numel() * x.element_size()
-        if exchange.combine == "none" or largest * row_bytes <= self._one_round_bytes:
+        if copied or largest * row_bytes <= self._one_round_bytes:
             return self._round(x, all_parts, exchange.kind, group, place)
         first, second = in_two_steps(all_parts)
         return self._round(self._round(x, first, exchange.kind, group, place), second, exchange.kind, group, place)

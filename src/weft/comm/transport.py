@@ -145,7 +145,7 @@ class Transport(Protocol):
 
 
 class NamedCalls(ProcessBound):
-    """Base class of transports with one method per exchange, named after it."""
+    """Base class of transports: a method for each exchange by its name, which calls `exchange`."""
 
     fork_error = CommError
     entry: TransportEntry
@@ -154,7 +154,7 @@ class NamedCalls(ProcessBound):
     def exchange(
         self, x: Tensor, exchange: Exchange, group: Ranks, sizes: Sizes | LiveSizes, epilogue: Epilogue | None = None
     ) -> Tensor:
-        """Run the method named after the exchange."""
+        """Run an exchange. Subclasses override this."""
         raise NotImplementedError
 
     def merge_scatterv(

@@ -35,8 +35,7 @@ class Exchange(NamedTuple):
         direction: `gather`: the span's ranks hold the terms of their segment, and all ranks want all segments;
           `scatter`: all ranks hold a term of each segment, and the span's ranks want their own; `permute`: each rank
           holds a segment for each rank.
-        combine: how a segment's terms are combined: `sum`, or `softmax_merge` by log-sum-exp (attention over parts of
-          the keys, `weft.kernels.torch_reference.softmax_merge`); `none` if a segment has one source.
+        combine: `sum` of a segment's terms, `softmax_merge` (`weft.kernels.torch_reference`), or the first: `none`.
     """
 
     kind: str  # name of the collective

@@ -168,7 +168,7 @@ class CacheManager:
         for group in self._states:
             table, at_border = allocation.tables[group], len(tokens) % self.page_size == 0
             if at_border and table[0] == table[1]:
-                # # The next rows must not overwrite a state that others start from: without a second slot, it is not
+                # The next rows must not overwrite a state that others start from: without a second slot, it is not
                 # kept.
                 if not self.pools[group].free:
                     self.tree.evict(group, 1)

@@ -88,8 +88,8 @@ def _unknown(name: str, known: list[str]) -> str:
 
 def usage(prefix: str = "") -> str:
     """Return the list of commands in groups, or of the commands with this prefix."""
-    lines = ["weft: serve mixture-of-experts models on any layout of ranks", ""]
-    lines += ["usage: weft COMMAND [MODEL_DIR] [OPTIONS]", ""]
+    lines = ["weft: plan the collectives of parallel LLM inference, and serve models with them", ""]
+    lines += ["usage: weft COMMAND [MODEL] [OPTIONS]", ""]
     known = {name: entry for name, entry in commands().items() if name.startswith(prefix)}
     for heading in GROUPS:
         shown = [f"  {name:19}{entry.summary}" for name, entry in known.items() if group_of(name) == heading]

@@ -43,8 +43,8 @@ class Guard:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
-        keys = headers.get("x-request-id", "")
-        request_id = keys if REQUEST_ID.fullmatch(keys) else uuid.uuid4().hex
+        given_id = headers.get("x-request-id", "")
+        request_id = given_id if REQUEST_ID.fullmatch(given_id) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 

@@ -222,7 +222,7 @@ def test_ranks_with_calls_of_other_rows_differ(model: Path) -> None:
     """One runs more collectives than the other, of the same op by the same transport; so does one with other rows."""
     plan = plan_of(model, Mesh(1, 2, 2, 1, dcp=2))
     [first, *others] = plan.reads
-    split = replace(first, inside=tuple(replace(op, each=1) for op in first.inside))
+    split = replace(first, inside=tuple(replace(op, max_call_rows=1) for op in first.inside))
     assert replace(plan, reads=(split, *others)).checksum() != plan.checksum()
     assert replace(plan, counts=(8,)).checksum() != plan.checksum()
 

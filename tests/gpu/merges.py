@@ -122,7 +122,7 @@ def merge_in_pieces(transport: PeerTransport, mesh: Mesh, device: torch.device) 
             prices = BlockPrices(mesh, [offer], {Merge: recipe})
             transports = {transport.entry.name: transport}
             merge = partial(BlockExchanges(mesh, transport.rank, transports, prices).merge, "dcp")
-            each = prices.plan(Merge(2 * n, dim, dtype.itemsize), "dcp", tokens).each
+            each = prices.plan(Merge(2 * n, dim, dtype.itemsize), "dcp", tokens).max_call_rows
             assert 1 <= each < tokens, "one call takes all"
             got = merge(out, lse)
             check((got[0].cpu(), got[1].cpu()), wanted, f"{recipe} of heads of {dim}")

@@ -1,4 +1,4 @@
-"""Attention by torch against its definition: ragged steps, padding rows, caches full of NaN."""
+"""Attention by torch and on CPUs against its definition: ragged steps, padding rows, caches full of NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from attention.oracle import NAN, check, make_case, padded, roomy
 from weft.engine.attention import sdpa
 from weft.engine.attention.backend import Queries
-from weft.engine.attention.backend_registry import TORCH
+from weft.engine.attention.backend_registry import NATIVE, TORCH, BackendEntry
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.projections import Absorbed
 from weft.engine.kv.cache import KVCache, StateCache
@@ -29,37 +29,47 @@ STEPS = {
 SPECS = [PagedKV(1, 8), PagedKV(2, 8), PagedKV(4, 8), Window(1, 2, 8), Window(6, 2, 8), Latent(12, 8), Latent(8, 8)]
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, FLOAT8], ids=str)
-"""Dtypes of the cache."""
+BACKEND_DTYPES = pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param(backend, dtype, id=f"{backend.option}-{dtype}")
+        for backend, dtype in ((TORCH, torch.float32), (TORCH, FLOAT8), (NATIVE, torch.float32))
+    ],
+)
+"""The cache's dtypes of each backend."""
 
 
-@DTYPES
+@BACKEND_DTYPES
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("step", STEPS)
-def test_rows_see_what_they_should(step: str, spec: PagedKV | Window | Latent, dtype: torch.dtype) -> None:
+def test_rows_see_what_they_should(
+    step: str, spec: PagedKV | Window | Latent, backend: BackendEntry, dtype: torch.dtype
+) -> None:
     for seed in range(3):
         case = make_case(STEPS[step], seed=seed, spec=spec, dtype=dtype)
-        check(TORCH.make(case.cache), case, STEPS[step])
+        check(backend.make(case.cache), case, STEPS[step])
 
 
-@DTYPES
+@BACKEND_DTYPES
 @pytest.mark.parametrize("capacity", [4, 5, 8])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_padding_rows_write_nothing_and_see_nothing(
-    capacity: int, spec: PagedKV | Window | Latent, dtype: torch.dtype
+    capacity: int, spec: PagedKV | Window | Latent, backend: BackendEntry, dtype: torch.dtype
 ) -> None:
     case = padded(make_case(STEPS["decode"], seed=capacity, spec=spec, dtype=dtype), capacity)
-    check(TORCH.make(case.cache), case, STEPS["decode"])
+    check(backend.make(case.cache), case, STEPS["decode"])
 
 
-@DTYPES
+@BACKEND_DTYPES
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_prompts_in_tensors_of_larger_capacity(spec: PagedKV | Window | Latent, dtype: torch.dtype) -> None:
+def test_prompts_in_tensors_of_larger_capacity(
+    spec: PagedKV | Window | Latent, backend: BackendEntry, dtype: torch.dtype
+) -> None:
     for seed, spans in enumerate(([(1, 12), (1, 0), (6, 2), (9, 0)], [(5, 3)], [(1, 7), (1, 2)])):
         rows = sum(n for n, _ in spans)
         for more in (0, 3):
             case = roomy(make_case(spans, seed=seed, spec=spec, dtype=dtype), rows + 2 * more, len(spans) + more)
-            check(TORCH.make(case.cache), case, spans)
+            check(backend.make(case.cache), case, spans)
 
 
 def test_no_rows_at_all() -> None:

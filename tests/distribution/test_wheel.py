@@ -130,6 +130,8 @@ def test_it_has_kernels_and_the_tags_version(wheels: tuple[list[Path], str]) -> 
     assert [f for f in files if "/built/" in f] == [
         "weft/kernels/built/weft_cpu.json",
         "weft/kernels/built/weft_cpu.so",
+        "weft/kernels/built/weft_model.json",
+        "weft/kernels/built/weft_model.so",
     ]
 
 

@@ -21,6 +21,7 @@ from weft.engine.attention import backend_registry
 from weft.engine.attention.backend_registry import (
     BACKENDS,
     MIXED,
+    NATIVE,
     TORCH,
     TRITON,
     BackendEntry,
@@ -51,7 +52,7 @@ def test_a_plugins_backend_serves(model_dir: Path) -> None:
         config = EngineConfig(model=model_dir, executor="thread", kv_tokens=512, **options)
         with Engine(config) as engine:
             found.append([r.token_ids for r in engine.generate(prompts, GREEDY)])
-            assert engine.config.attention_backend == options.get("attention_backend", "torch")
+            assert engine.config.attention_backend == options.get("attention_backend", "native")
     assert found[0] == found[1] and sys.modules[TOY].MADE
 
 
@@ -101,7 +102,8 @@ def test_a_backend_that_is_there_already_is_refused(tmp_path: Path) -> None:
 
 def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_backend("cuda") is TRITON and default_backend("cpu") is TORCH
-    assert resolve_defaults(EngineConfig(device="cpu")).attention_backend == "torch"
+    assert resolve_defaults(EngineConfig(device="cpu")).attention_backend == "native"
+    assert resolve_defaults(EngineConfig(device="cpu", kv_dtype="fp8_e4m3")).attention_backend == "torch"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(backend_registry, "find_spec", lambda name: None)
@@ -206,7 +208,7 @@ def test_the_defaults_look_at_no_cache() -> None:
 
 @pytest.mark.parametrize("entry", BACKENDS, ids=lambda entry: entry.option)
 def test_every_row_names_two_kernels(entry: BackendEntry) -> None:
-    if entry is not TORCH:
+    if entry not in (TORCH, NATIVE):
         pytest.importorskip("triton")
     for spec in (PagedKV(2, 8), Latent(12, 8)):
         made = entry.make(cache := KVCache(spec, 1, 1, 4, torch.float32))

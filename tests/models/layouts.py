@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from support import EVERY, converted, run_world
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import linear
 
 from planner.meshes import layouts
 from weft.comm.transport import Transport
@@ -66,8 +69,14 @@ def sequences(mesh: Mesh, vocabulary: int, seed: int = 0) -> Run:
 
 @lru_cache(maxsize=256)
 def truth(oracle: Oracle, text: tuple[int, ...]) -> Tensor:
-    """Return the oracle's logits of a sequence, cached as many layouts have it."""
-    with torch.no_grad():
+    """Return the oracle's logits of a sequence, cached as many layouts have it. Products are rounded once: with float32
+    sums by torch some oracles are further from the truth than the tests allow."""
+
+    def once_rounded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(functional, "linear", once_rounded)
         return oracle(torch.tensor(text))
 
 
@@ -140,9 +149,15 @@ def drive(
 
 
 def check(
-    directory: Path, mesh: Mesh, oracle: Oracle, vocabulary: int, split: bool = False, steps: Steps | None = None
+    directory: Path,
+    mesh: Mesh,
+    oracle: Oracle,
+    vocabulary: int,
+    split: bool = False,
+    steps: Steps | None = None,
+    tolerance: float = 1e-5,
 ) -> None:
-    """Check every logit that was sampled, on every rank, to a relative error of 10⁻⁵. split: the vocabulary over
+    """Check every logit that was sampled, on every rank, to a relative error. split: the vocabulary over
     attn_tp. steps: as `drive`.
     """
     run = sequences(mesh, vocabulary)
@@ -153,7 +168,7 @@ def check(
         for (i, position), logits in seen.items():
             wanted = truth(oracle, tuple(texts[i]))[position]
             error = (logits - wanted).norm() / wanted.norm()
-            assert error <= 1e-5, f"rank {rank}, sequence {i}, position {position}: {error:.2e}"
+            assert error <= tolerance, f"rank {rank}, sequence {i}, position {position}: {error:.2e}"
 
 
 def over(values: dict[str, Any], parts: int) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def test_other_configs(tmp_path: Path) -> None:
     values = small_config(**changes)
     del values["text_config"]["layer_types"]
     assert read_config(values) == load_config(tmp_path)
-    check(tmp_path, Mesh(1, 2, 2, 1), model, 61)
+    # Float32 rounding: 1.39e-5 at its second token with CPU kernels, below 1e-5 with torch's products or norms.
+    check(tmp_path, Mesh(1, 2, 2, 1), model, 61, tolerance=2e-5)
 
 
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from engine.stub import World
 from server.conftest import Served, serve
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
+from weft.kernels import cpu_rows
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 FIXED: Any = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -361,7 +362,7 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
         assert report["max_running"] == limits.batch_sequences and report["max_batch_tokens"] == limits.batch_tokens
         assert report["kv_tokens"] == limits.cached_tokens
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
-    assert report["attention_backend"] == "torch"
+    assert report["attention_backend"] == "native" and report["cpu_kernels"] == cpu_rows.isa()
     assert sum(s["count"] for s in report["ran"]) > 0 and sum(s["bytes"] for s in report["naive"]) > 0
 
     def total(name: str, suffix: str = "_total") -> float:

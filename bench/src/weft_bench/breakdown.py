@@ -27,6 +27,7 @@ from weft.engine.controller.profiling import SKIPPED, Recording, merge_traces, r
 from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import OutputCallback
 from weft.engine.worker.rank_profiler import STEP
+from weft.kernels.cpu_rows import KERNEL
 from weft.planner.spec import Mesh
 
 SPARE_TOKENS = 512
@@ -35,10 +36,10 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
     "collectives": r"^weft collective |exchange<|weft::merge<|^nccl",
     "experts": r"^_((up|down)(_prompts)?|sum_choices|choose|route|count_chunks|(sort|place)_pairs)\b|grouped_mm|moe",
-    "attention": r"^_(attend|merge)_(splits|runs)|flash|fmha|attention",
-    "norms": r"rms_?norm|_norm_rope_cache|layer_?norm",
+    "attention": r"^weft kernel decode|^_(attend|merge)_(splits|runs)|flash|fmha|attention",
+    "norms": r"^weft kernel (norm|rope)|rms_?norm|_norm_rope_cache|layer_?norm",
     "sampling": r"^_(row_top|gather_first|cutoff|candidates|best)\b|argmax|topk|sort|gumbel|multinomial",
-    "dense products": r"gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
+    "dense products": r"kernel linear$|gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
     "copies": r"memcpy|memset|copy|aten::(to|cat|index_put_?|index_copy_?|fill_|stack|empty|zero_)$",
 }
 """Kinds of kernels, with the pattern of their names. The first match counts; the rest is `other`."""
@@ -116,7 +117,7 @@ def read_rank(trace: dict[str, Any], about: dict[str, Any], mesh: Mesh) -> list[
         for event in sorted((e for e in events if e.get("tid") == thread), key=lambda e: (e["ts"], -e["dur"])):
             if event["ts"] < covered or event["name"].startswith(STEP):
                 continue
-            if event.get("cat") == "cpu_op" or event["name"].startswith(COLLECTIVE):
+            if event.get("cat") == "cpu_op" or event["name"].startswith((COLLECTIVE, KERNEL)):
                 add(event, event["ts"])
                 covered = event["ts"] + event["dur"]
     moves = {number: about["moves"][kind] for number, kind in about["steps"]}

@@ -18,11 +18,13 @@ from transformers import Qwen2MoeConfig
 
 from weft.comm.shm import ShmTuning
 from weft.comm.transport import Transport
+from weft.engine.attention.backend_registry import NATIVE, TORCH
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.models.load import build_model, load_model
 from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker.model_runner import ModelRunner
+from weft.kernels.cpu_rows import missing
 from weft.planner.cost import ETHERNET, Costs, costs, over_network
 from weft.planner.spec import Mesh
 from weft.tune.ranks import HostContext, Report, all_cores, slowest
@@ -128,8 +130,11 @@ def _measure(
     total = request.prompt + request.output
     pages = -(-total // PAGE)
     group = tuple(range(mesh.world))
+    attention = NATIVE if missing() is None else TORCH
     runners = {
-        name: ModelRunner(model, mesh, rank, transports, [CacheGroup(Rule(), pages)], PAGE, model_costs)
+        name: ModelRunner(
+            model, mesh, rank, transports, [CacheGroup(Rule(), pages)], PAGE, model_costs, attention=attention
+        )
         for name, transports in sets.items()
     }
     prompt = torch.randint(1, model.config.vocab_size, (request.prompt,)).tolist()

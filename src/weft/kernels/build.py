@@ -33,6 +33,7 @@ ARCHITECTURES = ("80", "89", "90a", "100", "120")
 """Targets of a wheel's CUDA kernels."""
 OLDEST_GPU = (8, 0)
 CPU_KERNELS, CUDA_KERNELS = ("weft_cpu", CSRC / "cpu" / "shm.cc"), ("weft_cuda", CSRC / "cuda" / "peer.cu")
+MODEL_KERNELS = ("weft_model", CSRC / "model" / "model.cc", CSRC / "cpu")
 _log = logging.getLogger(__name__)
 
 
@@ -59,6 +60,12 @@ _ERRORS = {"WeftCallError": KernelError, "WeftPeerLost": KernelPeerLost, "WeftTi
 def cpu_kernels() -> Any:
     """Return the module of `csrc/cpu/shm.cc`: one function for each exported name. Raises BuildError."""
     return load(*CPU_KERNELS, flags=CPU_FLAGS)
+
+
+@cache
+def model_kernels() -> Any:
+    """Return the module of `csrc/model/model.cc`: the models' kernels on CPUs. Raises BuildError."""
+    return load(*MODEL_KERNELS, flags=CPU_FLAGS)
 
 
 @cache
@@ -182,13 +189,16 @@ def nvcc() -> str:
 def build_ahead(folder: Path) -> None:
     """Compile a wheel's libraries into `folder`; print a line on each omitted one. Raises BuildError."""
     folder.mkdir(parents=True, exist_ok=True)
-    todo: list[tuple[tuple[str, Path], tuple[str, ...], tuple[str, ...]]] = [(CPU_KERNELS, CPU_FLAGS, ())]
+    todo: list[tuple[tuple[Any, ...], tuple[str, ...], tuple[str, ...]]] = [
+        (CPU_KERNELS, CPU_FLAGS, ()),
+        (MODEL_KERNELS, CPU_FLAGS, ()),
+    ]
     if shutil.which(nvcc()):
         todo.append((CUDA_KERNELS, CUDA_FLAGS, ARCHITECTURES))
     else:
         print("weft: no nvcc here: the wheel goes without CUDA kernels, which are compiled when first used")
-    for (name, source), flags, architectures in todo:
-        library = compiled(name, source, flags=(*flags, *for_gpus(architectures)))
+    for (name, *sources), flags, architectures in todo:
+        library = compiled(name, *sources, flags=(*flags, *for_gpus(architectures)))
         shutil.copyfile(library, folder / f"{name}.so")
-        description = {"sources": source_hash(source), "architectures": architectures}
+        description = {"sources": source_hash(*sources), "architectures": architectures}
         (folder / f"{name}.json").write_text(json.dumps(description) + "\n")

@@ -15,9 +15,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
+from weft.engine.config.device import on_gpus
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.profiling import MIN_STEPS, ProfileError, record
 from weft.engine.models.config_json.fields import ModelError
+from weft.kernels.cpu_rows import isa
 from weft.serve.chat.service import Service
 from weft.serve.chat.templates import Templates
 from weft.serve.dialects import anthropic_messages, completions, extras, responses, router_routes
@@ -139,6 +141,7 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
         config = engine.config
         return {
             "attention_backend": config.attention_backend,
+            "cpu_kernels": None if on_gpus(config) else isa(),
             "max_running": config.batch_sequences,
             "max_batch_tokens": config.batch_tokens,
             "kv_tokens": config.cached_tokens,

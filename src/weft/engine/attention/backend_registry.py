@@ -132,6 +132,16 @@ def _torch_lacks(needs: Needs) -> str | None:
     return None
 
 
+def _native_lacks(needs: Needs) -> str | None:
+    from weft.kernels.cpu_rows import DTYPES, missing  # imports torch
+
+    if needs.dtype not in (names := [str(dtype).removeprefix("torch.") for dtype in DTYPES]):
+        return f"computes in {', '.join(names)}, not in {needs.dtype}: omit it"
+    if (why := missing()) is not None:
+        return f"requires Weft's CPU kernels: {why}"
+    return None
+
+
 def fa3_library() -> tuple[str, Path] | None:
     """Return the operators' namespace and the file of FlashAttention 3 in an installed package; None without one."""
     for package, file, namespace in FA3_LIBRARIES:
@@ -186,6 +196,8 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
 
 
 TORCH = BackendEntry("torch", "any", *_kernels("sdpa", "Torch"), _torch_lacks, float8=True)
+NATIVE = BackendEntry("native", "cpu", _kernels("cpu_decode", "Native")[0], TORCH.prompts, _native_lacks)
+"""Backend with Weft's CPU kernels for sequences of one row."""
 TRITON = BackendEntry("triton", "cuda", *_kernels("paged_triton", "Triton"), float8=True)
 FA3 = BackendEntry("fa3", "cuda", *_kernels("fa3", "Fa3"), _fa3_lacks)
 MIXED = BackendEntry(
@@ -197,7 +209,7 @@ MIXED = BackendEntry(
 )
 """Backend with the faster kernel for each kind of rows."""
 FLASHINFER = BackendEntry("flashinfer", "cuda", *_kernels("paged_flashinfer", "FlashInfer"), _flashinfer_lacks)
-BACKENDS = (TRITON, FA3, MIXED, FLASHINFER, TORCH)
+BACKENDS = (TRITON, FA3, MIXED, FLASHINFER, NATIVE, TORCH)
 
 
 def backends(plugins: Sequence[str] = ()) -> dict[str, BackendEntry]:
@@ -221,4 +233,6 @@ def automatic_backend(needs: Needs) -> BackendEntry:
     """Return the fastest backend that supports all needs, the choice of AUTO."""
     if needs.device == "cuda" and needs.capability is not None and MIXED.refusal(needs) is None:
         return MIXED
+    if needs.device == "cpu" and NATIVE.refusal(needs) is None:
+        return NATIVE
     return default_backend(needs.device)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from weft.engine.kernels import ops
+from weft.engine.kernels import cpu_ops, ops
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kv.cache import KVCache
 from weft.kernels.stream_ops import on_gpu
@@ -73,6 +73,8 @@ class HeadSplit:
         q_norm, k_norm = self.norms or (None, None)
         if not on_gpu(qkv):
             whole = qkv.total() if isinstance(qkv, SplitKPartials) else qkv
+            if (rotated := self._store_on_cpu(cache, layer, slots, whole)) is not None:
+                return rotated
             q, k, v = (part.unflatten(-1, (-1, self.dim)) for part in whole.split(list(self.sizes), dim=-1))
             if q_norm is not None and k_norm is not None:
                 q, k = q_norm(q), k_norm(k)
@@ -90,6 +92,22 @@ class HeadSplit:
             k_weight=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
             interleaved=self.rotary.interleaved,
+        )
+
+    def _store_on_cpu(self, cache: KVCache, layer: int, slots: Tensor, qkv: Tensor) -> Tensor | None:
+        """Apply `store` by one kernel; None: it does not cover these arguments."""
+        q_norm, k_norm = self.norms or (None, None)
+        return cpu_ops.norm_rope_cache(
+            qkv,
+            self.sizes[0] // self.dim,
+            *self.rotary.halves,
+            slots,
+            *cache.of_layer(layer),
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            eps=0.0 if q_norm is None else q_norm.eps,
+            interleaved=self.rotary.interleaved,
+            unused=cache.num_pages * cache.page_size,
         )
 
 

@@ -83,6 +83,11 @@ def linear_quantised(x: Any, weight: QuantisedWeight, out: Tensor) -> Tensor:
     return out.copy_(rounded(x, weight, wide) @ weight.dequantise(wide).mT) if out.shape[0] else out
 
 
+def logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ of the head, `[rows, vocabulary]`, by the GPU library on GPUs."""
+    return F.linear(x, weight)
+
+
 def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
     """Return rows of the embedding, `[T, width]`, for int64 tokens `[T]`. weight: `[held, width]`. first: the weight's
     first token in a split vocabulary. Rows of tokens on other ranks are 0."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft import __version__
-from weft.kernels.build import BUILT, nvcc
+from weft.kernels.build import BUILT, CPU_KERNELS, MODEL_KERNELS, nvcc
 from weft.serve.cli.command import ModelDir, Revision, UserError, model_dir
 from weft.serve.cli.findings import Finding
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
@@ -75,8 +75,8 @@ def examine() -> Iterator[Finding]:
     yield from processor(Path("/proc/cpuinfo").read_text(), len(os.sched_getaffinity(0)), os.getloadavg()[0])
     yield memory(Path("/dev/shm"))
     yield descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    if (BUILT / "weft_cpu.so").exists():
-        yield Finding("ok", "kernels of transport shm are installed")
+    if all((BUILT / f"{kernels[0]}.so").exists() for kernels in (CPU_KERNELS, MODEL_KERNELS)):
+        yield Finding("ok", "kernels of transport shm and of models on CPUs are installed")
     else:
         yield compiler("c++", "g++", "clang++")
     yield from gpus()

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from weft.engine.kernels.ops import embed
+from weft.engine.kernels.ops import embed, logits
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.models.layers.products import product, product_or_partials
 from weft.engine.models.weights.source import OffsetFromOne, Source, View
@@ -367,4 +366,4 @@ class Head(Layer):
 
     def forward(self, rows: Tensor) -> Tensor:
         weight = self._tied[0].weight if self._tied else self.weight
-        return F.linear(rows, weight)
+        return logits(rows, weight)

@@ -1,0 +1,103 @@
+"""Forms of the models' ops by kernels on CPUs. Each returns None for arguments that it does not cover
+(`weft.kernels.cpu_rows`), and otherwise computes the definition of the same name in `model_reference`."""
+
+from __future__ import annotations
+
+from math import nan
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.kernels.cpu_rows import MAX_ROWS, covers, run
+from weft.kernels.float8 import Stored
+
+MAX_DIM = 1024
+"""Maximum elements of a head that is rotated."""
+
+
+def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
+    if x.dim() != 2 or len(x) > MAX_ROWS or not covers(x, weight, out, bias):
+        return None
+    if out is None:
+        out = torch.empty((len(x), len(weight)), dtype=x.dtype)
+    run("linear", x, weight, bias, out)
+    return out
+
+
+def linear_or_partials(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor | SplitKPartials | None:
+    if dtype is None or dtype == x.dtype:
+        return linear(x, weight, None, bias)
+    return None
+
+
+def gated(
+    x: Tensor, limit: float | None = None, alpha: float | None = None, score: tuple[Tensor, Tensor] | None = None
+) -> Tensor | None:
+    if not covers(x):
+        return None
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty((len(rows), rows.shape[1] // 2), dtype=x.dtype)
+    run("gated", rows, out, nan if limit is None else limit, nan if alpha is None else alpha)
+    out = out.view(*x.shape[:-1], -1)
+    return out if score is None else out * F.linear(*score).sigmoid().view(-1, *[1] * (x.dim() - 1))
+
+
+def norm_rope_cache(
+    qkv: Tensor,
+    heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    keys: Stored,
+    values: Stored,
+    *,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    interleaved: bool,
+    unused: int,
+) -> Tensor | None:
+    """Split rows into queries, keys and values, normalise and rotate heads of the first two, and store the last two.
+
+    Args:
+        qkv: `[T, features]`.
+        heads: number of query heads.
+        cos, sin: `[T, dim / 2]` or less, one entry per rotated pair.
+        slots: int64 `[T]`; −1: stored in slot `unused`.
+        keys, values: `[slots, kv_heads, dim]` of a layer's cache.
+        q_weight, k_weight: `[dim]`, norms of heads with `eps`; None: no norm.
+        interleaved: rotate neighbouring elements, instead of pairs across halves.
+
+    Returns queries `[T, heads, dim]`, or None.
+    """
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.shape[-1] > MAX_DIM:
+        return None
+    if qkv.dim() != 2 or slots.dtype != torch.int64 or not covers(qkv, cos, sin, keys, values):
+        return None
+    q = torch.empty((len(qkv), heads, keys.shape[-1]), dtype=qkv.dtype)
+    run("rope", qkv, cos, sin, slots, q, keys, values, q_weight, k_weight, eps, interleaved, unused)
+    return q
+
+
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    lengths: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    window: int | None,
+    page_size: int,
+) -> None:
+    """Fill out and lse: see `weft.engine.attention.backend.AttentionInputs` and `DecodeRows`. window: tokens that a row
+    sees, including its own; None: all."""
+    to = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+    run("decode", q, keys, values, pages, lengths, to, lse, scale, window or 0, page_size)
+    if to is not out:
+        out.copy_(to)

@@ -1,0 +1,98 @@
+"""Kernels on CPUs (`csrc/model`), and the rule by which they run instead of torch: see `covers`.
+
+A result's bits depend neither on the other rows, nor on the number of threads, nor on the CPU's instruction set.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from weft.kernels.build import BuildError, model_kernels
+from weft.kernels.torch_reference import UnfilledRows
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL = "weft kernel "
+"""First characters of a kernel's range in torch's profiler."""
+MAX_ROWS = 16
+"""Maximum rows of a product. Torch multiplies more rows faster."""
+_log = logging.getLogger(__name__)
+
+
+@cache
+def missing() -> str | None:
+    """Return why this host has no kernels, after one warning if they do not compile; None: it has."""
+    try:
+        if model_kernels().isa() == "scalar":
+            return "they have no vector form for this processor"
+    except BuildError as error:
+        _log.warning("weft: torch computes all products on this CPU, which is slower: %s", error)
+        return str(error)
+    return None
+
+
+def covers(x: Tensor, *others: Tensor | None) -> bool:
+    """Return True if kernels run for these tensors: on a CPU, not empty, in one dtype of DTYPES, with a dense last
+    dimension. Products run for at most MAX_ROWS rows."""
+    dtype = x.dtype
+    if dtype not in DTYPES or not x.is_cpu or not x.numel() or x.stride(-1) != 1:
+        return False
+    for y in others:  # a generator would cost as much as all else here
+        if y is not None and (y.dtype != dtype or y.stride(-1) != 1):
+            return False
+    return missing() is None
+
+
+def isa() -> str | None:
+    """Return the instruction set of the kernels that run; None: torch computes."""
+    return str(model_kernels().isa()) if missing() is None else None
+
+
+def run(kernel: str, *args: object) -> None:
+    """Run a kernel by torch's number of threads, as a range in torch's profiler while that records."""
+    function = _function(kernel)
+    if not torch._C._autograd._profiler_enabled():
+        function(*args, torch.get_num_threads())
+        return
+    with record_function(f"{KERNEL}{kernel}"):
+        function(*args, torch.get_num_threads())
+
+
+@cache
+def _function(kernel: str) -> Any:
+    return getattr(model_kernels(), kernel)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: UnfilledRows | None = None) -> Tensor | None:
+    """Compute `weft.kernels.torch_reference.rms_norm`; None: not covered."""
+    if not _normalises(x, weight):
+        return None
+    out, width = torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+    run("norm", x.reshape(-1, width), None, weight, eps, None, out.view(-1, width))
+    if quantised is not None:
+        quantised.fill(out)
+    return out
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, *, quantised: UnfilledRows | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Compute `weft.kernels.torch_reference.add_rms_norm`; None: not covered."""
+    if residual.shape != delta.shape or residual.dim() != 2:
+        return None
+    if not _normalises(residual, weight) or not covers(delta, residual):
+        return None
+    total, out = torch.empty(residual.shape, dtype=residual.dtype), torch.empty(residual.shape, dtype=residual.dtype)
+    run("norm", residual, delta, weight, eps, total, out)
+    if quantised is not None:
+        quantised.fill(out)
+    return total, out
+
+
+def _normalises(x: Tensor, weight: Tensor) -> bool:
+    return covers(x) and weight.dtype in (x.dtype, torch.float32) and weight.is_contiguous()

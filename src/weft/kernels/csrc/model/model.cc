@@ -1,0 +1,273 @@
+// The bindings of the model kernels: they check tensors, split the work into chunks, and name errors.
+// Names differ from the other library: both may be loaded with global symbols.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include "model.h"
+#include "pool.h"
+
+namespace ffi = tvm::ffi;
+using ffi::TensorView;
+using MaybeTensor = ffi::Optional<TensorView>;
+
+namespace weft::model {
+namespace {
+
+constexpr int64_t kChunkBytes = 32 << 10;    // of weights that a thread reads at a time
+constexpr int64_t kChunkElements = 4 << 10;  // of rows
+
+const ModelKernels* kernels = &kernels_for("auto");
+
+[[noreturn]] void refuse(const std::string& why) { throw ffi::Error("WeftCallError", why, ""); }
+
+void check(bool fits, const char* what) {
+  if (!fits) refuse(std::string("a model kernel requires ") + what);
+}
+
+DType dtype_of(TensorView x) {
+  const DLDataType t = x.dtype();
+  if (t.lanes == 1 && t.code == kDLFloat && t.bits == 32) return DType::f32;
+  if (t.lanes == 1 && t.code == kDLBfloat && t.bits == 16) return DType::bf16;
+  if (t.lanes == 1 && t.code == kDLFloat && t.bits == 16) return DType::f16;
+  refuse("model kernels take float32, bfloat16 or float16");
+}
+
+// Checks the device, the type, the number of dimensions and that the last is dense.
+void check_tensor(TensorView x, DType dtype, int dims, const char* name) {
+  check(x.device().device_type == kDLCPU && x.ndim() == dims && dtype_of(x) == dtype, name);
+  check(x.size(dims - 1) <= 1 || x.strides()[dims - 1] == 1, "dense last dimensions");
+}
+
+const void* data_of(const MaybeTensor& x) { return x.has_value() ? x.value().data_ptr() : nullptr; }
+
+// Memory of the calling thread, kept between calls.
+float* scratch(int64_t floats) {
+  static thread_local std::unique_ptr<char[]> memory;
+  static thread_local int64_t held = 0;
+  if (held < floats) memory.reset(new char[size_t(floats) * 4 + 64]), held = floats;
+  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+}
+
+int64_t padded(int64_t width) { return (width + 31) / 32 * 32; }
+
+// Calls function(row) for each of these rows of `elements` elements.
+template <class Function>
+void over_rows(int64_t threads, int64_t rows, int64_t elements, const Function& function) {
+  const int64_t size = std::max<int64_t>(1, kChunkElements / std::max<int64_t>(1, elements));
+  parallel(int(threads), (rows + size - 1) / size, [&](int64_t chunk) {
+    for (int64_t row = chunk * size; row < std::min(rows, (chunk + 1) * size); ++row) function(row);
+  });
+}
+
+}  // namespace
+
+// Chooses the kernels of an instruction set, or "auto", for all threads; returns its name.
+ffi::String use(ffi::String isa) {
+  try {
+    kernels = &kernels_for(std::string(isa));
+  } catch (const std::invalid_argument& error) {
+    refuse(error.what());
+  }
+  return kernels->isa;
+}
+
+// The name of the instruction set that runs.
+ffi::String isa() { return kernels->isa; }
+
+// Fills out [rows, outputs] with x [rows, inputs] weightᵀ [inputs, outputs] + bias [outputs].
+void linear(TensorView x, TensorView weight, MaybeTensor bias, TensorView out, int64_t threads) {
+  Linear c;
+  c.dtype = dtype_of(x);
+  check_tensor(x, c.dtype, 2, "rows of two dimensions"), check_tensor(weight, c.dtype, 2, "a weight of the rows' type");
+  check_tensor(out, c.dtype, 2, "an output of the rows' type");
+  c.rows = x.size(0), c.inputs = x.size(1), c.outputs = weight.size(0), c.padded = padded(c.inputs);
+  check(c.rows <= kMaxRows, "at most 16 rows");
+  check(weight.size(1) == c.inputs && out.size(0) == c.rows && out.size(1) == c.outputs, "matching shapes");
+  if (bias.has_value()) {
+    check_tensor(bias.value(), c.dtype, 1, "a bias of the rows' type");
+    check(bias.value().size(0) == c.outputs, "a bias of the weight's outputs");
+  }
+  c.weight = weight.data_ptr(), c.bias = data_of(bias), c.out = out.data_ptr();
+  c.weight_stride = weight.strides()[0], c.out_stride = out.strides()[0];
+  const int64_t element = c.dtype == DType::f32 ? 4 : 2;
+  float* wide = scratch(c.rows * c.padded);
+  c.x = x.data_ptr(), c.x_stride = x.strides()[0], c.wide = wide;
+  kernels->widen_rows(c, wide);
+  const int64_t size = std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(1, kChunk * c.inputs * element)) * kChunk;
+  parallel(int(threads), (c.outputs + size - 1) / size,
+           [&](int64_t chunk) { kernels->linear(c, chunk * size, std::min(c.outputs, (chunk + 1) * size)); });
+}
+
+// Fills out [B, heads, value dim] and lse [B, heads] with attention of q [B, heads, dim] to the first lengths [B] tokens
+// in pages [B, W] of keys and values [slots, kv heads, dim], or to the last `window` of them if it is not 0.
+void decode(TensorView q, TensorView keys, TensorView values, TensorView pages, TensorView lengths, TensorView out,
+            MaybeTensor lse, double scale, int64_t window, int64_t page_size, int64_t threads) {
+  Decode c;
+  c.dtype = dtype_of(q);
+  check_tensor(q, c.dtype, 3, "queries of three dimensions");
+  check_tensor(keys, c.dtype, 3, "keys of the queries' type");
+  check_tensor(values, c.dtype, 3, "values of the queries' type");
+  check_tensor(out, c.dtype, 3, "an output of the queries' type");
+  const auto integers = [](TensorView x, int dims) {
+    return x.ndim() == dims && x.dtype().code == kDLInt && x.dtype().bits == 32 && x.device().device_type == kDLCPU;
+  };
+  check(integers(pages, 2) && integers(lengths, 1) && lengths.IsContiguous() && out.IsContiguous(),
+        "int32 pages and lengths, and a contiguous output");
+  check(pages.size(1) <= 1 || pages.strides()[1] == 1, "dense pages");
+  const int64_t sequences = q.size(0);
+  c.heads = q.size(1), c.dim = q.size(2), c.kv_heads = keys.size(1), c.value_dim = values.size(2);
+  check(keys.size(2) == c.dim && values.size(1) == c.kv_heads && c.kv_heads > 0 && c.heads % c.kv_heads == 0 &&
+            out.size(0) == sequences && out.size(1) == c.heads && out.size(2) == c.value_dim &&
+            pages.size(0) == sequences && lengths.size(0) == sequences,
+        "matching shapes");
+  c.padded = padded(c.dim), c.padded_value = padded(c.value_dim), c.page_size = page_size;
+  c.page_stride = pages.strides()[0];
+  c.q_row = q.strides()[0], c.q_head = q.strides()[1];
+  c.key_slot = keys.strides()[0], c.key_head = keys.strides()[1];
+  c.value_slot = values.strides()[0], c.value_head = values.strides()[1];
+  c.q = q.data_ptr(), c.keys = keys.data_ptr(), c.values = values.data_ptr(), c.out = out.data_ptr();
+  c.pages = static_cast<const int32_t*>(pages.data_ptr());
+  c.lse = nullptr;
+  if (lse.has_value()) {
+    check(dtype_of(lse.value()) == DType::f32 && lse.value().IsContiguous() && lse.value().ndim() == 2 &&
+              lse.value().size(0) == sequences && lse.value().size(1) == c.heads,
+          "a contiguous float32 lse [B, heads]");
+    c.lse = static_cast<float*>(lse.value().data_ptr());
+  }
+  c.scale = float(scale);
+  const auto tokens = static_cast<const int32_t*>(lengths.data_ptr());
+  static thread_local std::vector<Part> parts;
+  static thread_local std::vector<int64_t> firsts;  // of each sequence's parts; a key-value head's follow each other
+  parts.clear(), firsts.clear();
+  for (int64_t b = 0; b < sequences; ++b) {
+    firsts.push_back(int64_t(parts.size()));
+    const int64_t end = std::max(0, tokens[b]), begin = window ? std::max<int64_t>(0, end - window) : 0;
+    for (int64_t kv = 0; kv < c.kv_heads; ++kv)
+      for (int64_t at = begin; at < end; at = (at / kPart + 1) * kPart)
+        parts.push_back({b, kv, at, std::min(end, (at / kPart + 1) * kPart)});
+  }
+  firsts.push_back(int64_t(parts.size()));
+  const int64_t group = c.heads / c.kv_heads, stride = group * (c.padded_value + 2 + c.padded);
+  float* states = scratch(int64_t(parts.size()) * stride);
+  const Part* all_parts = parts.data();
+  const auto attend = [&](int64_t i) { kernels->attend(c, all_parts[i], states + i * stride); };
+  parallel(int(threads), int64_t(parts.size()), attend);
+  const int64_t* first_parts = firsts.data();
+  over_rows(threads, sequences * c.heads, 8 * c.padded_value, [&](int64_t row) {
+    const int64_t b = row / c.heads, head = row % c.heads, count = (first_parts[b + 1] - first_parts[b]) / c.kv_heads;
+    kernels->merge(c, b, head, states + (first_parts[b] + head / group * count) * stride, stride, count);
+  });
+}
+
+// Fills out [rows, width] with the RMSNorm of x [rows, width] or, if delta is given, of total = x + delta. total, out:
+// contiguous.
+void norm(TensorView x, MaybeTensor delta, TensorView weight, double eps, MaybeTensor total, TensorView out,
+          int64_t threads) {
+  Norm c;
+  c.dtype = dtype_of(x), c.weight_dtype = dtype_of(weight);
+  check_tensor(x, c.dtype, 2, "rows of two dimensions"), check_tensor(out, c.dtype, 2, "an output of the rows' type");
+  c.width = x.size(1), c.x_stride = x.strides()[0], c.delta_stride = 0;
+  const auto whole = [&](TensorView y) {
+    return y.ndim() == 2 && y.size(0) == x.size(0) && y.size(1) == c.width && dtype_of(y) == c.dtype;
+  };
+  check(whole(out) && out.IsContiguous() && weight.ndim() == 1 && weight.size(0) == c.width && weight.IsContiguous() &&
+            (c.weight_dtype == c.dtype || c.weight_dtype == DType::f32),
+        "matching shapes, and a weight of the rows' type or float32");
+  if (delta.has_value()) {
+    check(total.has_value() && whole(delta.value()) && whole(total.value()) && total.value().IsContiguous(),
+          "a delta and a contiguous total of the rows' shape");
+    check_tensor(delta.value(), c.dtype, 2, "a delta of the rows' type");
+    c.delta_stride = delta.value().strides()[0];
+  }
+  c.x = x.data_ptr(), c.delta = data_of(delta), c.weight = weight.data_ptr(), c.out = out.data_ptr();
+  c.total = const_cast<void*>(data_of(total)), c.eps = float(eps);
+  over_rows(threads, x.size(0), c.width, [&](int64_t row) { kernels->norm(c, row); });
+}
+
+// Splits rows [queries, keys, values], normalises and rotates heads of queries and keys, writes keys and values to slots
+// of the cache [slots, kv heads, dim], and fills q [rows, heads, dim]. Slot -1: written to slot `unused`.
+void rope(TensorView qkv, TensorView cos, TensorView sin, TensorView slots, TensorView q, TensorView keys,
+          TensorView values, MaybeTensor q_weight, MaybeTensor k_weight, double eps, bool interleaved, int64_t unused,
+          int64_t threads) {
+  Rope c;
+  c.dtype = c.weight_dtype = dtype_of(qkv);
+  const int64_t rows = qkv.size(0);
+  check_tensor(qkv, c.dtype, 2, "rows of two dimensions"), check_tensor(cos, c.dtype, 2, "cosines of the rows' type");
+  check_tensor(sin, c.dtype, 2, "sines of the rows' type"), check_tensor(q, c.dtype, 3, "queries of the rows' type");
+  check_tensor(keys, c.dtype, 3, "keys of the rows' type");
+  check_tensor(values, c.dtype, 3, "values of the rows' type");
+  c.heads = q.size(1), c.dim = q.size(2), c.kv_heads = keys.size(1), c.half = cos.size(1);
+  check(c.dim <= kMaxDim && 2 * c.half <= c.dim && qkv.size(1) == (c.heads + 2 * c.kv_heads) * c.dim &&
+            keys.size(2) == c.dim && values.size(1) == c.kv_heads && values.size(2) == c.dim && q.size(0) == rows &&
+            q.IsContiguous() && cos.size(0) == rows && sin.size(0) == rows && sin.size(1) == c.half &&
+            cos.strides()[0] == sin.strides()[0],
+        "matching shapes");
+  check(slots.ndim() == 1 && slots.size(0) == rows && slots.dtype().code == kDLInt && slots.dtype().bits == 64 &&
+            slots.IsContiguous() && slots.device().device_type == kDLCPU,
+        "int64 slots");
+  for (const auto& weight : {q_weight, k_weight}) {
+    if (!weight.has_value()) continue;
+    c.weight_dtype = dtype_of(weight.value());
+    check(weight.value().ndim() == 1 && weight.value().size(0) == c.dim && weight.value().IsContiguous() &&
+              (c.weight_dtype == c.dtype || c.weight_dtype == DType::f32),
+          "norms of the heads' size, of the rows' type or float32");
+  }
+  c.qkv_stride = qkv.strides()[0], c.table_stride = cos.strides()[0];
+  c.key_slot = keys.strides()[0], c.key_head = keys.strides()[1];
+  c.value_slot = values.strides()[0], c.value_head = values.strides()[1];
+  c.qkv = qkv.data_ptr(), c.cos = cos.data_ptr(), c.sin = sin.data_ptr(), c.q = q.data_ptr();
+  c.keys = keys.data_ptr(), c.values = values.data_ptr(), c.slots = static_cast<const int64_t*>(slots.data_ptr());
+  c.q_weight = data_of(q_weight), c.k_weight = data_of(k_weight), c.eps = float(eps);
+  c.interleaved = interleaved, c.unused = unused;
+  // Rows without a slot write to the same one, which nobody reads.
+  over_rows(threads, rows, qkv.size(1), [&](int64_t row) { kernels->rope(c, row); });
+}
+
+// Fills out [rows, inner] from x [rows, 2 · inner], gate first. limit, alpha: NaN for none.
+void gated(TensorView x, TensorView out, double limit, double alpha, int64_t threads) {
+  Gated c;
+  c.dtype = dtype_of(x);
+  check_tensor(x, c.dtype, 2, "rows of two dimensions"), check_tensor(out, c.dtype, 2, "an output of the rows' type");
+  c.inner = out.size(1), c.x_stride = x.strides()[0];
+  check(x.size(1) == 2 * c.inner && out.size(0) == x.size(0) && out.IsContiguous(), "matching shapes");
+  c.x = x.data_ptr(), c.out = out.data_ptr();
+  c.limited = limit == limit, c.scaled = alpha == alpha, c.limit = float(limit), c.alpha = float(alpha);
+  over_rows(threads, x.size(0), c.inner, [&](int64_t row) { kernels->gated(c, row); });
+}
+
+// Reads floats by threads as fast as this CPU can, and returns their bits' parity: what reading memory costs.
+int64_t read(TensorView x, int64_t threads) {
+  check_tensor(x, DType::f32, 1, "floats");
+  const auto from = static_cast<const char*>(x.data_ptr());
+  const int64_t bytes = x.size(0) * 4, chunks = bytes / kChunkBytes;
+  std::atomic<int64_t> total{0};
+  parallel(int(threads), chunks, [&](int64_t chunk) {
+    typedef int64_t Wide __attribute__((vector_size(64)));
+    constexpr int64_t kStream = kChunkBytes / 4;
+    Wide sums[4] = {};
+    const char* words = from + chunk * kChunkBytes;
+    for (int64_t i = 0; i < kStream; i += 64)
+      for (int j = 0; j < 4; ++j) {
+        __builtin_prefetch(words + kStream * j + i + (4 << 10));
+        Wide some;
+        std::memcpy(&some, words + kStream * j + i, 64);
+        sums[j] ^= some;
+      }
+    total ^= (sums[0] ^ sums[1] ^ sums[2] ^ sums[3])[0];
+  });
+  return total.load();
+}
+
+}  // namespace weft::model
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(use, weft::model::use)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::model::isa)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, weft::model::linear)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, weft::model::decode)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm, weft::model::norm)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope, weft::model::rope)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated, weft::model::gated)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(read, weft::model::read)

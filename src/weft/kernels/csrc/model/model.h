@@ -1,0 +1,187 @@
+// Model kernels of few rows, chosen for the CPU at run time. All instruction sets give the same bits, but for products
+// of bfloat16 numbers by AVX512-BF16 and AMX.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "dtype.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace weft::model {
+
+constexpr int kTokens = 64;      // of a softmax's block
+constexpr int kAheadTokens = 8;  // from a key to the one that is prefetched
+constexpr int64_t kPart = 128;   // tokens that one thread attends to, of one key-value head
+constexpr int64_t kMaxDim = 1024;
+constexpr int64_t kMaxRows = 16;  // of a product
+constexpr int64_t kChunk = 48;    // outputs of a product that one thread computes at least
+constexpr int64_t kGroup = 12;    // outputs of a product: all rows use their weights in turn
+constexpr int64_t kDepth = 512;   // elements of rows that stay in the first cache
+
+// out [rows, outputs] = x weightᵀ + bias. Strides are in elements.
+struct Linear {
+  DType dtype;
+  int64_t rows, inputs, outputs, padded;
+  const float* wide;  // x as `linear` reads it, up to `padded` floats a row
+  const void *x, *weight, *bias;
+  int64_t x_stride, weight_stride, out_stride;
+  void* out;
+};
+
+// Attention of one row per sequence; see weft.engine.attention.backend.AttentionInputs.
+struct Decode {
+  DType dtype;
+  int64_t heads, kv_heads, dim, value_dim, padded, padded_value, page_size, page_stride;
+  int64_t q_row, q_head, key_slot, key_head, value_slot, value_head;
+  const void *q, *keys, *values;
+  const int32_t* pages;
+  void* out;
+  float* lse;
+  float scale;
+};
+
+// Tokens begin … end − 1 of a sequence and a key-value head.
+struct Part {
+  int64_t sequence, kv, begin, end;
+};
+
+struct Norm {
+  DType dtype, weight_dtype;
+  int64_t width, x_stride, delta_stride;
+  const void *x, *delta, *weight;
+  void *total, *out;
+  float eps;
+};
+
+// Rows [queries, keys, values] of heads; see weft.engine.attention.projections.HeadSplit.
+struct Rope {
+  DType dtype, weight_dtype;
+  int64_t heads, kv_heads, dim, half, qkv_stride, table_stride, key_slot, key_head, value_slot, value_head, unused;
+  const void *qkv, *cos, *sin, *q_weight, *k_weight;
+  const int64_t* slots;
+  void *q, *keys, *values;
+  float eps;
+  bool interleaved;
+};
+
+// See weft.engine.kernels.model_reference.gated. scaled: alpha is given.
+struct Gated {
+  DType dtype;
+  int64_t inner, x_stride;
+  const void* x;
+  void* out;
+  bool limited, scaled;
+  float limit, alpha;
+};
+
+// Index of an element among 32 in the order of load32: even bfloat16 numbers come first.
+template <class T>
+constexpr int lane_of(int i) {
+  return std::is_same_v<T, bf16> ? i % 2 * 16 + i / 2 : i;
+}
+
+struct ModelKernels {
+  const char* isa;
+  void (*widen_rows)(const Linear&, float* to);
+  void (*linear)(const Linear&, int64_t begin, int64_t end);
+  // state: see attend.inl, with the widened queries behind it.
+  void (*attend)(const Decode&, const Part&, float* state);
+  void (*merge)(const Decode&, int64_t sequence, int64_t head, const float* states, int64_t stride, int64_t parts);
+  void (*norm)(const Norm&, int64_t row);
+  void (*rope)(const Rope&, int64_t row);
+  void (*gated)(const Gated&, int64_t row);
+};
+
+#define WEFT_FN WEFT_TARGET static inline
+namespace model_scalar {
+#define WEFT_TARGET
+#include "lanes_scalar.inl"
+#include "linear.inl"
+#include "attend.inl"
+#include "rowwise.inl"
+inline constexpr ModelKernels kKernels{"scalar", widen_rows, linear, attend, merge, norm, rope, gated};
+#undef WEFT_TARGET
+}  // namespace model_scalar
+
+#if defined(__x86_64__)
+namespace model_avx2 {
+#define WEFT_TARGET __attribute__((target("avx2,fma,f16c")))
+#include "lanes_avx2.inl"
+#include "linear.inl"
+#include "attend.inl"
+#include "rowwise.inl"
+inline constexpr ModelKernels kKernels{"avx2", widen_rows, linear, attend, merge, norm, rope, gated};
+#undef WEFT_TARGET
+}  // namespace model_avx2
+
+namespace model_avx512 {
+#define WEFT_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")))
+#include "lanes_avx512.inl"
+#include "linear.inl"
+#include "attend.inl"
+#include "rowwise.inl"
+inline constexpr ModelKernels kKernels{"avx512", widen_rows, linear, attend, merge, norm, rope, gated};
+#undef WEFT_TARGET
+}  // namespace model_avx512
+
+// Products of bfloat16 numbers by instructions for them. Last bits differ: two products are added at a time, and
+// subnormal numbers count as zero.
+namespace model_avx512_bf16 {
+#define WEFT_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,f16c")))
+#define WEFT_DOT_BF16
+#include "lanes_avx512.inl"
+#include "linear.inl"
+#undef WEFT_DOT_BF16
+#undef WEFT_TARGET
+using namespace model_avx512;
+inline constexpr ModelKernels kKernels{
+    "avx512_bf16", model_avx512_bf16::widen_rows, model_avx512_bf16::linear, attend, merge, norm, rope, gated};
+}  // namespace model_avx512_bf16
+
+namespace model_amx {
+#define WEFT_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16")))
+using namespace model_avx512;
+#include "amx.inl"
+#undef WEFT_TARGET
+inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, linear_by_tiles, attend, merge, norm, rope, gated};
+
+// Linux lets a process use tiles once it has asked.
+inline bool permitted() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+}  // namespace model_amx
+#endif
+#undef WEFT_FN
+
+// The kernels of an instruction set by name; "auto": the widest that this CPU has. Throws std::invalid_argument.
+inline const ModelKernels& kernels_for(const std::string& isa) {
+  const bool any = isa == "auto";
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool narrow = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (wide && narrow && __builtin_cpu_supports("amx-bf16") && (any || isa == "amx") && model_amx::permitted())
+    return model_amx::kKernels;
+  if (wide && narrow && __builtin_cpu_supports("avx512bf16") && (any || isa == "avx512_bf16"))
+    return model_avx512_bf16::kKernels;
+  if (wide && narrow && (any || isa == "avx512")) return model_avx512::kKernels;
+  if (narrow && (any || isa == "avx2")) return model_avx2::kKernels;
+#endif
+  if (any || isa == "scalar") return model_scalar::kKernels;
+  throw std::invalid_argument("this CPU has no " + isa);
+}
+
+}  // namespace weft::model

@@ -1,0 +1,138 @@
+// Kernels of single rows: RMSNorm with residual, rotary embedding with the cache's write, gated activations.
+
+template <class T>
+WEFT_FN Pair load_some(const T* p, int64_t count) {
+  if (count >= 32) return load32(p);
+  T some[32] = {};
+  std::memcpy(some, p, size_t(count) * sizeof(T));
+  return load32(some);
+}
+
+template <class T>
+WEFT_FN void store_some(T* p, Pair x, int64_t count) {
+  if (count >= 32) return store32(p, x);
+  T some[32];
+  store32(some, x);
+  std::memcpy(static_cast<void*>(p), some, size_t(count) * sizeof(T));
+}
+
+template <class T>
+WEFT_FN Pair rounded(Pair x) {
+  T narrowed[32];
+  store32(narrowed, x);
+  return load32(narrowed);
+}
+
+// out = weight · x / √(mean(x²) + eps). N: type of the weight; float with a narrower T is multiplied before rounding.
+template <class T, class N>
+WEFT_TARGET void norm_row(const T* x, const N* weight, int64_t width, float eps, T* out) {
+  Pair squares = {all(0.0f), all(0.0f)};
+  for (int64_t k = 0; k < width; k += 32) {
+    const Pair wide = load_some(x + k, width - k);
+    squares.a = fma(wide.a, wide.a, squares.a), squares.b = fma(wide.b, wide.b, squares.b);
+  }
+  const F scale = all(1.0f / __builtin_sqrtf(sum(add(squares.a, squares.b)) / float(width) + eps));
+  for (int64_t k = 0; k < width; k += 32) {
+    Pair normed = load_some(x + k, width - k);
+    normed = {mul(normed.a, scale), mul(normed.b, scale)};
+    Pair factor;
+    if constexpr (std::is_same_v<T, N>) {
+      normed = rounded<T>(normed), factor = load_some(weight + k, width - k);
+    } else {  // in the order of T's lanes
+      float factors[32] = {};
+      for (int64_t i = 0; i < 32 && k + i < width; ++i) factors[lane_of<T>(int(i))] = weight[k + i];
+      factor = {load(factors), load(factors + 16)};
+    }
+    store_some(out + k, {mul(normed.a, factor.a), mul(normed.b, factor.b)}, width - k);
+  }
+}
+
+template <class T>
+WEFT_TARGET void norm_t(const Norm& c, int64_t row) {
+  const T* x = static_cast<const T*>(c.x) + row * c.x_stride;
+  T* out = static_cast<T*>(c.out) + row * c.width;
+  if (c.delta) {
+    const T* delta = static_cast<const T*>(c.delta) + row * c.delta_stride;
+    T* total = static_cast<T*>(c.total) + row * c.width;
+    for (int64_t k = 0; k < c.width; k += 32) {
+      const Pair left = load_some(x + k, c.width - k), right = load_some(delta + k, c.width - k);
+      store_some(total + k, {add(left.a, right.a), add(left.b, right.b)}, c.width - k);
+    }
+    x = total;
+  }
+  if (c.weight_dtype == c.dtype) return norm_row(x, static_cast<const T*>(c.weight), c.width, c.eps, out);
+  if constexpr (!std::is_same_v<T, float>) norm_row(x, static_cast<const float*>(c.weight), c.width, c.eps, out);
+}
+
+inline void norm(const Norm& c, int64_t row) {
+  if (c.dtype == DType::f32) norm_t<float>(c, row);
+  if (c.dtype == DType::bf16) norm_t<bf16>(c, row);
+  if (c.dtype == DType::f16) norm_t<f16>(c, row);
+}
+
+// Rotates the first 2 · half elements of a head; each result is rounded once.
+template <class T>
+WEFT_TARGET void rotate(const Rope& c, const T* x, const T* cos, const T* sin, T* out) {
+  const int64_t step = c.interleaved ? 2 : 1, across = c.interleaved ? 1 : c.half;
+  for (int64_t i = 0; i < c.half; ++i) {
+    const float left = widen(x[i * step]), right = widen(x[i * step + across]);
+    const float by = widen(cos[i]), with = widen(sin[i]);
+    narrow(left * by - right * with, out + i * step);
+    narrow(right * by + left * with, out + i * step + across);
+  }
+  for (int64_t i = 2 * c.half; i < c.dim; ++i) out[i] = x[i];
+}
+
+template <class T>
+WEFT_TARGET void rope_t(const Rope& c, int64_t row) {
+  const T* x = static_cast<const T*>(c.qkv) + row * c.qkv_stride;
+  const T* cos = static_cast<const T*>(c.cos) + row * c.table_stride;
+  const T* sin = static_cast<const T*>(c.sin) + row * c.table_stride;
+  T* q = static_cast<T*>(c.q) + row * c.heads * c.dim;
+  const int64_t slot = c.slots[row] < 0 ? c.unused : c.slots[row];
+  T* keys = static_cast<T*>(c.keys) + slot * c.key_slot;
+  T* values = static_cast<T*>(c.values) + slot * c.value_slot;
+  T normed[kMaxDim];
+  const auto head = [&](const T* from, const void* weight, T* to) WEFT_TARGET {
+    if (weight && c.weight_dtype == c.dtype) {
+      norm_row(from, static_cast<const T*>(weight), c.dim, c.eps, normed);
+    } else if constexpr (!std::is_same_v<T, float>) {
+      if (weight) norm_row(from, static_cast<const float*>(weight), c.dim, c.eps, normed);
+    }
+    rotate(c, weight ? normed : from, cos, sin, to);
+  };
+  for (int64_t h = 0; h < c.heads; ++h, x += c.dim) head(x, c.q_weight, q + h * c.dim);
+  for (int64_t h = 0; h < c.kv_heads; ++h, x += c.dim) head(x, c.k_weight, keys + h * c.key_head);
+  for (int64_t h = 0; h < c.kv_heads; ++h, x += c.dim)
+    std::memcpy(static_cast<void*>(values + h * c.value_head), x, size_t(c.dim) * sizeof(T));
+}
+
+inline void rope(const Rope& c, int64_t row) {
+  if (c.dtype == DType::f32) rope_t<float>(c, row);
+  if (c.dtype == DType::bf16) rope_t<bf16>(c, row);
+  if (c.dtype == DType::f16) rope_t<f16>(c, row);
+}
+
+template <class T>
+WEFT_TARGET void gated_t(const Gated& c, int64_t row) {
+  const T* gates = static_cast<const T*>(c.x) + row * c.x_stride;
+  T* out = static_cast<T*>(c.out) + row * c.inner;
+  const F one = all(1.0f), minus = all(-1.0f), limit = all(c.limit), low = all(-c.limit), alpha = all(c.alpha);
+  const auto value = [&](F gate, F up) WEFT_TARGET {
+    if (c.scaled) gate = min(limit, gate), up = add(min(limit, max(low, up)), one);
+    const F exponent = mul(c.scaled ? mul(alpha, gate) : gate, minus);
+    F silu = div(gate, add(one, exponential(exponent)));
+    if (c.limited && !c.scaled) silu = min(limit, silu), up = min(limit, max(low, up));
+    return mul(silu, up);
+  };
+  for (int64_t k = 0; k < c.inner; k += 32) {
+    const Pair gate = load_some(gates + k, c.inner - k), up = load_some(gates + c.inner + k, c.inner - k);
+    store_some(out + k, {value(gate.a, up.a), value(gate.b, up.b)}, c.inner - k);
+  }
+}
+
+inline void gated(const Gated& c, int64_t row) {
+  if (c.dtype == DType::f32) gated_t<float>(c, row);
+  if (c.dtype == DType::bf16) gated_t<bf16>(c, row);
+  if (c.dtype == DType::f16) gated_t<f16>(c, row);
+}

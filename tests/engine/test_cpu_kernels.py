@@ -1,0 +1,336 @@
+"""Kernels on CPUs against their definitions in torch: fresh inputs, poisoned outputs, odd widths, all dtypes; the same
+bits for any number of threads and rows, by each instruction set.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from attention.oracle import NAN
+from weft.comm.reference import ReferenceTransport, ReferenceWorld
+from weft.engine.attention.backend_registry import NATIVE
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.kernels import cpu_ops, model_reference, ops
+from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.load import build_model
+from weft.engine.models.registry import read_config
+from weft.engine.worker.model_runner import ModelRunner
+from weft.kernels import cpu_rows, torch_reference
+from weft.kernels.build import KernelError, model_kernels
+from weft.planner.spec import Mesh
+
+NEEDS = {
+    "x86_64": {
+        "scalar": set[str](),
+        "avx2": {"avx2", "fma", "f16c"},
+        "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"},
+        "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c", "avx512_bf16"},
+        "amx": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c", "amx_tile", "amx_bf16"},
+    },
+}.get(platform.machine(), {"scalar": set[str]()})
+FLAGS = set(Path("/proc/cpuinfo").read_text().split())
+ISAS = [isa for isa, needs in NEEDS.items() if needs <= FLAGS]
+OWN_BITS = {"avx512_bf16", "amx"}
+"""Instruction sets that round sums of products of bfloat16 numbers in their own order."""
+DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Tolerance of each dtype, relative to the greatest value: two units in the last place."""
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    model_kernels().use("auto")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=range(2))
+def normal(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    seed = int(torch.randint(2**31, ()).item()) + request.param
+    print(f"seed {seed}")
+    generator = torch.Generator().manual_seed(seed)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    return make
+
+
+def everywhere(run: Callable[[], Any], threads: tuple[int, ...] = (1, 2, 3, 8), isas: list[str] = ISAS) -> Any:
+    """Return run()'s result, after a comparison of its bits by these instruction sets and numbers of threads."""
+    first = None
+    for isa, count in product(isas, threads):
+        assert model_kernels().use(isa) == isa
+        torch.set_num_threads(count)
+        found = run()
+        assert found is not None, "not covered"
+        parts = found if isinstance(found, tuple) else (found,)
+        first = parts if first is None else first
+        for part, other in zip(parts, first, strict=True):
+            assert torch.equal(part.nan_to_num(9e9), other.nan_to_num(9e9)), f"{isa}, {count} threads: other bits"
+    return first if first is None or len(first) > 1 else first[0]
+
+
+def near(found: Tensor, wanted: Tensor, dtype: torch.dtype, slack: float = 1.0) -> None:
+    """AssertionError unless found is near wanted, which may be of a wider dtype."""
+    assert found.dtype == dtype and found.shape == wanted.shape and bool(found.isfinite().all())
+    bound = slack * DTYPES[dtype] * max(1.0, float(wanted.abs().max()))
+    assert float((found.double() - wanted.double()).abs().max()) <= bound
+
+
+def test_the_widest_instruction_set_runs() -> None:
+    assert model_kernels().use("auto") == ISAS[-1]
+    with pytest.raises(KernelError, match="this CPU has no sse9"):
+        model_kernels().use("sse9")
+
+
+def of_equal_bits(dtype: torch.dtype) -> list[list[str]]:
+    """Return the instruction sets in groups that give the same bits of a product."""
+    own = [[isa] for isa in ISAS if isa in OWN_BITS]
+    return [[isa for isa in ISAS if isa not in OWN_BITS], *own] if dtype == torch.bfloat16 else [ISAS]
+
+
+@each_dtype
+@pytest.mark.parametrize("inputs", [1, 31, 64, 100, 577, 1700])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16])
+def test_products(rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
+    slack = max(1.0, inputs**0.5 / 8) if dtype == torch.float32 else 1.0  # of sums that cancel
+    for outputs in (1, 5, 24, 77):
+        x, weight, bias = (normal(*s, dtype=dtype) for s in ((rows, inputs), (outputs, inputs), (outputs,)))
+        wanted = x.double() @ weight.double().t()
+        for isas in of_equal_bits(dtype):
+            found = everywhere(lambda x=x, w=weight: ops.linear(x, w), isas=isas)
+            near(found, wanted, dtype, slack)
+            added = everywhere(lambda x=x, w=weight, b=bias: ops.linear(x, w, None, b), isas=isas)
+            near(added, wanted + bias.double(), dtype, slack)
+            alone = torch.cat([ops.linear(row[None], weight) for row in x])
+            assert torch.equal(alone, found), "a row's bits depend on others"
+
+
+@each_dtype
+def test_products_into_parts_of_other_tensors(dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
+    """Rows, weights and outputs that are columns of wider tensors; what lies next to them stays."""
+    wide, weights = normal(5, 300, dtype=dtype), normal(70, 200, dtype=dtype)
+    x, weight = wide[:, 10:110], weights[:, 50:150]
+
+    def run() -> Tensor:
+        out = torch.full((5, 90), NAN, dtype=dtype)
+        assert ops.linear(x, weight, out[:, 7:77]).data_ptr() == out[:, 7:].data_ptr()
+        return out
+
+    for isas in of_equal_bits(dtype):
+        found = everywhere(run, isas=isas)
+        near(found[:, 7:77].contiguous(), x.double() @ weight.double().t(), dtype)
+        assert bool(found[:, :7].isnan().all()) and bool(found[:, 77:].isnan().all())
+
+
+def test_products_that_torch_computes(normal: Callable[..., Tensor]) -> None:
+    """The rule: more than 16 rows, no row, other dtypes, mixed dtypes, columns that are not dense."""
+    weight = normal(8, 32)
+    for x in (normal(17, 32), normal(0, 32), normal(32, 4).t()):
+        assert cpu_ops.linear(x, weight) is None
+        assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
+    assert cpu_ops.linear(normal(2, 32).double(), weight.double()) is None
+    assert cpu_ops.linear(normal(2, 32).bfloat16(), weight) is None
+    assert cpu_ops.linear_or_partials(normal(2, 32).bfloat16(), weight.bfloat16(), None, torch.float32) is None
+    assert cpu_ops.linear(normal(16, 32), weight) is not None
+    x = normal(3, 32)
+    found = ops.linear_or_partials(x, weight)
+    assert not isinstance(found, SplitKPartials) and torch.equal(found, ops.logits(x, weight))
+
+
+def test_a_host_without_kernels_uses_torch(monkeypatch: pytest.MonkeyPatch, normal: Callable[..., Tensor]) -> None:
+    monkeypatch.setattr(cpu_rows, "missing", lambda: "model.cc does not compile")
+    x, weight = normal(2, 32), normal(8, 32)
+    assert cpu_ops.linear(x, weight) is None and cpu_rows.rms_norm(x, weight[0], 1e-6) is None
+    assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, length: int, window: int | None, scale: float, page: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of one row `[heads, dim]` in float64, and its log-sum-exps."""
+    at = torch.arange(0 if window is None else max(0, length - window), length)
+    slots = pages.long()[at // page] * page + at % page
+    k, v = (x[slots].double().repeat_interleave(len(q) // x.shape[1], dim=1) for x in (keys, values))
+    scores = torch.einsum("hd,thd->ht", q.double(), k) * scale
+    return torch.einsum("ht,thd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+@each_dtype
+@pytest.mark.parametrize("window", [None, 1, 70, 300])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"), [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 128, 128)]
+)
+def test_attention_over_pages(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    normal: Callable[..., Tensor],
+) -> None:
+    """Ragged and empty sequences of several parts, with NaN in all slots that no row sees."""
+    page, lengths = 16, [1, 0, 130, 64, 517, 128, 0, 129]
+    width = -(-max(lengths) // page)
+    order = torch.randperm(sum(-(-n // page) for n in lengths)).tolist()
+    pages = torch.full((len(lengths), width), 10**6, dtype=torch.int32)
+    keys = torch.full((len(order) * page, kv_heads, dim), NAN, dtype=dtype)
+    values = torch.full((len(order) * page, kv_heads, value_dim), NAN, dtype=dtype)
+    for row, length in enumerate(lengths):
+        for i in range(-(-length // page)):
+            pages[row, i] = number = order.pop()
+            begin = number * page
+            count = min(page, length - i * page)
+            skipped = 0 if window is None else min(count, max(0, length - window - i * page))
+            keys[begin + skipped : begin + count] = normal(count - skipped, kv_heads, dim, dtype=dtype)
+            values[begin + skipped : begin + count] = normal(count - skipped, kv_heads, value_dim, dtype=dtype)
+    q, tokens = normal(len(lengths), heads, dim, dtype=dtype), torch.tensor(lengths, dtype=torch.int32)
+
+    def run(at: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        out = torch.full((len(q[at]), heads, value_dim), NAN, dtype=dtype)
+        lse = torch.full((len(q[at]), heads), NAN)
+        cpu_ops.attend(q[at], keys, values, pages[at], tokens[at], out, lse, 0.3, window, page)
+        return out, lse
+
+    outs, lses = everywhere(run)
+    for row, length in enumerate(lengths):
+        alone, lone_lse = run(slice(row, row + 1))
+        assert torch.equal(alone[0], outs[row]) and torch.equal(lone_lse[0], lses[row])
+        if not length:
+            assert not outs[row].any() and bool((lses[row] == -torch.inf).all())
+            continue
+        wanted, lse = attention(q[row], keys, values, pages[row], length, window, 0.3, page)
+        near(outs[row], wanted, dtype)
+        near(lses[row], lse, torch.float32, slack=4)
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [1, 31, 64, 100, 576])
+def test_norms(width: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
+    for rows, wide_weight in product((1, 5, 70), (False, True)):
+        x, delta = normal(rows, width, dtype=dtype), normal(rows, 2 * width, dtype=dtype)[:, :width]
+        weight = normal(width, dtype=torch.float32 if wide_weight else dtype)
+        found = everywhere(lambda x=x, w=weight: cpu_rows.rms_norm(x, w, 1e-5), (1, 3))
+        near(found, torch_reference.rms_norm(x.double(), weight.double(), 1e-5), dtype, slack=2)
+        by_heads = cpu_rows.rms_norm(x.view(rows, 1, width), weight, 1e-5)
+        assert by_heads is not None and torch.equal(by_heads[:, 0], found)
+        total, normed = everywhere(lambda x=x, d=delta, w=weight: cpu_rows.add_rms_norm(x, d, w, 1e-5), (1, 3))
+        assert torch.equal(total, x + delta)
+        assert torch.equal(normed, cpu_rows.rms_norm(total, weight, 1e-5))
+
+
+@each_dtype
+@pytest.mark.parametrize("inner", [1, 33, 64, 1536])
+def test_gated(inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
+    score = (normal(3, 8, dtype=dtype), normal(1, 8, dtype=dtype))
+    for options in ({}, {"limit": 0.7}, {"limit": 0.7, "alpha": 1.7}, {"score": score}):
+        x = 3 * normal(3, 2 * inner, dtype=dtype)
+        x[0, 0], x[1, 0] = 60.0, -200.0
+        wide = options | ({"score": tuple(s.double() for s in score)} if "score" in options else {})
+        found = everywhere(lambda x=x, o=options: cpu_ops.gated(x, **o), (1, 2))
+        near(found, model_reference.gated(x.double(), **wide), dtype, slack=1 + 2 * ("score" in options))
+
+
+@each_dtype
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (40, 24), (33, 2)])
+@pytest.mark.parametrize("norms", [None, "own", "float32"])
+def test_rotary_and_the_caches_write(
+    norms: str | None, dim: int, rotated: int, interleaved: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
+) -> None:
+    rows, heads, kv_heads, slots = 5, 3, 2, torch.tensor([7, 0, -1, 3, 4])
+    qkv = normal(rows, (heads + 2 * kv_heads) * dim + 3, dtype=dtype)[:, :-3]
+    angles = normal(rows, rotated // 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    weights = [None if norms is None else normal(dim, dtype=dtype if norms == "own" else torch.float32) for _ in "qk"]
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.full((2, 10, kv_heads, dim), NAN, dtype=dtype)
+        q = cpu_ops.norm_rope_cache(
+            qkv,
+            heads,
+            cos,
+            sin,
+            slots,
+            keys,
+            values,
+            q_weight=weights[0],
+            k_weight=weights[1],
+            eps=1e-5,
+            interleaved=interleaved,
+            unused=9,
+        )
+        assert q is not None
+        return q, keys, values
+
+    q, keys, values = everywhere(run, (1, 2))
+    of_q, of_k, of_v = (x.unflatten(1, (-1, dim)) for x in qkv.double().split([heads * dim, *[kv_heads * dim] * 2], 1))
+    turned = []
+    for x, weight in zip((of_q, of_k), weights, strict=True):
+        normed = x if weight is None else torch_reference.rms_norm(x, weight.double(), 1e-5)
+        first = normed[..., :rotated].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+        left, right = first.unbind(-1 if interleaved else -2)
+        c, s = cos.double()[:, None], sin.double()[:, None]
+        pairs = torch.stack((left * c - right * s, right * c + left * s), -1 if interleaved else -2)
+        turned.append(torch.cat((pairs.flatten(-2), normed[..., rotated:]), -1))
+    near(q, turned[0], dtype, slack=2)
+    stored = slots[slots >= 0]
+    near(keys[stored], turned[1][slots >= 0], dtype, slack=2)
+    assert torch.equal(values[stored].double(), of_v[slots >= 0])
+    assert bool(keys[[1, 2, 5, 6, 8]].isnan().all()) and bool(values[[1, 2, 5, 6, 8]].isnan().all())
+
+
+def test_ranks_that_are_threads_have_pools_of_their_own(normal: Callable[..., Tensor]) -> None:
+    torch.set_num_threads(3)
+    x, weight = normal(4, 256), normal(3000, 256)
+    wanted, found = ops.linear(x, weight), list[bool]()
+
+    def work() -> None:
+        found.append(all(torch.equal(ops.linear(x, weight), wanted) for _ in range(50)))
+
+    ranks = [threading.Thread(target=work) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert found == [True] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_steps_bits_depend_on_no_other_sequence(dtype: torch.dtype) -> None:
+    """Check whole decode steps of one to sixteen sequences, with one thread and with three."""
+    fields = dict(vocab_size=300, hidden_size=96, intermediate_size=200, num_hidden_layers=2, num_attention_heads=6)
+    config = read_config(LlamaConfig(**fields, num_key_value_heads=2, max_position_embeddings=512).to_dict())
+    model, page, sequences = build_model(config, Mesh(), 0, dtype, torch.device("cpu")), 16, 16
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.1)
+    transport = ReferenceTransport(ReferenceWorld(1), 0)
+    runner = ModelRunner(model, Mesh(), 0, [transport], [CacheGroup(Rule(), 10 * sequences)], page, attention=NATIVE)
+
+    def step(tokens: list[int], rows: list[SeqRows]) -> Tensor:
+        return runner.forward(build_batch(tokens, rows, page), (len(tokens),))
+
+    contexts = torch.randint(1, 150, (sequences,)).tolist()
+    tables = [[list(range(10 * i, 10 * i + 10))] for i in range(sequences)]
+    for context, table in zip(contexts, tables, strict=True):
+        step(torch.randint(300, (context,)).tolist(), [SeqRows(context, 0, table, 1)])
+    rows = [SeqRows(1, context, table, 1) for context, table in zip(contexts, tables, strict=True)]
+    alone = torch.cat([step([i], [row]) for i, row in enumerate(rows)])
+    for count, threads in ((16, 1), (16, 3), (5, 3), (2, 1)):
+        torch.set_num_threads(threads)
+        assert torch.equal(step(list(range(count)), rows[:count]), alone[:count])
+    assert not torch.equal(alone[0], alone[1])

@@ -30,7 +30,7 @@ def _module(name: str) -> ModuleType:
 
 
 def op(torch_form: Callable[P, R], triton_form: str, cpu_form: Callable[P, R | None] | None = None) -> Callable[P, R]:
-    """Return the op of these forms.
+    """Return the op of these forms; `torch_form` is its definition.
 
     Args:
         triton_form: `module.function`, the module by its full name.

@@ -56,7 +56,7 @@ def test_dcp_runs_with_every_backend_that_lacks_nothing(monkeypatch: pytest.Monk
     setup = SEEDS["dcp"].large(8)
     exchanges = {(options["attention_backend"], options.get("dcp_exchange")) for options in setup.variants.values()}
     recipes = (None, "ag_rs", "a2a", "fused")
-    assert exchanges == {(entry.option, recipe) for entry in BACKENDS for recipe in recipes}
+    assert exchanges == {(entry.option, recipe) for entry in BACKENDS if entry.device != "cpu" for recipe in recipes}
     for options in setup.variants.values():
         config = config_of(setup, options, tmp_path / "model", None, "auto")
         assert config.kv_dtype == "auto" and config.mesh.world == 8

@@ -250,7 +250,7 @@ def _large_dcp(gpus: int) -> Setup:
     at_once = [n for n in QUOTED_TOKENS["fa3"][""] if n <= 64 * gpus]  # beyond, all wait for a place in the cache
     loads = [Load(n if n < 64 else min(2 * n, 512), 4000, 1500, n) for n in at_once]
     layout = dict(attn_tp=gpus, ep=gpus, moe_tp=1, kv_tokens=48 * 5504, max_running=512)
-    found = {backend.option: _options_of(backend, gpus) for backend in BACKENDS}
+    found = {backend.option: _options_of(backend, gpus) for backend in BACKENDS if backend.device != "cpu"}
     backends = {
         name: {**options, "attention_backend": name} for name, (options, _) in found.items() if options is not None
     }

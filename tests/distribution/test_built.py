@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import tvm_ffi
 
-from weft.kernels.build import ARCHITECTURES, BuildError, check_built, cuda_kernels, runs_on
+from weft.kernels.build import ARCHITECTURES, BuildError, check_built, cuda_kernels, load, runs_on
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,34 @@ def test_ranks_without_kernels_and_compiler_end_with_one_line(tmp_path: Path) ->
     error = done.stderr.splitlines()[-1]  # behind how far the start is
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert error.startswith("weft: ") and "shm.cc does not compile: " in error and "it needs a C++17 compiler" in error
+
+
+SOURCE = """
+#include <tvm/ffi/function.h>
+static int64_t one() { return 1; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(one, one);
+"""
+
+
+def test_a_library_is_compiled_once_unless_it_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (folder := tmp_path / "source").mkdir()
+    (folder / "one.cc").write_text(SOURCE)
+
+    def compilations() -> int:
+        caplog.clear()
+        assert load("one", folder / "one.cc", flags=("-O0",)).one() == 1
+        return sum("compiling one.cc, which takes less than a minute" in line for line in caplog.messages)
+
+    assert compilations() == 1
+    monkeypatch.setattr(tvm_ffi, "__version__", "0.0.1")
+    assert compilations() == 0, "a tvm-ffi of another version runs it"
+    [library] = (tmp_path / "cache").rglob("one.so")
+    library.unlink()  # not rewritten in place: this process has it mapped
+    library.write_bytes(b"of a newer tvm-ffi")
+    (tmp_path / "cache").rename(tmp_path / "moved")  # this process would not read a path again that it has loaded
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "moved"))
+    assert compilations() == 1
+    assert compilations() == 0

@@ -1,7 +1,8 @@
 """Native kernels: libraries from the wheel, or compiled when first needed and cached by a hash.
 
 A library does not depend on torch's or Python's ABI (tvm-ffi), so that one serves every version of both. The hash
-covers the sources and flags. Ranks that start at the same time wait for one build.
+covers the sources and flags. A library that does not load, as it needs a newer tvm-ffi, is compiled again. Ranks that
+start at the same time wait for one build.
 """
 
 from __future__ import annotations
@@ -95,7 +96,13 @@ def load(name: str, source: Path, *folders: Path, flags: Sequence[str], gpus: Se
             why = " ".join(str(error).split())
             _log.warning("weft: the installed kernels %s are not used, others are compiled: %s", name, why)
     own = ["90a" if gpu == (9, 0) else f"{gpu[0]}{gpu[1]}" for gpu in gpus]
-    return module(compiled(name, source, *folders, flags=(*flags, *for_gpus(own))))
+    flags = (*flags, *for_gpus(own))
+    library = compiled(name, source, *folders, flags=flags)
+    written = library.stat().st_mtime_ns
+    try:
+        return module(library)
+    except (OSError, RuntimeError):
+        return module(compiled(name, source, *folders, flags=flags, unlike=written))
 
 
 def module(library: Path) -> Any:
@@ -139,18 +146,19 @@ def for_gpus(architectures: Sequence[str]) -> list[str]:
     return [f"-gencode=arch=compute_{each},code=sm_{each}" for each in architectures]
 
 
-def compiled(name: str, source: Path, *folders: Path, flags: Sequence[str]) -> Path:
-    """Return the library `name` of `source`, compiled with `flags` if needed. Raises BuildError."""
-    import tvm_ffi
+def compiled(name: str, source: Path, *folders: Path, flags: Sequence[str], unlike: int | None = None) -> Path:
+    """Return the library `name` of `source`, compiled with `flags` if needed. Raises BuildError.
 
-    parts = (source_hash(source, *folders), tvm_ffi.__version__, *flags)
+    unlike: modification time, in ns, of a library that does not load and is replaced.
+    """
+    parts = (source_hash(source, *folders), *flags)
     folder = cache_folder() / "kernels" / f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}"
     library = folder / f"{name}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, even if killed
-            if not library.exists():
+            if not library.exists() or library.stat().st_mtime_ns == unlike:
                 with tempfile.TemporaryDirectory(dir=folder) as scratch:
                     _compile(source, Path(scratch) / library.name, folders, flags)
                     (Path(scratch) / library.name).rename(library)
@@ -163,6 +171,8 @@ def _compile(source: Path, library: Path, folders: Sequence[Path], flags: Sequen
     from tvm_ffi import libinfo
 
     cuda = source.suffix == ".cu"
+    time = "one to two minutes" if cuda else "less than a minute"
+    _log.warning("weft: compiling %s, which takes %s, once on this host", source.name, time)
     # CUDA's runtime is linked into the library, to be independent of torch's.
     compiler = [nvcc(), "--cudart=static", "-Xcompiler=-fPIC"] if cuda else [os.environ.get("CXX", "c++"), "-fPIC"]
     include = (libinfo.find_include_path(), libinfo.find_dlpack_include_path(), source.parent, *folders)

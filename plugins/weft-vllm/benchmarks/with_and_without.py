@@ -100,17 +100,17 @@ def run(options: argparse.Namespace, arm: str, folder: Path) -> list[dict[str, A
                 "VLLM_DP_MASTER_PORT": str(port),
             }
         command = [sys.executable, str(HERE), *sys.argv[1:], "--rank", str(rank)]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
+        ranks.append(subprocess.Popen(command, env=environment))
+    if any([rank.wait() for rank in ranks]):
         raise SystemExit(
             f"vLLM {arm} the plug-in ended with {[rank.returncode for rank in ranks]}; see its lines above"
         )
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    outputs = [(folder / f"{rank}.json").read_text() for rank in range(len(ranks))]
+    return [json.loads(output) for output in outputs]
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """Run the engine of one DP rank, and print a line of JSON: its tokens, or seconds per step."""
+    """Run the engine of one DP rank. Write its tokens, or seconds per step, to RANK.json in the folder WORK."""
     from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = {
@@ -157,7 +157,7 @@ def run_rank(options: argparse.Namespace) -> None:
             result["tokens"].append(tokens)
             chosen = [float(each[token].logprob) for token, each in zip(tokens, output.logprobs, strict=True)]
             result["logprobs"].append(chosen)
-    print(json.dumps(result))
+    Path(os.environ["WORK"], f"{options.rank}.json").write_text(json.dumps(result))  # stdout has progress bars
 
 
 def compared(runs: list[tuple[str, list[dict[str, Any]]]], what: str) -> dict[str, Any]:

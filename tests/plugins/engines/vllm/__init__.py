@@ -1,5 +1,6 @@
 """A stand-in for vLLM: what weft-vllm uses of it, over gloo. test_contracts.py holds it to vLLM's."""
 
+import atexit
 from types import SimpleNamespace
 
 
@@ -13,6 +14,7 @@ class LLM:
 
     def __init__(self, model, load_format, skip_tokenizer_init, tensor_parallel_size, **arguments):
         self.arguments = arguments
+        atexit.register(print, "Processed prompts: 100%")  # its last lines follow those of the caller
 
     def generate(self, prompts, sampling_params, use_tqdm=True):
         return [self.output(sum(prompt["prompt_token_ids"]) % 97, sampling_params) for prompt in prompts]

@@ -73,7 +73,7 @@ def reproduce(name: str, layers: int, *options: str) -> Command:
 
 
 ELSEWHERE = ("emulated", "merge_emulated", "lanes", "compile", "triton_compile")  # on CPUs
-ELSEWHERE += ("sanitizer", "plain", "engine", "http", "families")  # in parts of their own
+ELSEWHERE += ("sanitizer", "plain", "engine", "http", "families", "library")  # in parts of their own
 OTHER_TESTS = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ELSEWHERE))
 OTHER_TESTS += ("--ignore=tests/gpu/triton_checks",)
 TWO = ("--attn-tp", "2", "--ep", "2", "--moe-tp", "1")
@@ -93,6 +93,7 @@ PARTS = {
         ),
     ),
     "peer": Part("transports on two GPUs", 2, (tests("two-gpus", *OTHER_TESTS),)),
+    "library-2": Part("the library on two GPUs", 2, (tests("library", "tests/gpu/test_library.py"),)),
     "engine-2": Part(
         "the engine and HTTP on two GPUs",
         2,
@@ -102,7 +103,11 @@ PARTS = {
             ),
         ),
     ),
-    "peer-4": Part("transports on four GPUs", 4, (tests("four-gpus", *OTHER_TESTS),)),
+    "peer-4": Part(
+        "transports and the library on four GPUs",
+        4,
+        (tests("library-4", "tests/gpu/test_library.py"), tests("four-gpus", *OTHER_TESTS)),
+    ),
     "engine-4": Part(
         "the engine on four GPUs",
         4,

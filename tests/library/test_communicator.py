@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,125 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from library.worlds import bits, poison, run_ranks, same_bits
+from library.random_calls import any_bits, random_calls
+from library.worlds import run_ranks, same_bits
 from weft.comm import meeting
 from weft.kernels.build import BuildError
-from weft.kernels.torch_reference import rms_norm, softmax_merge
+from weft.kernels.torch_reference import rms_norm
 from weft.library import communicator
 from weft.library.arguments import MOVED, OPS
 from weft.library.communicator import Communicator
 
 SMALL = 1 << 16
-SUMMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def sampled(seed: int, rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    """A rank's small whole numbers, whose sums are exact in any order; every rank can work them out."""
-    x = torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(seed + rank))
-    return (x + rank).to(dtype)
-
-
-def any_bits(seed: int, rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    """A rank's bytes, and in a third of the cases all ones: −1, and a NaN of every type."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    generator, most = torch.Generator().manual_seed(seed + rank), 2 if dtype == torch.bool else 256
-    x = torch.randint(0, most, (size,), generator=generator, dtype=torch.uint8)
-    if (seed + rank) % 3 == 0:
-        x.fill_(most - 1)
-    return x.view(dtype).view(shape)
-
-
-def joined(tensors: list[Tensor], like: Tensor) -> Tensor:
-    """The rows of all, bit for bit, of whatever dtype."""
-    return torch.cat([bits(x) for x in tensors]).view(like.dtype).view(-1, *like.shape[1:])
-
-
-def check_sums(comm: Communicator, draw: random.Random, counts: list[int]) -> None:
-    rank, n, seed = comm.rank, comm.world_size, draw.randrange(1 << 30)
-    dtype, width, rows, total = draw.choice(SUMMED), draw.choice((1, 3, 16, 65)), draw.choice((0, 1, 5)), sum(counts)
-    x = sampled(seed, rank, rows, width, dtype=dtype)
-    expected = torch.stack([sampled(seed, r, rows, width, dtype=dtype) for r in range(n)]).sum(0)
-    out = torch.full_like(x, float("nan"))
-    assert comm.all_reduce(x, out=out) is out and same_bits(out, expected)
-    assert same_bits(comm.all_reduce(x.t()), expected.t().contiguous())
-    assert same_bits(comm.all_reduce(x[:, 0]), expected[:, 0])
-    dist.all_reduce(x)
-    assert same_bits(x, expected)
-
-    every = [sampled(seed, r, total, width, dtype=dtype) for r in range(n)]
-    x, summed = every[rank], torch.stack(every).sum(0)
-    mine = summed.split(counts)[rank]
-    poison(comm)
-    out = torch.full_like(mine, float("nan"))
-    assert same_bits(comm.reduce_scatterv(x, counts), mine)
-    assert same_bits(comm.reduce_scatterv(x, counts, out=out), mine) and same_bits(out, mine)
-
-    weight, residual = torch.rand(width).to(dtype) + 0.5, torch.rand_like(summed)
-    own = residual.split(counts)[rank]
-    for given, added in (
-        (comm.all_reduce_add_rms_norm(x, residual, weight, 1e-5), residual + summed),
-        (comm.reduce_scatterv_add_rms_norm(x, counts, own, weight, 1e-5), own + mine),
-    ):
-        assert same_bits(given[1], added)
-        torch.testing.assert_close(given[0], rms_norm(added, weight, 1e-5), rtol=1e-2, atol=1e-5)
-
-
-def check_moves(comm: Communicator, draw: random.Random, counts: list[int]) -> None:
-    rank, n, seed, dtype = comm.rank, comm.world_size, draw.randrange(1 << 30), draw.choice(MOVED)
-    shape = draw.choice(((), (1,), (3,), (2, 5), (33,)))
-    every = [any_bits(seed, r, rows, *shape, dtype=dtype) for r, rows in enumerate(counts)]
-    expected = joined(every, every[rank])
-    poison(comm)
-    assert same_bits(comm.all_gatherv(every[rank], counts), expected)
-    out = torch.zeros_like(expected)
-    assert same_bits(comm.all_gatherv(every[rank], counts, out=out), expected) and same_bits(out, expected)
-
-    matrix = [[draw.randrange(4) for _ in range(n)] for _ in range(n)]
-    every = [any_bits(seed, r, sum(row), *shape, dtype=dtype) for r, row in enumerate(matrix)]
-    runs = [x.split(row)[rank] for x, row in zip(every, matrix, strict=True)]
-    given = comm.all_to_allv(every[rank], matrix[rank], [row[rank] for row in matrix])
-    assert same_bits(given, joined(runs, given))
-
-    root = draw.randrange(n)
-    given = comm.broadcast(any_bits(seed, rank, *shape, dtype=dtype), root)
-    assert same_bits(given, any_bits(seed, root, *shape, dtype=dtype))
-
-
-def check_mixed(comm: Communicator, draw: random.Random) -> None:
-    rank, n, seed = comm.rank, comm.world_size, draw.randrange(1 << 30)
-    groups = draw.choice([g for g in range(1, n + 1) if n % g == 0])
-    each, counts = n // groups, [draw.randrange(4) for _ in range(groups)]
-    every = [sampled(seed, r, counts[r // each], 8, dtype=torch.bfloat16) for r in range(n)]
-    expected = torch.cat([torch.stack(every[g * each : (g + 1) * each]).sum(0) for g in range(groups)])
-    assert same_bits(comm.all_reduce_all_gatherv(every[rank], counts), expected)
-    every = [sampled(seed, r, sum(counts), 8, dtype=torch.bfloat16) for r in range(n)]
-    expected = torch.stack(every).sum(0).split(counts)[rank // each]
-    assert same_bits(comm.reduce_scatterv_all_reduce(every[rank], counts), expected)
-
-    shape = draw.randrange(4), 2 * n
-    outs = [sampled(seed, r, *shape, 16, dtype=torch.float32) for r in range(n)]
-    lses = [sampled(seed + n, r, *shape, dtype=torch.float32) for r in range(n)]
-    for lse in lses:
-        lse[lse == 1] = -float("inf")  # no keys
-    merged, total = softmax_merge(torch.stack(outs).double(), torch.stack(lses).double())
-    mine = slice(rank * 2, rank * 2 + 2)
-    for base, log in (("e", 1.0), ("2", 0.6931471805599453)):
-        given = comm.lse_reduce_scatter(outs[rank], lses[rank] / log, lse_base=base)  # type: ignore[arg-type]
-        torch.testing.assert_close(given[0], merged[:, mine].float(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(given[1] * log, total[:, mine].float(), rtol=1e-5, atol=1e-5)
-
-
-def random_calls(rounds: int) -> None:
-    """Every rank draws the same counts, from the same seed."""
-    with Communicator(max_bytes=SMALL) as comm:
-        draw = random.Random(rounds)
-        for number in range(rounds):
-            counts = [draw.choice((0, 0, 1, 2, 7)) for _ in range(comm.world_size)] if number else [0] * comm.world_size
-            check_sums(comm, draw, counts)
-            check_moves(comm, draw, counts)
-            check_mixed(comm, draw)
-        comm.barrier()
-        comm.check()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

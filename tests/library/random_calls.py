@@ -83,7 +83,8 @@ def check_sums(comm: Communicator, draw: random.Random, counts: list[int], sizes
         (comm.reduce_scatterv_add_rms_norm(given, counts, own.to(device), *on), own + mine),
     ):
         assert same(result[1], added)
-        torch.testing.assert_close(result[0].cpu(), rms_norm(added, weight, 1e-5), rtol=1e-2, atol=1e-5)
+        normed = rms_norm(added, weight, 1e-5)  # both round twice
+        torch.testing.assert_close(result[0].cpu(), normed, rtol=2 * max(torch.finfo(dtype).eps, 1e-5), atol=1e-5)
 
 
 def check_moves(comm: Communicator, draw: random.Random, counts: list[int], sizes: Sizes) -> None:

@@ -8,8 +8,8 @@
 
 Weights are vLLM's dummy ones, the same in every run. The plug-in is turned on and off by VLLM_PLUGINS, in rounds of
 without, with, with, without; each is a fresh engine. A step's time is that of --steps tokens of each sequence beyond
-the first, divided by their number. Nothing that takes multicast objects is turned on. Run it where vLLM, weft and
-weft-vllm are installed.
+the first, divided by their number: the median of --repeats such differences, after one that compiles what is missing.
+Nothing that takes multicast objects is turned on. Run it where vLLM, weft and weft-vllm are installed.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64], help="sequences of each DP rank")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5, help="number of times that an engine measures")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
@@ -139,19 +140,21 @@ def run_rank(options: argparse.Namespace) -> None:
         prompts = [
             {"prompt_token_ids": [given.randrange(vocabulary) for _ in range(options.prompt)]} for _ in range(count)
         ]
+        logprobs = None if options.what == "time" else 1
         sampling = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1 if tokens > 1 else None
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
         )
         begin = time.perf_counter()
         outputs = engine.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - begin, [output.outputs[0] for output in outputs]
 
     for count in options.batches:
-        generate(count, 2)
         if options.what == "time":
-            short, long = generate(count, 1)[0], generate(count, options.steps + 1)[0]
-            result["step_ms"][count] = (long - short) / options.steps * 1e3
+            pairs = [[generate(count, n)[0] for n in (1, options.steps + 1)] for _ in range(options.repeats + 1)]
+            steps = [(long - short) / options.steps * 1e3 for short, long in pairs[1:]]
+            result["step_ms"][count] = statistics.median(steps)
             continue
+        generate(count, 2)
         for output in generate(count, options.steps)[1]:
             tokens = [int(token) for token in output.token_ids]
             result["tokens"].append(tokens)

@@ -14,7 +14,7 @@ class LLM:
 
     def __init__(self, model, load_format, skip_tokenizer_init, tensor_parallel_size, **arguments):
         self.arguments = arguments
-        atexit.register(print, "Processed prompts: 100%")  # its last lines follow those of the caller
+        atexit.register(print, "Processed prompts: 100%")  # follows the caller's last line
 
     def generate(self, prompts, sampling_params, use_tqdm=True):
         return [self.output(sum(prompt["prompt_token_ids"]) % 97, sampling_params) for prompt in prompts]

@@ -43,6 +43,7 @@ LONGEST = (
     "gpu/test_compile.py",
 )
 """Files that begin first, so that no worker is left alone with one of them at the end."""
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of ranks too, which are then not bound: many engines run at a time
 ENVIRONMENT, TEMPORARY = dict(os.environ), tempfile.gettempdir()
 """Environment and temporary folder before any test changes them."""
 CHECKS = "tests/gpu/triton_checks/"

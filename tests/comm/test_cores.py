@@ -71,5 +71,26 @@ def test_only_cores_without_a_shared_cache_store_past_it(
     assert all(cores == os.sched_getaffinity(0) for cores in seen) and len(seen) == 2 * (tuning is None)
 
 
+@pytest.mark.parametrize(("of_others", "spins"), [({0, 1}, 2000), ({0}, 20)])
+def test_ranks_with_a_core_each_spin_long(
+    of_others: set[int], spins: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound rank sees one core of its own, which does not make the host crowded."""
+    kernels, found = shm.cpu_kernels(), []
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kernels, name)
+
+        def create(self, *arguments: Any) -> int:
+            found.append(arguments[-4])
+            return int(kernels.create(*arguments))
+
+    monkeypatch.setattr(shm, "cpu_kernels", Recorded)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: of_others if pid else {0})
+    run_threads(Mesh(1, 2, 2, 1), tmp_path, barrier)
+    assert found == [spins] * 2
+
+
 def barrier(transport: ShmTransport, mesh: Mesh) -> None:
     transport.barrier(mesh.peers("world", transport.rank))

@@ -16,7 +16,7 @@ from weft.serve.cli import cmd_doctor
 def test_this_host_is_examined() -> None:
     code, out, err = weft_here("doctor")
     assert code in (0, 1) and not err
-    for text in (f"weft {__version__}", "torch", "cores", "/dev/shm", "open files"):
+    for text in (f"weft {__version__}", "torch", "cores", "NUMA node(s)", "/dev/shm", "open files"):
         assert text in out, out
 
 

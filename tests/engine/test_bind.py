@@ -1,9 +1,10 @@
-"""Cores of each rank: cpu_bind as users write it, and what the ranks' processes get."""
+"""Cores and threads of each rank: as users write them, by default, and what the ranks' processes get."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from weft.engine.worker.open_transports import bind
 EIGHT = set(range(8))
 
 
-def bound(text: str | None, world: int = 2) -> EngineConfig:
+def bound(text: str, world: int = 2) -> EngineConfig:
     return EngineConfig(attn_dp=world, ep=world, cpu_bind=text)
 
 
@@ -23,7 +24,8 @@ def cores_in_a_fork(config: EngineConfig, rank: int) -> set[int]:
     child = os.fork()
     if not child:
         try:
-            bind(config, rank)
+            left = bind(config, rank)
+            assert replace(left, seed=1).cores is None, "a bound process makes configurations"
             os.write(writer, json.dumps(sorted(os.sched_getaffinity(0))).encode())
         finally:
             os._exit(0)
@@ -47,7 +49,6 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("0,2-4,6|1", [{0, 2, 3, 4, 6}, {1}]),
         ("0-1|0-1", [{0, 1}, {0, 1}]),  # shared, if the user wants so
         (" 0 - 1 | 2 , 3 ", [{0, 1}, {2, 3}]),
-        ("auto", [{0, 1, 2, 3}, {4, 5, 6, 7}]),
     ],
 )
 def test_cores_as_written(text: str, cores: list[set[int]]) -> None:
@@ -55,20 +56,11 @@ def test_cores_as_written(text: str, cores: list[set[int]]) -> None:
 
 
 @pytest.mark.usefixtures("eight_cores")
-def test_auto_gives_every_core_to_one_rank() -> None:
-    for world in (1, 2, 3, 4, 5, 8):
-        cores = bound("auto", world).cores
-        assert sorted(c for part in cores for c in part) == sorted(EIGHT)
-        assert len({len(part) for part in cores}) <= 2
-    assert bound("auto", 16).cores == [{rank % 8} for rank in range(16)]  # more ranks than cores share them
-
-
-@pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(
     "text", ["", "all", "0-3|", "0-|1", "-1|2", "3-1|0", "0;1|2", "0,|1", "0|0x1", "0-99999999999|1"]
 )
 def test_what_names_no_cores(text: str) -> None:
-    with pytest.raises(ValueError, match=r"cpu_bind .* is not auto or cores such as 0-3\|4-7, a part a rank") as error:
+    with pytest.raises(ValueError, match=r"is not auto, off or cores such as 0-3\|4-7, a part a rank") as error:
         bound(text)
     assert repr(text) in str(error.value) and "\n" not in str(error.value)
 
@@ -90,11 +82,9 @@ def test_cores_that_do_not_fit(text: str, error: str) -> None:
 def test_each_rank_gets_its_cores() -> None:
     here = sorted(os.sched_getaffinity(0))
     first, last = here[0], here[-1]
-    for text, cores in ((f"{first}|{last}", [{first}, {last}]), (None, [set(here)] * 2)):
+    for text, cores in ((f"{first}|{last}", [{first}, {last}]), ("off", [set(here)] * 2)):
         assert [cores_in_a_fork(bound(text), rank) for rank in (0, 1)] == cores
-    cores = bound("auto").cores
-    assert [cores_in_a_fork(bound("auto"), rank) for rank in (0, 1)] == cores
-    assert set().union(*cores) == set(here) and set(here) == os.sched_getaffinity(0)
+    assert set(here) == os.sched_getaffinity(0)
 
 
 def test_a_rank_reads_the_same_cores_from_its_file() -> None:

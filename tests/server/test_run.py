@@ -57,7 +57,8 @@ def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get
     assert turns and turns[0] < usual / 10
     limits = served.engine.config
     sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
-    assert f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache\na rank: 1 thread(s), any core\n" in said
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 MAX_CORES = 1 << 16
@@ -13,11 +14,24 @@ CPUS = Path("/sys/devices/system/cpu")
 def share_a_cache(cores: Collection[int], cpus: Path = CPUS) -> bool:
     """Return True if one cache of level 2 or 3 serves all cores; False if the system does not say."""
     levels = (cpus / f"cpu{min(cores)}" / "cache").glob("index*")
-    shared = [_text(index / "shared_cpu_list") for index in levels if _text(index / "level") not in ("", "1")]
+    shared = [text_of(index / "shared_cpu_list") for index in levels if text_of(index / "level") not in ("", "1")]
     return any(set(cores) <= core_list(text) for text in shared if text)
 
 
-def _text(path: Path) -> str:
+def own_cores(cpus: Path = CPUS) -> dict[int, list[int]]:
+    """Return one CPU of each core that this process may use, by NUMA node: hyperthreads share what computes."""
+    cores, nodes = set[str](), dict[int, list[int]]()
+    for cpu in sorted(os.sched_getaffinity(0)):
+        core = text_of(cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list") or str(cpu)
+        if core not in cores:
+            node = next((each.name[4:] for each in (cpus / f"cpu{cpu}").glob("node[0-9]*")), "0")
+            nodes.setdefault(int(node), []).append(cpu)
+        cores.add(core)
+    return nodes
+
+
+def text_of(path: Path) -> str:
+    """Return a file's text, stripped; an empty one if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -34,3 +48,10 @@ def core_list(text: str) -> set[int]:
             raise ValueError
         cores |= set(run)
     return cores
+
+
+def core_text(cores: Iterable[int]) -> str:
+    """Return the list that `core_list` reads, such as `0-3,8`."""
+    found = set(cores)
+    firsts, lasts = (sorted(core for core in found if core + step not in found) for step in (-1, 1))
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(firsts, lasts, strict=True))

@@ -106,8 +106,6 @@ class ShmTransport(NamedCalls):
         self._ids = {g: i for i, g in enumerate(groups)}
         self._timeout_s = timeout_s
         self._kernels = kernels = cpu_kernels()
-        crowded = world > len(os.sched_getaffinity(0))
-        spins = (20 if crowded else 2000) if spins is None else spins
         tuning = tuning or ShmTuning()
         slot_bytes = tuning.slot_bytes
         terms = [self._on_host, groups, blocks, block_bytes, astuple(tuning)]
@@ -126,8 +124,9 @@ class ShmTransport(NamedCalls):
             for fd in watched:
                 if fd >= 0:
                     resources.callback(os.close, fd)
+            cores = set[int]().union(*map(os.sched_getaffinity, meeting.pids))
+            spins = (20 if world > len(cores) else 2000) if spins is None else spins
             if tuning.stream_slot_bytes is None:
-                cores = set[int]().union(*map(os.sched_getaffinity, meeting.pids))
                 tuning = replace(tuning, stream_slot_bytes=NEVER if share_a_cache(cores) else 32 << 10)
             self._handle = kernels.create(
                 meeting.fd,

@@ -53,8 +53,7 @@ class EngineConfig(EngineOptions, ModelDirectory):
         if (self.node_rank or 0) >= self.mesh.hosts:
             hosts = self.mesh.hosts
             raise ValueError(f"node_rank {self.node_rank} is none of {hosts} host(s): they are 0 to {hosts - 1}")
-        if self.cpu_bind is not None:
-            _ = self.cores
+        _ = self.cores
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
@@ -86,27 +85,19 @@ class EngineConfig(EngineOptions, ModelDirectory):
         return Interleave(self.dcp, self.dcp_interleave or self.page_size, self.page_size)
 
     @property
-    def cores(self) -> list[set[int]]:
-        """Cores of each rank of a host. Raises ValueError."""
-        here = sorted(os.sched_getaffinity(0))
-        world = self.ranks_of_host
-        if self.cpu_bind in (None, "auto"):
-            if len(here) < world:  # ranks share cores, but each runs on one only
-                return [{here[rank % len(here)]} for rank in range(world)]
-            return [set(here[rank * len(here) // world : (rank + 1) * len(here) // world]) for rank in range(world)]
-        parts = str(self.cpu_bind).split("|")
+    def cores(self) -> list[set[int]] | None:
+        """Cores that cpu_bind names for each rank of a host; None for auto and off. Raises ValueError."""
+        if self.cpu_bind in ("auto", "off"):
+            return None
+        here, parts, says = sorted(os.sched_getaffinity(0)), self.cpu_bind.split("|"), f"cpu_bind {self.cpu_bind!r}"
         try:
             cores = [core_list(part) for part in parts]
         except ValueError:
-            raise ValueError(
-                f"cpu_bind {self.cpu_bind!r} is not auto or cores such as 0-3|4-7, a part a rank"
-            ) from None
-        if len(parts) != world:
-            raise ValueError(
-                f"cpu_bind {self.cpu_bind!r} has {len(parts)} part(s) for {world} rank(s); split them by |"
-            )
+            raise ValueError(f"{says} is not auto, off or cores such as 0-3|4-7, a part a rank") from None
+        if len(parts) != (world := self.ranks_of_host):
+            raise ValueError(f"{says} has {len(parts)} part(s) for {world} rank(s); split them by |")
         if missing := set().union(*cores) - set(here):
-            raise ValueError(f"cpu_bind {self.cpu_bind!r}: this machine gives no core {min(missing)}, only {here}")
+            raise ValueError(f"{says}: this machine gives no core {min(missing)}, only {here}")
         return cores
 
     def read_model(self) -> ModelConfig:

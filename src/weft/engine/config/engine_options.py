@@ -218,10 +218,11 @@ class RankOptions(OptionGroup):
     sglang-kernel, on Hopper GPUs; fa3+triton: the quicker of the two for each kind of rows; flashinfer: FlashInfer's,
     without CUDA graphs; torch: plain torch, which gathers the tokens; or a plugin's; auto: fa3+triton where fa3 runs,
     else triton on GPUs, torch on CPUs."""
-    threads: int = 1
-    """Threads of each rank's process; more ranks use cores better than more threads."""
-    cpu_bind: str | None = None
-    """Cores of each rank of a host, such as 0-3|4-7; auto: this process's cores, divided evenly; omitted: any."""
+    threads: int | Literal["auto"] = "auto"
+    """Threads of each rank's process; auto: a thread per core of the rank's share, or OMP_NUM_THREADS; on GPUs 1."""
+    cpu_bind: str = "auto"
+    """Cores of each rank of a host, such as 0-3|4-7; off: any; auto: on CPUs an equal share for each rank, in one NUMA
+    node, unless cores are fewer than ranks, limited by a quota, in use by another engine, or OMP_NUM_THREADS is set."""
     step_timeout_s: float = 60.0
     """Seconds after which a step counts as a failure of the ranks."""
     max_restarts: int = 3
@@ -232,7 +233,7 @@ class RankOptions(OptionGroup):
     """Seconds to wait after a second failure without a step in between; each further failure doubles it, to 60 s."""
 
     def check(self) -> None:
-        self._above_zero("threads", "step_timeout_s", "restart_window_s")
+        self._above_zero("step_timeout_s", "restart_window_s", *() if self.threads == "auto" else ("threads",))
         self._not_negative("max_restarts", "restart_backoff_s")
 
 

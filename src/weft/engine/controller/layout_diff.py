@@ -283,7 +283,7 @@ def _run_threads(config: EngineConfig, report: Report, *work: Any) -> None:
 
 
 def _run_process(rank: int, directory: Path, report: Report, config: EngineConfig, *work: Any) -> None:
-    bind(config, rank)
+    config = bind(config, rank)
     transports = open_transports(config, rank, directory)
     _run(config, transports, report, *work)
     for transport in transports:

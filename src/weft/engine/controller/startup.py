@@ -14,6 +14,7 @@ from weft.comm.transport_registry import transports
 from weft.engine.attention.backend_registry import BackendChoice
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
+from weft.engine.config.cpu_shares import with_cpu_shares
 from weft.engine.config.device import attention_backend, dtype_of, enabled_transports, on_gpus
 from weft.engine.kv.cache_spec import Spec
 from weft.engine.models.config_json.directory import config_file
@@ -77,7 +78,7 @@ def check_packages(config: EngineConfig) -> None:
 
 def resolve_defaults(config: EngineConfig) -> EngineConfig:
     """Return the configuration with values for `auto`: the attention backend, FP8 matmuls, the split of the vocabulary,
-    and on GPUs the sequences and rows of a step.
+    threads and cores of this host's ranks, and on GPUs the sequences and rows of a step.
 
     Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
     """
@@ -89,7 +90,7 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
         config = replace(config, moe_exchange="gather")
     if config.split_vocabulary == "auto":
         config = replace(config, split_vocabulary="on" if on_gpus(config) and _split_pays(config) else "off")
-    return with_batch_limits(config)
+    return with_batch_limits(with_cpu_shares(config))
 
 
 def _split_pays(config: EngineConfig) -> bool:

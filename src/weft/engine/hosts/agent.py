@@ -26,6 +26,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.config.cpu_shares import with_cpu_shares
 from weft.engine.hosts import addresses, digests, secured
 from weft.engine.messages.host_messages import (
     Alive,
@@ -155,8 +156,9 @@ class HostAgent:
         return True
 
     def _start(self, start: Start) -> None:
-        config = replace(EngineConfig.from_dict(start.config), **digests.of_this_host(self._config))
+        config = EngineConfig.from_dict(start.config | digests.of_this_host(self._config))
         self._ranks.stop(grace_s=0)
+        config = with_cpu_shares(config)
         self._number, self._launching, self._ended = start.number, True, False
         try:
             self._ranks.prepare()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from weft.comm.transport import Transport
 from weft.comm.transport_registry import PEER, Opening
@@ -88,10 +91,12 @@ def _tuning(config: EngineConfig, key: str, kind: type) -> Any:
     return read_tuning(table, key, kind) if (table := table_file(config)) else None
 
 
-def bind(config: EngineConfig, rank: int) -> None:
-    """Keep this process, and its threads to come, on the rank's cores."""
-    if config.cpu_bind is not None:
+def bind(config: EngineConfig, rank: int) -> EngineConfig:
+    """Bind this process, and its threads to come. Return the configuration unbound: others' cores are unknown here."""
+    if config.cores is not None:
         os.sched_setaffinity(0, config.cores[config.place_on_host(rank)])
+    torch.set_num_threads(1 if config.threads == "auto" else config.threads)
+    return replace(config, cpu_bind="off")
 
 
 def table_file(config: EngineConfig) -> Path | None:

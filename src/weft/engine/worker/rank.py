@@ -14,7 +14,6 @@ import time
 import traceback
 from pathlib import Path
 
-import torch
 from transformers.utils import logging as transformers_logging
 
 from weft.engine.config.config import EngineConfig
@@ -34,9 +33,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
     name_thread(f"weft-rank-{rank}")
     threading.Thread(target=_exit_with_parent, args=(parent, directory.parent), daemon=True).start()
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    config = EngineConfig.from_dict(json.loads((directory / "config.json").read_text()))
-    bind(config, rank)
-    torch.set_num_threads(config.threads)
+    config = bind(EngineConfig.from_dict(json.loads((directory / "config.json").read_text())), rank)
     controller, sending = RankSocket(directory / SOCKET, rank), threading.Lock()
 
     def send(message: FromRank) -> None:

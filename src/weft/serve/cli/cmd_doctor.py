@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft import __version__
+from weft.comm.cores import own_cores
 from weft.kernels.build import BUILT, CPU_KERNELS, MODEL_KERNELS, nvcc
 from weft.serve.cli.command import ModelDir, Revision, UserError, model_dir
 from weft.serve.cli.findings import Finding
@@ -73,6 +74,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("ok", f"weft {__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield from packages()
     yield from processor(Path("/proc/cpuinfo").read_text(), len(os.sched_getaffinity(0)), os.getloadavg()[0])
+    yield shares()
     yield memory(Path("/dev/shm"))
     yield descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     if all((BUILT / f"{kernels[0]}.so").exists() for kernels in (CPU_KERNELS, MODEL_KERNELS)):
@@ -107,6 +109,17 @@ def processor(cpuinfo: str, cores: int, load: float) -> Iterator[Finding]:
     if load > 0.5 * cores:
         why = "others use the cores: ranks wait for one another, and measurements mean nothing"
         yield Finding("slow", f"load {load:.1f} on {cores} cores", why)
+
+
+def shares() -> Finding:
+    """Return the finding about default threads and cores of CPU ranks, for as many ranks as NUMA nodes."""
+    from weft.engine.config.config import EngineConfig
+    from weft.engine.config.cpu_shares import with_cpu_shares
+
+    nodes = len(own_cores())
+    config = with_cpu_shares(EngineConfig(attn_dp=nodes, ep=nodes, device="cpu"))
+    where = "any core" if config.cpu_bind == "off" else f"cores {config.cpu_bind}"
+    return Finding("ok", f"{nodes} NUMA node(s); {nodes} CPU rank(s) get {config.threads} thread(s) each, {where}")
 
 
 def memory(shared: Path) -> Finding:

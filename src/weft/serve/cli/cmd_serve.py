@@ -129,11 +129,13 @@ class Command:
     def _print_summary(self, engine: Any, name: str, listener: socket.socket, products: str) -> None:
         limits = engine.config
         what = f"{limits.mesh}, attention by {limits.attention_backend}"
+        where = "any core" if limits.cpu_bind == "off" else f"cores {limits.cpu_bind}"
         sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
         ignored = ", ".join(engine.model_config.ignored)
         lines = [
             f"serving {name} on {self._url(listener)} ({what}); Ctrl-C stops",
             f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache",
+            f"a rank: {limits.threads} thread(s), {where}",
             products,
             engine.kv_events and f"KV events: {engine.kv_events}",
             ignored and f"config.json: transformers does not read {ignored}, which Weft ignores",

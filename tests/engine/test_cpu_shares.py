@@ -14,6 +14,7 @@ from weft.engine.config import cpu_shares
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import cores_of_engines, cpu_quota, divide, with_cpu_shares
 from weft.engine.controller.engine import Engine
+from weft.engine.processes.fork_client import ForkServer
 
 HOSTS: dict[str, tuple[str, str]] = {  # hyperthreads of each core, and the CPUs of each NUMA node
     "two cores": ("0|1", "0-1"),
@@ -198,3 +199,18 @@ def test_a_second_engine_is_not_bound_to_the_first_ones_cores(
         with caplog.at_level(logging.WARNING):
             assert with_cpu_shares(replace(config, cpu_bind="auto")).cpu_bind == "off"
     assert f"ranks of another engine use core(s) {min(here)};" in caplog.text
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_openmp_threads_of_ranks_spin_shortly_unless_users_say_how_long(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", given)
+    server = ForkServer(tmp_path)
+    try:
+        while (environment := Path(f"/proc/{server._process.pid}/environ").read_bytes()) == b"":
+            pass
+        assert f"GOMP_SPINCOUNT={given or 1000}".encode() in environment.split(b"\0")
+    finally:
+        server.close()

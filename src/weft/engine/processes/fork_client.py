@@ -72,6 +72,7 @@ class ForkServer:
                 stderr=log,
                 start_new_session=True,
                 bufsize=0,
+                env={"GOMP_SPINCOUNT": "1000"} | os.environ,  # spinning on shared cores took a prompt 20 times as long
             )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout

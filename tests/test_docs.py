@@ -112,7 +112,7 @@ def test_every_benchmark_is_in_the_list_of_them() -> None:
     listed = (ROOT / "bench" / "README.md").read_text().partition("## Results")[0]
     folder = ROOT / "bench" / "scripts"
     scripts = {path for path in folder.glob("*.*") if path.suffix != ".md"}
-    scripts |= {path for path in folder.glob("*/*.py") if "__main__" in path.read_text()}
+    scripts |= {path for path in folder.glob("*/*.py") if "__main__" in path.read_text()} | {*folder.glob("*/*.sh")}
     assert {f"`{path.relative_to(folder)}`" for path in scripts} == set(re.findall(r"^\| (`[^`]+`)", listed, re.M))
 
 

@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from weft.engine.assets import preset_dir
+from weft.engine.assets import embedded_model_dir, preset_dir
 from weft.engine.models.load import dummy_model, load_model
 from weft.engine.models.registry import load_config
 from weft.planner.spec import Mesh
@@ -46,6 +47,32 @@ def test_the_command_of_readme_is_understood(script: Any, monkeypatch: pytest.Mo
     assert len(found.python) == 2
 
 
+def test_cpu_engines_get_the_same_cores_and_format(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = script("engines")
+    found = names["RunningEngine"].__init__.__globals__
+    monkeypatch.setitem(found, "own_cores", lambda: {0: [0, 1, 2, 3]})
+    started: list[tuple[str, str | None]] = []
+
+    class Ended(Exception):
+        pass
+
+    def popen(command: list[str], env: dict[str, str], **named: Any) -> None:
+        started.append((" ".join(command), env.get("VLLM_CPU_OMP_THREADS_BIND")))
+        raise Ended
+
+    monkeypatch.setitem(found, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=None))
+    options = names["Options"](Path("model"), 0, device="cpu", ranks=2, sequences=8, tokens=2048)
+    for name in ("weft", "vllm-cpu", "llama.cpp-f16", "transformers"):
+        with pytest.raises(Ended):
+            installed = names["Installation"]("python", None, Path())
+            names["RunningEngine"](names["KINDS"][name], installed, options, Path("/dev/null"), 1.0)
+    weft, vllm, llama, transformers = started
+    assert "--attn-tp 2" in weft[0] and "--dtype bfloat16" in weft[0] and "--threads" not in weft[0]
+    assert vllm[1] == "0-1|2-3" and "--dtype bfloat16 --max-num-seqs 8" in vllm[0]
+    assert "model/f16.gguf" in llama[0] and "--threads 4 --parallel 8" in llama[0]
+    assert transformers[0].endswith(" 4")
+
+
 def test_the_checkpoint_holds_the_weights_of_a_dummy_model(script: Any, tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "written"
     source.mkdir()
@@ -65,6 +92,11 @@ def test_the_checkpoint_holds_the_weights_of_a_dummy_model(script: Any, tmp_path
         assert torch.equal(weight, other), name
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) == 400 and tokenizer.decode([300, 399]) == " 300 399"
+    names["write_checkpoint"](tmp_path / "quick", source, 2, quick=True)
+    quick = load_model(tmp_path / "quick", config, Mesh(), 0, torch.bfloat16)
+    for weight, other in zip(quick.parameters(), made.parameters(), strict=True):
+        if not other.eq(1).all():  # another tensor of the same spread
+            assert not torch.equal(weight, other) and 0.8 < weight.float().std() / other.float().std() < 1.25
 
 
 def test_the_fatbins_of_a_library_keep_what_hopper_runs(script: Any) -> None:
@@ -159,10 +191,11 @@ def test_where_engines_name_the_size_of_their_cache(script: Any) -> None:
         # Of SGLang 0.5.17; its internal states name the same, once for each rank of data.
         "sglang": '{"mem_fraction_static": 0.818, "status": "ready", "max_total_num_tokens": 192, '
         '"max_req_input_len": 186, "internal_states": [{"max_running_requests": 256}], "version": "0.5.17"}',
+        "llama.cpp-bf16": '{"default_generation_settings": {"n_ctx": 48}, "total_slots": 4}',
     }
-    paths = {"weft": "/metrics", "vllm": "/metrics", "sglang": "/server_info"}
+    paths = {"weft": "/metrics", "vllm": "/metrics", "sglang": "/server_info", "llama.cpp-bf16": "/props"}
     kinds = script("engines")["KINDS"]
-    found = {name: kind.cache(lambda path, name=name: {paths[name]: said[name]}[path]) for name, kind in kinds.items()}
+    found = {name: kinds[name].cache(lambda path, name=name: {paths[name]: said[name]}[path]) for name in said}
     assert found == dict.fromkeys(said, 192)
 
 
@@ -309,10 +342,31 @@ def test_the_share_of_memory_beside_an_engine_that_runs(script: Any) -> None:
     """Weft counts all that is taken, vLLM its own, and SGLang what is free at its start."""
     names = script("engines")
     options = names["Options"](Path("model"), 0, memory=0.45, before=0.45)
-    commands = {name: kind.command(options) for name, kind in names["KINDS"].items()}
+    commands = {name: names["KINDS"][name].command(options) for name in ("weft", "vllm", "sglang")}
     flags = {"weft": "--gpu-memory-fraction", "vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
     shares = {name: command[command.index(flags[name]) + 1] for name, command in commands.items()}
     assert shares == {"weft": "0.9", "vllm": "0.45", "sglang": "0.818"}
+
+
+def test_transformers_completes_a_batch_as_each_prompt_alone(script: Any, tmp_path: Path) -> None:
+    names = script("engines")
+    options = names["Options"](embedded_model_dir(), 0, device="cpu")
+    installed = names["Installation"](sys.executable, None, tmp_path)
+    engine = names["RunningEngine"](names["KINDS"]["transformers"], installed, options, tmp_path / "log", 120.0)
+
+    def complete(prompt: list[int]) -> str:
+        body = json.dumps({"prompt": prompt, "max_tokens": 3}).encode()
+        with names["LOCAL"].open(f"{engine.url}/v1/completions", body, timeout=60) as response:
+            return str(response.read().decode())
+
+    prompts = [[20, 30, 40, 50], [60, 70, 80, 90]]
+    try:
+        alone = [complete(prompt) for prompt in prompts]
+        with ThreadPoolExecutor() as clients:
+            assert list(clients.map(complete, prompts)) == alone
+    finally:
+        engine.end()
+    assert alone[0] != alone[1] and all(said.count("data: {") == 3 and said.endswith("[DONE]\n\n") for said in alone)
 
 
 @pytest.mark.nightly

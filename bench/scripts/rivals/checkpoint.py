@@ -1,8 +1,8 @@
 """Write a checkpoint with made-up weights, in Hugging Face's layout, for engines to compare.
 
-Its weights are as with `weft serve --load-format dummy`. Experts are chosen by weights, so engines that serve the same
-checkpoint route alike. Its tokenizer has a token for every number of the vocabulary. A GPU makes the tensors, if there
-is one, and several files are written at once.
+Its weights are as with `weft serve --load-format dummy`, or with --quick torch's random numbers, which a CPU makes much
+faster. Experts are chosen by weights, so engines that serve the same checkpoint route alike. Its tokenizer has a token
+for every number of the vocabulary. A GPU makes the tensors, if there is one, and several files are written at once.
 
     python bench/scripts/rivals/checkpoint.py /dev/shm/model --preset qwen3-30b-a3b --num-layers 24
 """
@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,9 +33,14 @@ FILE_BYTES = 1 << 30
 THREADS = 8
 
 
-def write_checkpoint(folder: Path, source: Path, num_layers: int | None = None) -> int:
-    """Write the model of source's config.json, with its first num_layers layers (None: all). Return the bytes of
-    weights.
+def write_checkpoint(folder: Path, source: Path, num_layers: int | None = None, quick: bool = False) -> int:
+    """Write the model of source's config.json. Return the bytes of weights.
+
+    Args:
+        folder: new folder of the checkpoint.
+        source: folder of the config.json.
+        num_layers: number of its first layers; None: all.
+        quick: make weights by torch's random numbers.
 
     Raises ModelError for a model that cannot be written, OSError if the folder has too little space.
     """
@@ -51,7 +57,7 @@ def write_checkpoint(folder: Path, source: Path, num_layers: int | None = None) 
     files = _files(tensors)
     names = [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
     with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(_write, [folder / name for name in names], files))
+        list(pool.map(partial(_write, quick), [folder / name for name in names], files))
     places = {tensor.source.name: name for name, file in zip(names, files, strict=True) for tensor in file}
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -74,10 +80,18 @@ def _files(tensors: Sequence[DummyTensor]) -> list[list[DummyTensor]]:
     return files
 
 
-def _write(path: Path, tensors: Sequence[DummyTensor]) -> None:
+def _write(quick: bool, path: Path, tensors: Sequence[DummyTensor]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    made = {tensor.source.name: tensor.make(DTYPE, device).cpu() for tensor in tensors}
+    make = _random if quick else lambda tensor: tensor.make(DTYPE, device).cpu()
+    made = {tensor.source.name: make(tensor) for tensor in tensors}
     save_file(made, path, metadata={"format": "pt"})
+
+
+def _random(tensor: DummyTensor) -> torch.Tensor:
+    if tensor.ones or len(tensor.source.shape) < 2:
+        return tensor.make(DTYPE, torch.device("cpu"))
+    bound = (3 / tensor.source.shape[-1]) ** 0.5
+    return torch.empty(tensor.source.shape, dtype=DTYPE).uniform_(-bound, bound)
 
 
 def _write_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -93,11 +107,13 @@ def _write_tokenizer(folder: Path, vocabulary: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder to write; a tmpfs such as /dev/shm/model is quickest")
-    parser.add_argument("--preset", default="qwen3-30b-a3b", help="shape of the model")
+    parser.add_argument("--preset", default="qwen3-30b-a3b", help="shape of the model, or a folder with a config.json")
     parser.add_argument("--num-layers", type=int, help="number of layers; defaults to all")
+    parser.add_argument("--quick", action="store_true", help="make other weights, faster on a CPU")
     args = parser.parse_args()
     began = time.perf_counter()
-    total = write_checkpoint(args.folder, preset_dir(args.preset), args.num_layers)
+    source = folder if (folder := Path(args.preset)).is_dir() else preset_dir(args.preset)
+    total = write_checkpoint(args.folder, source, args.num_layers, args.quick)
     print(f"{total / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s")
 
 

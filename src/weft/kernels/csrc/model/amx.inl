@@ -11,7 +11,7 @@ struct alignas(64) TileShapes {
 };
 
 // Fills c.wide with blocks of 16 pairs of elements, each pair of all rows.
-inline void pack_rows(const Linear& c, float* to) {
+inline void pack_rows(const Product& c, float* to) {
   const auto from = static_cast<const bf16*>(c.x);
   const auto pairs = static_cast<bf16*>(static_cast<void*>(to));
   for (int64_t row = 0; row < c.rows; ++row)
@@ -27,25 +27,14 @@ inline const bf16* whole_tile(const bf16* weight, int64_t stride, int64_t output
   return to;
 }
 
-// Stores the sums of up to 16 outputs [16, rows].
-WEFT_TARGET inline void store_tile(const Linear& c, const float* totals, int64_t output, int64_t outputs) {
-  const auto bias = static_cast<const bf16*>(c.bias);
-  const auto out = static_cast<bf16*>(c.out);
+// Stores the sums of 16 outputs [16, rows].
+WEFT_TARGET inline void store_tile(const Product& c, const float* totals, float* found) {
   const __m512i at = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                         _mm512_set1_epi32(int(c.rows)));
-  float offsets[16] = {};
-  if (bias)
-    for (int64_t o = 0; o < outputs; ++o) offsets[o] = widen(bias[output + o]);
-  for (int64_t row = 0; row < c.rows; ++row) {
-    const F found = add(_mm512_i32gather_ps(at, totals + row, 4), load(offsets));
-    bf16 narrowed[16];
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(narrowed),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bf16(found), 16)));
-    std::memcpy(static_cast<void*>(out + row * c.out_stride + output), narrowed, size_t(outputs) * sizeof(bf16));
-  }
+  for (int64_t row = 0; row < c.rows; ++row) save(found + row * kMaxChunk, _mm512_i32gather_ps(at, totals + row, 4));
 }
 
-WEFT_TARGET inline void linear_tiles(const Linear& c, int64_t begin, int64_t end) {
+WEFT_TARGET inline void product_tiles(const Product& c, int64_t begin, int64_t end, float* found) {
   const int64_t width = c.rows * 4;
   TileShapes shapes;
   for (int tile = 0; tile < 8; ++tile) shapes.rows[tile] = 16, shapes.bytes[tile] = uint16_t(width);
@@ -88,12 +77,14 @@ WEFT_TARGET inline void linear_tiles(const Linear& c, int64_t begin, int64_t end
     _tile_stored(1, totals[1], width);
     _tile_stored(2, totals[2], width);
     for (int64_t tile = 0; tile < kTiles && 16 * tile < left; ++tile)
-      store_tile(c, totals[tile], output + 16 * tile, std::min<int64_t>(16, left - 16 * tile));
+      store_tile(c, totals[tile], found + output - begin + 16 * tile);
   }
   _tile_release();
 }
 
-inline void rows_of_tiles(const Linear& c, float* to) { c.dtype == DType::bf16 ? pack_rows(c, to) : widen_rows(c, to); }
-inline void linear_by_tiles(const Linear& c, int64_t begin, int64_t end) {
-  c.dtype == DType::bf16 ? linear_tiles(c, begin, end) : linear(c, begin, end);
+inline void rows_of_tiles(const Product& c, float* to) {
+  c.dtype == DType::bf16 ? pack_rows(c, to) : widen_rows(c, to);
+}
+inline void product_by_tiles(const Product& c, int64_t begin, int64_t end, float* found) {
+  c.dtype == DType::bf16 ? product_tiles(c, begin, end, found) : product(c, begin, end, found);
 }

@@ -5,7 +5,7 @@ struct F {
 struct Pair {
   F a, b;
 };
-constexpr int kRows = 3, kOutputsOfOne = 2, kOutputsOfTwo = 1, kOutputsOfMany = 1;
+constexpr int kRows = 2, kOutputs = 2;
 
 WEFT_FN F all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 WEFT_FN F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -67,6 +67,23 @@ WEFT_FN void store32(f16* p, Pair x) {
   const auto to = reinterpret_cast<__m128i*>(p);
   _mm_storeu_si128(to, half8(x.a.a)), _mm_storeu_si128(to + 1, half8(x.a.b));
   _mm_storeu_si128(to + 2, half8(x.b.a)), _mm_storeu_si128(to + 3, half8(x.b.b));
+}
+WEFT_FN F load16(const float* p) { return load(p); }
+WEFT_FN F load16(const bf16* p) {
+  const auto from = reinterpret_cast<const __m128i*>(p);
+  const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(from)), y = _mm256_cvtepu16_epi32(_mm_loadu_si128(from + 1));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(y, 16))};
+}
+WEFT_FN F load16(const f16* p) { return half16(p); }
+WEFT_FN void store16(float* p, F x) { save(p, x); }
+WEFT_FN void store16(bf16* p, F x) {
+  const __m256i a = _mm256_srli_epi32(rounded_bf16(x.a), 16), b = _mm256_srli_epi32(rounded_bf16(x.b), 16);
+  const __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
+}
+WEFT_FN void store16(f16* p, F x) {
+  const auto to = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(to, half8(x.a)), _mm_storeu_si128(to + 1, half8(x.b));
 }
 // Fills out with the sums of N numbers' lanes.
 template <int N>

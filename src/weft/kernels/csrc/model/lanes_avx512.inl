@@ -3,8 +3,8 @@ using F = __m512;
 struct Pair {
   F a, b;
 };
-// Sizes of a block: its accumulators fill the registers.
-constexpr int kRows = 4, kOutputsOfOne = 4, kOutputsOfTwo = 4, kOutputsOfMany = 2;
+// Sizes of a block of sums, which stay in registers.
+constexpr int kRows = 4, kOutputs = 4;
 
 WEFT_FN F all(float x) { return _mm512_set1_ps(x); }
 WEFT_FN F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -52,6 +52,22 @@ WEFT_FN void store32(f16* p, Pair x) {
   const auto to = reinterpret_cast<__m256i*>(p);
   _mm256_storeu_si256(to, _mm512_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   _mm256_storeu_si256(to + 1, _mm512_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+// Sixteen numbers in order.
+WEFT_FN F load16(const float* p) { return load(p); }
+WEFT_FN F load16(const bf16* p) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+WEFT_FN F load16(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+WEFT_FN void store16(float* p, F x) { save(p, x); }
+WEFT_FN void store16(bf16* p, F x) {
+  const __m256i narrowed = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bf16(x), 16));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed);
+}
+WEFT_FN void store16(f16* p, F x) {
+  const __m256i narrowed = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed);
 }
 // Sums of halves, of quarters, of pairs and of two lanes; each step adds lanes of two registers, in the order of `sum`.
 WEFT_FN F halves(F x, F y) { return add(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee)); }

@@ -5,7 +5,7 @@ struct F {
 struct Pair {
   F a, b;
 };
-constexpr int kRows = 4, kOutputsOfOne = 1, kOutputsOfTwo = 1, kOutputsOfMany = 1;
+constexpr int kRows = 4, kOutputs = 1;
 
 template <class Function>
 WEFT_FN F each(Function&& function) {
@@ -69,6 +69,14 @@ WEFT_FN void store32(T* p, const Pair& x) {
 }
 WEFT_FN void store32(bf16* p, const Pair& x) {
   for (int i = 0; i < 16; ++i) narrow(x.a.x[i], p + 2 * i), narrow(x.b.x[i], p + 2 * i + 1);
+}
+template <class T>
+WEFT_FN F load16(const T* p) {
+  return each([&](int i) { return widen(p[i]); });
+}
+template <class T>
+WEFT_FN void store16(T* p, const F& x) {
+  for (int i = 0; i < 16; ++i) narrow(x.x[i], p + i);
 }
 // Fills out with the sums of N numbers' lanes.
 template <int N>

@@ -62,6 +62,15 @@ void over_rows(int64_t threads, int64_t rows, int64_t elements, const Function& 
   });
 }
 
+// Calls function(begin, end) for ranges of the outputs of a product, whose weights have `bytes` each.
+template <class Function>
+void over_outputs(int64_t threads, int64_t outputs, int64_t bytes, const Function& function) {
+  const int64_t blocks = kChunkBytes / std::max<int64_t>(1, kChunk * bytes);
+  const int64_t size = std::min(kMaxChunk, std::max<int64_t>(1, blocks) * kChunk);
+  parallel(int(threads), (outputs + size - 1) / size,
+           [&](int64_t chunk) { function(chunk * size, std::min(outputs, (chunk + 1) * size)); });
+}
+
 }  // namespace
 
 // Chooses the kernels of an instruction set, or "auto", for all threads; returns its name.
@@ -83,12 +92,13 @@ void linear(TensorView x, TensorView weight, MaybeTensor bias, TensorView out, i
   c.dtype = dtype_of(x);
   check_tensor(x, c.dtype, 2, "rows of two dimensions"), check_tensor(weight, c.dtype, 2, "a weight of the rows' type");
   check_tensor(out, c.dtype, 2, "an output of the rows' type");
-  c.rows = x.size(0), c.inputs = x.size(1), c.outputs = weight.size(0), c.padded = padded(c.inputs);
+  c.rows = x.size(0), c.inputs = x.size(1), c.padded = padded(c.inputs);
+  const int64_t outputs = weight.size(0);
   check(c.rows <= kMaxRows, "at most 16 rows");
-  check(weight.size(1) == c.inputs && out.size(0) == c.rows && out.size(1) == c.outputs, "matching shapes");
+  check(weight.size(1) == c.inputs && out.size(0) == c.rows && out.size(1) == outputs, "matching shapes");
   if (bias.has_value()) {
     check_tensor(bias.value(), c.dtype, 1, "a bias of the rows' type");
-    check(bias.value().size(0) == c.outputs, "a bias of the weight's outputs");
+    check(bias.value().size(0) == outputs, "a bias of the weight's outputs");
   }
   c.weight = weight.data_ptr(), c.bias = data_of(bias), c.out = out.data_ptr();
   c.weight_stride = weight.strides()[0], c.out_stride = out.strides()[0];
@@ -96,9 +106,11 @@ void linear(TensorView x, TensorView weight, MaybeTensor bias, TensorView out, i
   float* wide = scratch(c.rows * c.padded);
   c.x = x.data_ptr(), c.x_stride = x.strides()[0], c.wide = wide;
   kernels->widen_rows(c, wide);
-  const int64_t size = std::max<int64_t>(1, kChunkBytes / std::max<int64_t>(1, kChunk * c.inputs * element)) * kChunk;
-  parallel(int(threads), (c.outputs + size - 1) / size,
-           [&](int64_t chunk) { kernels->linear(c, chunk * size, std::min(c.outputs, (chunk + 1) * size)); });
+  over_outputs(threads, outputs, c.inputs * element, [&](int64_t begin, int64_t end) {
+    alignas(64) float found[kMaxRows * kMaxChunk];
+    kernels->product(c, begin, end, found);
+    kernels->finish(c, begin, end, found);
+  });
 }
 
 // Fills out [B, heads, value dim] and lse [B, heads] with attention of q [B, heads, dim] to the first lengths [B] tokens

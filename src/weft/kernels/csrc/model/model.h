@@ -26,17 +26,23 @@ constexpr int64_t kPart = 128;   // tokens that one thread attends to, of one ke
 constexpr int64_t kMaxDim = 1024;
 constexpr int64_t kMaxRows = 16;  // of a product
 constexpr int64_t kChunk = 48;    // outputs of a product that one thread computes at least
+constexpr int64_t kMaxChunk = 192;
 constexpr int64_t kGroup = 12;    // outputs of a product: all rows use their weights in turn
-constexpr int64_t kDepth = 512;   // elements of rows that stay in the first cache
+constexpr int64_t kDepth = 8192;  // elements of all rows that stay in the first cache
 
-// out [rows, outputs] = x weightᵀ + bias. Strides are in elements.
-struct Linear {
+// Sums of products of rows with a weight [outputs, inputs]. Strides are in elements.
+struct Product {
   DType dtype;
-  int64_t rows, inputs, outputs, padded;
-  const float* wide;  // x as `linear` reads it, up to `padded` floats a row
-  const void *x, *weight, *bias;
-  int64_t x_stride, weight_stride, out_stride;
+  int64_t rows, inputs, padded;
+  const float* wide;  // x as `product` reads it, up to `padded` floats a row
+  const void *x, *weight;
+  int64_t x_stride, weight_stride;
+};
+
+struct Linear : Product {
+  const void* bias;
   void* out;
+  int64_t out_stride;
 };
 
 // Attention of one row per sequence; see weft.engine.attention.backend.AttentionInputs.
@@ -93,8 +99,9 @@ constexpr int lane_of(int i) {
 
 struct ModelKernels {
   const char* isa;
-  void (*widen_rows)(const Linear&, float* to);
-  void (*linear)(const Linear&, int64_t begin, int64_t end);
+  void (*widen_rows)(const Product&, float* to);
+  void (*product)(const Product&, int64_t begin, int64_t end, float* found);
+  void (*finish)(const Linear&, int64_t begin, int64_t end, const float* found);
   // state: see attend.inl, with the widened queries behind it.
   void (*attend)(const Decode&, const Part&, float* state);
   void (*merge)(const Decode&, int64_t sequence, int64_t head, const float* states, int64_t stride, int64_t parts);
@@ -110,7 +117,7 @@ namespace model_scalar {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"scalar", widen_rows, linear, attend, merge, norm, rope, gated};
+inline constexpr ModelKernels kKernels{"scalar", widen_rows, product, finish, attend, merge, norm, rope, gated};
 #undef WEFT_TARGET
 }  // namespace model_scalar
 
@@ -121,7 +128,7 @@ namespace model_avx2 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx2", widen_rows, linear, attend, merge, norm, rope, gated};
+inline constexpr ModelKernels kKernels{"avx2", widen_rows, product, finish, attend, merge, norm, rope, gated};
 #undef WEFT_TARGET
 }  // namespace model_avx2
 
@@ -131,7 +138,7 @@ namespace model_avx512 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx512", widen_rows, linear, attend, merge, norm, rope, gated};
+inline constexpr ModelKernels kKernels{"avx512", widen_rows, product, finish, attend, merge, norm, rope, gated};
 #undef WEFT_TARGET
 }  // namespace model_avx512
 
@@ -146,7 +153,7 @@ namespace model_avx512_bf16 {
 #undef WEFT_TARGET
 using namespace model_avx512;
 inline constexpr ModelKernels kKernels{
-    "avx512_bf16", model_avx512_bf16::widen_rows, model_avx512_bf16::linear, attend, merge, norm, rope, gated};
+    "avx512_bf16", model_avx512_bf16::widen_rows, model_avx512_bf16::product, finish, attend, merge, norm, rope, gated};
 }  // namespace model_avx512_bf16
 
 namespace model_amx {
@@ -154,7 +161,8 @@ namespace model_amx {
 using namespace model_avx512;
 #include "amx.inl"
 #undef WEFT_TARGET
-inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, linear_by_tiles, attend, merge, norm, rope, gated};
+inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, product_by_tiles, finish, attend, merge, norm,
+                                       rope,  gated};
 
 // Linux lets a process use tiles once it has asked.
 inline bool permitted() {

@@ -1,4 +1,41 @@
-// Kernels of single rows: RMSNorm with residual, rotary embedding with the cache's write, gated activations.
+// Kernels of single rows: sums to outputs, RMSNorm with residual, rotary embedding with the cache's write, gated
+// activations.
+
+template <class T>
+WEFT_FN F load_some16(const T* p, int64_t count) {
+  if (count >= 16) return load16(p);
+  T some[16] = {};
+  std::memcpy(some, p, size_t(count) * sizeof(T));
+  return load16(some);
+}
+
+template <class T>
+WEFT_FN void store_some16(T* p, F x, int64_t count) {
+  if (count >= 16) return store16(p, x);
+  T some[16];
+  store16(some, x);
+  std::memcpy(static_cast<void*>(p), some, size_t(count) * sizeof(T));
+}
+
+template <class T>
+WEFT_TARGET void finish_t(const Linear& c, int64_t begin, int64_t end, const float* found) {
+  const T* bias = static_cast<const T*>(c.bias);
+  for (int64_t row = 0; row < c.rows; ++row, found += kMaxChunk) {
+    T* out = static_cast<T*>(c.out) + row * c.out_stride;
+    for (int64_t o = begin; o < end; o += 16) {
+      F value = load(found + o - begin);
+      if (bias) value = add(value, load_some16(bias + o, end - o));
+      store_some16(out + o, value, end - o);
+    }
+  }
+}
+
+// Writes found sums of outputs begin … end − 1, with the bias.
+inline void finish(const Linear& c, int64_t begin, int64_t end, const float* found) {
+  if (c.dtype == DType::f32) finish_t<float>(c, begin, end, found);
+  if (c.dtype == DType::bf16) finish_t<bf16>(c, begin, end, found);
+  if (c.dtype == DType::f16) finish_t<f16>(c, begin, end, found);
+}
 
 template <class T>
 WEFT_FN Pair load_some(const T* p, int64_t count) {

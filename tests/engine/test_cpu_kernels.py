@@ -247,6 +247,63 @@ def test_gated(inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]) ->
 
 
 @each_dtype
+@pytest.mark.parametrize(("width", "inner"), [(64, 48), (33, 7), (130, 100)])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+def test_grouped_experts(
+    tokens: int, width: int, inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]
+) -> None:
+    """Experts of other ranks, of no token and of all tokens; sums that replace NaN, or are added to an output."""
+    held, k = 6, 3
+    gate_up, down = 0.3 * normal(held, 2 * inner, width), 0.3 * normal(held, width, inner)
+    biases = normal(held, 2 * inner), normal(held, width)
+    gate_up, down, *biases = (x.to(dtype) for x in (gate_up, down, *biases))
+    x, weight = normal(tokens, width + 3, dtype=dtype)[:, :-3], normal(tokens, k).abs()
+    expert = torch.stack([torch.randperm(held + 2)[:k] - 1 for _ in range(tokens)])  # -1 and `held` are elsewhere
+    expert[:, 0] = torch.where((expert[:, 1:] == 4).any(1), expert[:, 0], 4)
+    plain = model_reference.experts
+    for ints, options in (
+        (torch.int64, {}),
+        (torch.int32, dict(limit=0.7, alpha=1.7, gate_up_bias=biases[0], down_bias=biases[1])),
+        (torch.int64, dict(limit=0.7, add=True, down_bias=biases[1])),
+    ):
+        before = (
+            normal(tokens, width, dtype=dtype) if options.get("add") else torch.full((tokens, width), NAN).to(dtype)
+        )
+        wide = {name: each.double() if isinstance(each, Tensor) else each for name, each in options.items()}
+        parts = (t.double() for t in (x, gate_up, down, before.clone()))
+        rows, up, last, out = parts
+        wanted = plain(rows, (weight.to(dtype).double(), expert), up, last, out, **wide)
+
+        def run(at: slice = slice(None), ints: torch.dtype = ints, before: Tensor = before, o: Any = options) -> Tensor:
+            chosen = weight[at], expert[at].to(ints)
+            found = cpu_ops.experts(x[at], chosen, gate_up, down, before[at].clone(), **o)
+            assert found is not None
+            return found
+
+        for isas in of_equal_bits(dtype):
+            found = everywhere(run, isas=isas)
+            near(found, wanted, dtype, slack=4)
+            alone = torch.cat([run(slice(i, i + 1)) for i in range(tokens)])
+            assert torch.equal(alone, found), "a row's bits depend on others"
+
+
+def test_experts_of_more_rows_of_one_expert_than_a_product_has(normal: Callable[..., Tensor]) -> None:
+    x, gate_up, down = normal(9, 32), normal(2, 16, 32), normal(2, 32, 8)
+    expert, out = torch.zeros(9, 3, dtype=torch.int64), torch.full((9, 32), NAN)
+    chosen = normal(9, 3), expert
+    found = cpu_ops.experts(x, chosen, gate_up, down, out)
+    assert found is out
+    near(out, model_reference.experts(x, chosen, gate_up, down, torch.empty(9, 32)), torch.float32, slack=8)
+
+
+def test_experts_that_torch_computes(normal: Callable[..., Tensor]) -> None:
+    gate_up, down = normal(2, 16, 32), normal(2, 32, 8)
+    for x in (normal(17, 32), normal(0, 32), normal(2, 32).double()):
+        chosen = normal(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)
+        assert cpu_ops.experts(x, chosen, gate_up, down, torch.empty_like(x)) is None
+
+
+@each_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (40, 24), (33, 2)])
 @pytest.mark.parametrize("norms", [None, "own", "float32"])

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from weft.engine.kernels.model_reference import Chosen
+from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.kernels.cpu_rows import MAX_ROWS, covers, run
 from weft.kernels.float8 import Stored
@@ -41,9 +45,39 @@ def gated(
         return None
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty((len(rows), rows.shape[1] // 2), dtype=x.dtype)
-    run("gated", rows, out, nan if limit is None else limit, nan if alpha is None else alpha)
+    run("gated", rows, out, _or_nan(limit), _or_nan(alpha))
     out = out.view(*x.shape[:-1], -1)
     return out if score is None else out * F.linear(*score).sigmoid().view(-1, *[1] * (x.dim() - 1))
+
+
+def experts(
+    x: Any,
+    chosen: Chosen,
+    gate_up: Any,
+    down: Any,
+    out: Tensor,
+    *,
+    limit: float | None = None,
+    alpha: float | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    add: bool = False,
+    wait: Callable[[], None] = nothing,
+) -> Tensor | None:
+    weight, expert = chosen
+    if (
+        len(out) > MAX_ROWS
+        or not isinstance(gate_up, Tensor)
+        or not covers(x, gate_up, down, out, gate_up_bias, down_bias)
+    ):
+        return None
+    wait()
+    run("experts", x, weight, expert, gate_up, down, gate_up_bias, down_bias, out, _or_nan(limit), _or_nan(alpha), add)
+    return out
+
+
+def _or_nan(value: float | None) -> float:
+    return nan if value is None else value
 
 
 def norm_rope_cache(

@@ -24,4 +24,4 @@ gated_delta = op(delta_rule.gated_delta, "weft.engine.kernels.triton.delta_chunk
 choose = op(model_reference.choose, "weft.engine.kernels.triton.route.choose")
 route = op(model_reference.route, "weft.engine.kernels.triton.fused_experts.route_scored")
 route_chosen = op(model_reference.route_chosen, "weft.engine.kernels.triton.fused_experts.route_chosen")
-experts = op(model_reference.experts, "weft.engine.kernels.triton.fused_experts.experts")
+experts = op(model_reference.experts, "weft.engine.kernels.triton.fused_experts.experts", cpu_ops.experts)

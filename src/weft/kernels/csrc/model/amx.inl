@@ -14,9 +14,10 @@ struct alignas(64) TileShapes {
 inline void pack_rows(const Product& c, float* to) {
   const auto from = static_cast<const bf16*>(c.x);
   const auto pairs = static_cast<bf16*>(static_cast<void*>(to));
-  for (int64_t row = 0; row < c.rows; ++row)
-    for (int64_t k = 0; k < c.padded; ++k)
-      pairs[(k / 2 * c.rows + row) * 2 + k % 2] = k < c.inputs ? from[row * c.x_stride + k] : bf16{0};
+  for (int64_t row = 0; row < c.rows; ++row) {
+    const bf16* x = from + (c.from ? c.from[row] : row) * c.x_stride;
+    for (int64_t k = 0; k < c.padded; ++k) pairs[(k / 2 * c.rows + row) * 2 + k % 2] = k < c.inputs ? x[k] : bf16{0};
+  }
 }
 
 // Copies a part of a tile's weights, and zeros.

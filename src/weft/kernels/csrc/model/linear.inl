@@ -107,7 +107,8 @@ WEFT_TARGET void product_t(const Product& c, int64_t begin, int64_t end, float* 
 template <class T>
 WEFT_TARGET void widen_all(const Product& c, float* to) {
   const T* from = static_cast<const T*>(c.x);
-  for (int64_t row = 0; row < c.rows; ++row) widen_row(from + row * c.x_stride, c.inputs, to + row * c.padded);
+  for (int64_t row = 0; row < c.rows; ++row)
+    widen_row(from + (c.from ? c.from[row] : row) * c.x_stride, c.inputs, to + row * c.padded);
 }
 
 // Fills c.wide with the rows in the order in which `product` reads them.
@@ -117,7 +118,8 @@ inline void widen_rows(const Product& c, float* to) {
     const auto from = static_cast<const bf16*>(c.x);
     for (int64_t row = 0; row < c.rows; ++row) {
       const auto wide = static_cast<bf16*>(static_cast<void*>(to + row * c.padded));
-      std::memcpy(static_cast<void*>(wide), from + row * c.x_stride, size_t(c.inputs) * sizeof(bf16));
+      std::memcpy(static_cast<void*>(wide), from + (c.from ? c.from[row] : row) * c.x_stride,
+                  size_t(c.inputs) * sizeof(bf16));
       std::memset(static_cast<void*>(wide + c.inputs), 0, size_t(c.padded - c.inputs) * sizeof(bf16));
     }
     return;

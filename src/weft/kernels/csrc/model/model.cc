@@ -62,13 +62,27 @@ void over_rows(int64_t threads, int64_t rows, int64_t elements, const Function& 
   });
 }
 
-// Calls function(begin, end) for ranges of the outputs of a product, whose weights have `bytes` each.
+// Calls function(product, begin, end) for ranges of the outputs of each product, whose weights have `bytes` an output.
 template <class Function>
-void over_outputs(int64_t threads, int64_t outputs, int64_t bytes, const Function& function) {
+void over_outputs(int64_t threads, int64_t products, int64_t outputs, int64_t bytes, const Function& function) {
   const int64_t blocks = kChunkBytes / std::max<int64_t>(1, kChunk * bytes);
-  const int64_t size = std::min(kMaxChunk, std::max<int64_t>(1, blocks) * kChunk);
-  parallel(int(threads), (outputs + size - 1) / size,
-           [&](int64_t chunk) { function(chunk * size, std::min(outputs, (chunk + 1) * size)); });
+  const int64_t size = std::min(kMaxChunk, std::max<int64_t>(1, blocks) * kChunk), parts = (outputs + size - 1) / size;
+  parallel(int(threads), products * parts, [&](int64_t chunk) {
+    const int64_t begin = chunk % parts * size;
+    function(chunk / parts, begin, std::min(outputs, begin + size));
+  });
+}
+
+// Rows [gate, up] of `inner` elements each, next to each other.
+Gated gate_of(DType dtype, int64_t inner, const void* x, void* out, double limit, double alpha) {
+  return {dtype, inner, 2 * inner, x, out, limit == limit, alpha == alpha, float(limit), float(alpha)};
+}
+
+// Computes outputs begin … end − 1 of c.
+void compute(const Linear& c, int64_t begin, int64_t end) {
+  alignas(64) float found[kMaxRows * kMaxChunk];
+  kernels->product(c, begin, end, found);
+  kernels->finish(c, begin, end, found);
 }
 
 }  // namespace
@@ -104,13 +118,10 @@ void linear(TensorView x, TensorView weight, MaybeTensor bias, TensorView out, i
   c.weight_stride = weight.strides()[0], c.out_stride = out.strides()[0];
   const int64_t element = c.dtype == DType::f32 ? 4 : 2;
   float* wide = scratch(c.rows * c.padded);
-  c.x = x.data_ptr(), c.x_stride = x.strides()[0], c.wide = wide;
+  c.x = x.data_ptr(), c.from = nullptr, c.x_stride = x.strides()[0], c.wide = wide;
   kernels->widen_rows(c, wide);
-  over_outputs(threads, outputs, c.inputs * element, [&](int64_t begin, int64_t end) {
-    alignas(64) float found[kMaxRows * kMaxChunk];
-    kernels->product(c, begin, end, found);
-    kernels->finish(c, begin, end, found);
-  });
+  over_outputs(threads, 1, outputs, c.inputs * element,
+               [&](int64_t, int64_t begin, int64_t end) { compute(c, begin, end); });
 }
 
 // Fills out [B, heads, value dim] and lse [B, heads] with attention of q [B, heads, dim] to the first lengths [B] tokens
@@ -240,13 +251,10 @@ void rope(TensorView qkv, TensorView cos, TensorView sin, TensorView slots, Tens
 
 // Fills out [rows, inner] from x [rows, 2 · inner], gate first. limit, alpha: NaN for none.
 void gated(TensorView x, TensorView out, double limit, double alpha, int64_t threads) {
-  Gated c;
-  c.dtype = dtype_of(x);
+  Gated c = gate_of(dtype_of(x), out.size(1), x.data_ptr(), out.data_ptr(), limit, alpha);
   check_tensor(x, c.dtype, 2, "rows of two dimensions"), check_tensor(out, c.dtype, 2, "an output of the rows' type");
-  c.inner = out.size(1), c.x_stride = x.strides()[0];
+  c.x_stride = x.strides()[0];
   check(x.size(1) == 2 * c.inner && out.size(0) == x.size(0) && out.IsContiguous(), "matching shapes");
-  c.x = x.data_ptr(), c.out = out.data_ptr();
-  c.limited = limit == limit, c.scaled = alpha == alpha, c.limit = float(limit), c.alpha = float(alpha);
   over_rows(threads, x.size(0), c.inner, [&](int64_t row) { kernels->gated(c, row); });
 }
 
@@ -275,9 +283,12 @@ int64_t read(TensorView x, int64_t threads) {
 
 }  // namespace weft::model
 
+#include "experts.h"
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(use, weft::model::use)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::model::isa)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, weft::model::linear)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts, weft::model::experts)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, weft::model::decode)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm, weft::model::norm)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope, weft::model::rope)

@@ -27,8 +27,8 @@ constexpr int64_t kMaxDim = 1024;
 constexpr int64_t kMaxRows = 16;  // of a product
 constexpr int64_t kChunk = 48;    // outputs of a product that one thread computes at least
 constexpr int64_t kMaxChunk = 192;
-constexpr int64_t kGroup = 12;    // outputs of a product: all rows use their weights in turn
-constexpr int64_t kDepth = 8192;  // elements of all rows that stay in the first cache
+constexpr int64_t kGroup = 12;   // outputs of a product: all rows use their weights in turn
+constexpr int64_t kDepth = 8192;   // elements of all rows that stay in the first cache
 
 // Sums of products of rows with a weight [outputs, inputs]. Strides are in elements.
 struct Product {
@@ -36,6 +36,7 @@ struct Product {
   int64_t rows, inputs, padded;
   const float* wide;  // x as `product` reads it, up to `padded` floats a row
   const void *x, *weight;
+  const int32_t* from;  // x's row for each row; null: the same
   int64_t x_stride, weight_stride;
 };
 
@@ -91,6 +92,17 @@ struct Gated {
   float limit, alpha;
 };
 
+// Sums of `choices` pairs of each token, times their weights: see weft.engine.kernels.model_reference.experts.
+struct Combine {
+  DType dtype, pair_dtype;
+  int64_t choices, width, out_stride;
+  const float* weights;  // [tokens, choices]
+  const int32_t* pairs;  // rows of `values` [pairs, width]; -1: none
+  const void* values;
+  void* out;
+  bool add;
+};
+
 // Index of an element among 32 in the order of load32: even bfloat16 numbers come first.
 template <class T>
 constexpr int lane_of(int i) {
@@ -108,6 +120,7 @@ struct ModelKernels {
   void (*norm)(const Norm&, int64_t row);
   void (*rope)(const Rope&, int64_t row);
   void (*gated)(const Gated&, int64_t row);
+  void (*combine)(const Combine&, int64_t token);
 };
 
 #define WEFT_FN WEFT_TARGET static inline
@@ -117,7 +130,8 @@ namespace model_scalar {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"scalar", widen_rows, product, finish, attend, merge, norm, rope, gated};
+inline constexpr ModelKernels kKernels{"scalar", widen_rows, product, finish, attend,
+                                       merge,    norm,       rope,    gated,  combine};
 #undef WEFT_TARGET
 }  // namespace model_scalar
 
@@ -128,7 +142,7 @@ namespace model_avx2 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx2", widen_rows, product, finish, attend, merge, norm, rope, gated};
+inline constexpr ModelKernels kKernels{"avx2", widen_rows, product, finish, attend, merge, norm, rope, gated, combine};
 #undef WEFT_TARGET
 }  // namespace model_avx2
 
@@ -138,7 +152,8 @@ namespace model_avx512 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx512", widen_rows, product, finish, attend, merge, norm, rope, gated};
+inline constexpr ModelKernels kKernels{"avx512", widen_rows, product, finish, attend,
+                                       merge,    norm,       rope,    gated,  combine};
 #undef WEFT_TARGET
 }  // namespace model_avx512
 
@@ -153,7 +168,8 @@ namespace model_avx512_bf16 {
 #undef WEFT_TARGET
 using namespace model_avx512;
 inline constexpr ModelKernels kKernels{
-    "avx512_bf16", model_avx512_bf16::widen_rows, model_avx512_bf16::product, finish, attend, merge, norm, rope, gated};
+    "avx512_bf16", model_avx512_bf16::widen_rows, model_avx512_bf16::product, finish, attend, merge, norm, rope, gated,
+    combine};
 }  // namespace model_avx512_bf16
 
 namespace model_amx {
@@ -162,7 +178,7 @@ using namespace model_avx512;
 #include "amx.inl"
 #undef WEFT_TARGET
 inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, product_by_tiles, finish, attend, merge, norm,
-                                       rope,  gated};
+                                       rope,  gated,         combine};
 
 // Linux lets a process use tiles once it has asked.
 inline bool permitted() {

@@ -173,3 +173,26 @@ inline void gated(const Gated& c, int64_t row) {
   if (c.dtype == DType::bf16) gated_t<bf16>(c, row);
   if (c.dtype == DType::f16) gated_t<f16>(c, row);
 }
+
+// T: type of outputs. P: type of the pairs' values.
+template <class T, class P>
+WEFT_TARGET void combine_t(const Combine& c, int64_t token) {
+  T* out = static_cast<T*>(c.out) + token * c.out_stride;
+  for (int64_t k = 0; k < c.width; k += 16) {
+    F total = c.add ? load_some16(out + k, c.width - k) : all(0.0f);
+    for (int64_t i = token * c.choices; i < (token + 1) * c.choices; ++i) {
+      if (c.pairs[i] < 0) continue;
+      T weight;
+      narrow(c.weights[i], &weight);
+      const P* value = static_cast<const P*>(c.values) + c.pairs[i] * c.width + k;
+      total = fma(load_some16(value, c.width - k), all(widen(weight)), total);
+    }
+    store_some16(out + k, total, c.width - k);
+  }
+}
+
+inline void combine(const Combine& c, int64_t token) {
+  if (c.dtype == DType::f32) combine_t<float, float>(c, token);
+  if (c.dtype == DType::bf16) combine_t<bf16, bf16>(c, token);
+  if (c.dtype == DType::f16) combine_t<f16, f16>(c, token);
+}

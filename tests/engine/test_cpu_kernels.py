@@ -25,8 +25,9 @@ from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.models.load import build_model
 from weft.engine.models.registry import read_config
+from weft.engine.models.weights.float8_weights import Float8Weight
 from weft.engine.worker.model_runner import ModelRunner
-from weft.kernels import cpu_rows, torch_reference
+from weft.kernels import cpu_rows, float8, stream_ops, torch_reference
 from weft.kernels.build import KernelError, model_kernels
 from weft.planner.spec import Mesh
 
@@ -301,6 +302,95 @@ def test_experts_that_torch_computes(normal: Callable[..., Tensor]) -> None:
     for x in (normal(17, 32), normal(0, 32), normal(2, 32).double()):
         chosen = normal(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)
         assert cpu_ops.experts(x, chosen, gate_up, down, torch.empty_like(x)) is None
+
+
+@each_dtype
+@pytest.mark.parametrize(("width", "group"), [(1, 128), (33, 32), (300, 128), (64, 48)])
+def test_rows_in_float8(width: int, group: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
+    """Zeros, subnormal values, ties, NaN and infinity, with the bits of the definition."""
+    x = normal(7, width + 1, dtype=dtype)[:, :-1] * torch.tensor([1.0, 1e-3, 0, 100, 1, 1, 1]).to(dtype)[:, None]
+    x[3] = torch.randint(-448, 448, (width,)).to(dtype)
+    x[4, 0], x[5, width // 2] = NAN, torch.inf
+    x[6] = torch.arange(width) % 31 * 2.0**-12
+    x[6, 0] = 448.0
+    wanted = float8.quantise(x, group)
+
+    def run() -> tuple[Tensor, Tensor]:
+        found = stream_ops.quantise(x, group)
+        assert found.group_size == group
+        return found.values.view(torch.uint8) & (0x7F if width == 1 else 0xFF), found.scales
+
+    values, scales = everywhere(run, (1, 3))
+    assert cpu_rows.quantise(x, group) is not None and cpu_rows.quantise(x.double(), group) is None
+    assert torch.equal(values, wanted.values.view(torch.uint8) & (0x7F if width == 1 else 0xFF))
+    assert torch.equal(scales.nan_to_num(9e9, 8e9), wanted.scales.nan_to_num(9e9, 8e9))
+    by_norm = float8.unfilled(x, group)
+    normed = cpu_rows.rms_norm(x, x[0], 1e-5, quantised=by_norm)
+    assert normed is not None and torch.equal(by_norm.scales[:3], float8.quantise(normed, group).scales[:3])
+
+
+def float8_weight(weight: Tensor, unit: tuple[int, int]) -> Float8Weight:
+    """Return a weight in FP8 with scales that are no powers of two."""
+    *before, rows, columns = weight.shape
+    scales = torch.rand(*before, -(-rows // unit[0]), -(-columns // unit[1])) / 100 + 1e-3
+    made = Float8Weight((100 * weight).to(float8.FLOAT8), scales, unit)
+    made.check()
+    return made
+
+
+@each_dtype
+@pytest.mark.parametrize("inputs", [1, 31, 64, 100, 577])
+@pytest.mark.parametrize("rows", [1, 3, 4, 16])
+def test_products_with_weights_in_float8(
+    rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]
+) -> None:
+    for outputs, unit in product((1, 5, 77), ((128, 128), (3, 32), (1, 64))):
+        weight, x = float8_weight(normal(outputs, inputs), unit), normal(rows, inputs + 1, dtype=dtype)[:, :-1]
+        wide = float8.dequantise(float8.quantise(x, unit[1])).double()
+        wanted = wide @ float8.dequantise(weight).double().t()
+
+        def run(rows: Any = x, weight: Float8Weight = weight, outputs: int = outputs) -> Tensor:
+            out = torch.full((len(rows.values if isinstance(rows, float8.Fp8Rows) else rows), outputs + 2), NAN)
+            found = ops.linear_float8(rows, weight, out.to(dtype)[:, 1:-1])
+            assert cpu_ops.linear_quantised(rows, weight, torch.empty_like(found)) is not None
+            return found.contiguous()
+
+        found = everywhere(run)
+        near(found, wanted, dtype, slack=max(1.0, inputs**0.5 / 8))
+        assert torch.equal(run(float8.quantise(x, unit[1])), found)
+        assert torch.equal(torch.cat([run(row[None]) for row in x]), found), "a row's bits depend on others"
+
+
+@each_dtype
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize(("up", "last", "add"), [((32, 128), (128, 32), False), ((16, 32), (32, 64), True)])
+def test_grouped_experts_in_float8(
+    up: tuple[int, int],
+    last: tuple[int, int],
+    add: bool,
+    tokens: int,
+    dtype: torch.dtype,
+    normal: Callable[..., Tensor],
+) -> None:
+    width, inner, held, k = 160, 96, 4, 2
+    gate_up = float8_weight(0.3 * normal(held, 2 * inner, width), up)
+    down = float8_weight(0.3 * normal(held, width, inner), last)
+    x, weight, before = normal(tokens, width, dtype=dtype), normal(tokens, k).abs(), normal(tokens, width, dtype=dtype)
+    expert = torch.stack([torch.randperm(held + 1)[:k] for _ in range(tokens)])
+    wanted = model_reference.experts(x, (weight, expert), gate_up, down, before.clone(), limit=0.7, add=add)
+
+    def run(rows: Any = x, at: slice = slice(None)) -> Tensor:
+        out = before[at].clone() if add else torch.full_like(before[at], NAN)
+        found = cpu_ops.experts(rows, (weight[at], expert[at]), gate_up, down, out, limit=0.7, add=add)
+        assert found is out
+        return found
+
+    found = everywhere(run)
+    # A value between the products may be rounded to a neighbour in FP8, if their sums' last bits differ.
+    errors = (found.float() - wanted.float()).abs().amax(1) / wanted.float().abs().max().clamp(min=1.0)
+    assert float(errors.max()) <= 0.02 and int((errors > 4 * DTYPES[dtype]).sum()) <= 1
+    assert torch.equal(run(float8.quantise(x, up[1])), found)
+    assert torch.equal(torch.cat([run(x[i : i + 1], slice(i, i + 1)) for i in range(tokens)]), found)
 
 
 @each_dtype

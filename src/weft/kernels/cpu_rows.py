@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from weft.kernels.build import BuildError, model_kernels
+from weft.kernels.float8 import Fp8Rows, unfilled
 from weft.kernels.torch_reference import UnfilledRows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,6 +22,8 @@ KERNEL = "weft kernel "
 """First characters of a kernel's range in torch's profiler."""
 MAX_ROWS = 16
 """Maximum rows of a product. Torch multiplies more rows faster."""
+MAX_COLUMNS = 1024
+"""Maximum columns of FP8 values that share a scale."""
 _log = logging.getLogger(__name__)
 
 
@@ -74,8 +77,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, quantised: UnfilledRows |
         return None
     out, width = torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
     run("norm", x.reshape(-1, width), None, weight, eps, None, out.view(-1, width))
-    if quantised is not None:
-        quantised.fill(out)
+    _fill(quantised, out)
     return out
 
 
@@ -89,9 +91,24 @@ def add_rms_norm(
         return None
     total, out = torch.empty(residual.shape, dtype=residual.dtype), torch.empty(residual.shape, dtype=residual.dtype)
     run("norm", residual, delta, weight, eps, total, out)
-    if quantised is not None:
-        quantised.fill(out)
+    _fill(quantised, out)
     return total, out
+
+
+def quantise(x: Tensor, group_size: int) -> Fp8Rows | None:
+    """Compute `weft.kernels.float8.quantise`; None: not covered."""
+    if x.dim() != 2 or group_size > MAX_COLUMNS or not covers(x):
+        return None
+    made = unfilled(x, group_size)
+    run("quantise", x, *made)
+    return made
+
+
+def _fill(rows: UnfilledRows | None, x: Tensor) -> None:
+    if isinstance(rows, Fp8Rows) and rows.group_size <= MAX_COLUMNS:
+        run("quantise", x, *rows)
+    elif rows is not None:
+        rows.fill(x)
 
 
 def _normalises(x: Tensor, weight: Tensor) -> bool:

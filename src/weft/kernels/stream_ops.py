@@ -53,7 +53,7 @@ def op(torch_form: Callable[P, R], triton_form: str, cpu_form: Callable[P, R | N
 
 rms_norm = op(torch_reference.rms_norm, "weft.kernels.triton.rms_norm.rms_norm", cpu_rows.rms_norm)
 add_rms_norm = op(torch_reference.add_rms_norm, "weft.kernels.triton.rms_norm.add_rms_norm", cpu_rows.add_rms_norm)
-quantise = op(float8.quantise, "weft.kernels.triton.float8_rows.quantise")
+quantise = op(float8.quantise, "weft.kernels.triton.float8_rows.quantise", cpu_rows.quantise)
 scale_shard = op(torch_reference.scale_shard, "weft.kernels.triton.merge.scale_shard")
 pack_shard = op(torch_reference.pack_shard, "weft.kernels.triton.merge.pack_shard")
 merge_packed = op(torch_reference.merge_packed, "weft.kernels.triton.merge.merge_packed")

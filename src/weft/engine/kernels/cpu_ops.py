@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from weft.engine.kernels.model_reference import Chosen
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.kernels.cpu_rows import MAX_ROWS, covers, run
-from weft.kernels.float8 import Stored
+from weft.kernels.cpu_rows import MAX_COLUMNS, MAX_ROWS, covers, run
+from weft.kernels.float8 import Fp8Rows, Fp8Weight, Stored
+from weft.stream.formats import QuantisedWeight
 
 MAX_DIM = 1024
 """Maximum elements of a head that is rotated."""
@@ -28,6 +29,21 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | 
         out = torch.empty((len(x), len(weight)), dtype=x.dtype)
     run("linear", x, weight, bias, out)
     return out
+
+
+def linear_quantised(x: Any, weight: QuantisedWeight, out: Tensor) -> Tensor | None:
+    if len(out) > MAX_ROWS or not covers(out) or not isinstance(weight, Fp8Weight) or not _multiplies(x, weight, out):
+        return None
+    values, scales = (x, None) if isinstance(x, Tensor) else x[:2]
+    run("linear_float8", values, scales, weight.values, weight.scales, *weight.unit, out)
+    return out
+
+
+def _multiplies(x: Any, weight: Fp8Weight, out: Tensor) -> bool:
+    """Check if kernels multiply rows in out's dtype or in FP8 with a weight."""
+    if weight.unit[1] % 32 or weight.unit[1] > MAX_COLUMNS:
+        return False
+    return covers(x, out) if isinstance(x, Tensor) else isinstance(x, Fp8Rows) and x.group_size == weight.unit[1]
 
 
 def linear_or_partials(
@@ -64,15 +80,20 @@ def experts(
     add: bool = False,
     wait: Callable[[], None] = nothing,
 ) -> Tensor | None:
-    weight, expert = chosen
-    if (
-        len(out) > MAX_ROWS
-        or not isinstance(gate_up, Tensor)
-        or not covers(x, gate_up, down, out, gate_up_bias, down_bias)
-    ):
+    if len(out) > MAX_ROWS or not covers(out):
+        return None
+    scales: tuple[Any, ...] = None, None, None, 0, 0, 0, 0
+    if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
+        if gate_up_bias is not None or not _multiplies(x, gate_up, out) or not _multiplies(out, down, out):
+            return None
+        x, rows = (x, None) if isinstance(x, Tensor) else x[:2]
+        scales = rows, gate_up.scales, down.scales, *gate_up.unit, *down.unit
+        gate_up, down = gate_up.values, down.values
+    elif not isinstance(gate_up, Tensor) or not covers(x, gate_up, down, out, gate_up_bias, down_bias):
         return None
     wait()
-    run("experts", x, weight, expert, gate_up, down, gate_up_bias, down_bias, out, _or_nan(limit), _or_nan(alpha), add)
+    options = _or_nan(limit), _or_nan(alpha), add
+    run("experts", x, *chosen, gate_up, down, gate_up_bias, down_bias, out, *options, *scales)
     return out
 
 

@@ -19,7 +19,9 @@ linear_or_partials = op(
     "weft.engine.kernels.triton.dense.linear_or_partials",
     cpu_ops.linear_or_partials,
 )
-linear_float8 = op(model_reference.linear_quantised, "weft.engine.kernels.triton.float8_linear.linear")
+linear_float8 = op(
+    model_reference.linear_quantised, "weft.engine.kernels.triton.float8_linear.linear", cpu_ops.linear_quantised
+)
 gated_delta = op(delta_rule.gated_delta, "weft.engine.kernels.triton.delta_chunks.gated_delta")
 choose = op(model_reference.choose, "weft.engine.kernels.triton.route.choose")
 route = op(model_reference.route, "weft.engine.kernels.triton.fused_experts.route_scored")

@@ -7,7 +7,7 @@
 
 namespace weft {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3, f8 = 4 };
 
 struct bf16 {
   uint16_t bits;

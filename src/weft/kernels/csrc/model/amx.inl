@@ -84,8 +84,8 @@ WEFT_TARGET inline void product_tiles(const Product& c, int64_t begin, int64_t e
 }
 
 inline void rows_of_tiles(const Product& c, float* to) {
-  c.dtype == DType::bf16 ? pack_rows(c, to) : widen_rows(c, to);
+  c.weight_dtype == DType::bf16 ? pack_rows(c, to) : widen_rows(c, to);
 }
 inline void product_by_tiles(const Product& c, int64_t begin, int64_t end, float* found) {
-  c.dtype == DType::bf16 ? product_tiles(c, begin, end, found) : product(c, begin, end, found);
+  c.weight_dtype == DType::bf16 ? product_tiles(c, begin, end, found) : product(c, begin, end, found);
 }

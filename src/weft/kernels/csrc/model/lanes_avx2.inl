@@ -50,6 +50,15 @@ WEFT_FN F half16(const f16* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
 }
 WEFT_FN Pair load32(const f16* p) { return {half16(p), half16(p + 16)}; }
+WEFT_FN F float8_16(const f8* p) {
+  const __m256i bits = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i largest = _mm256_set1_epi16(0x7f), half = _mm256_set1_epi16(int16_t(0xbf80));
+  const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(bits, largest), largest);
+  const __m256i wide = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(bits, 7), half),
+                                       _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)));
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(wide)), _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))};
+}
+WEFT_FN Pair load32(const f8* p) { return {float8_16(p), float8_16(p + 16)}; }
 WEFT_FN void store32(float* p, Pair x) { save(p, x.a), save(p + 16, x.b); }
 WEFT_FN __m256i rounded_bf16(__m256 x) {
   const __m256i u = _mm256_castps_si256(x), lowest = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));

@@ -38,6 +38,14 @@ WEFT_FN Pair load32(const f16* p) {
   const auto from = reinterpret_cast<const __m256i*>(p);
   return {_mm512_cvtph_ps(_mm256_loadu_si256(from)), _mm512_cvtph_ps(_mm256_loadu_si256(from + 1))};
 }
+WEFT_FN Pair load32(const f8* p) {
+  const __m512i bits = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i largest = _mm512_set1_epi16(0x7f), half = _mm512_set1_epi16(int16_t(0xbf80));
+  const __mmask32 nan = _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, largest), largest);
+  const __m512i wide =
+      _mm512_mask_mov_epi16(_mm512_and_si512(_mm512_slli_epi16(bits, 7), half), nan, _mm512_set1_epi16(0x7e00));
+  return {_mm512_cvtph_ps(_mm512_castsi512_si256(wide)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(wide, 1))};
+}
 WEFT_FN void store32(float* p, Pair x) { save(p, x.a), save(p + 16, x.b); }
 // The rounded number in the high half. Not VCVTNEPS2BF16: it treats subnormals as zero.
 WEFT_FN __m512i rounded_bf16(F x) {

@@ -1,5 +1,21 @@
 // Products of few rows. Each output is a sum of lanes, added by a tree: the same for any number of rows or threads.
 
+template <class T>
+WEFT_FN F load_some16(const T* p, int64_t count) {
+  if (count >= 16) return load16(p);
+  T some[16] = {};
+  std::memcpy(some, p, size_t(count) * sizeof(T));
+  return load16(some);
+}
+
+template <class T>
+WEFT_FN void store_some16(T* p, F x, int64_t count) {
+  if (count >= 16) return store16(p, x);
+  T some[16];
+  store16(some, x);
+  std::memcpy(static_cast<void*>(p), some, size_t(count) * sizeof(T));
+}
+
 // Widens `width` elements to floats in the order of load32, and fills up with zeros to whole groups of 32.
 template <class T>
 WEFT_TARGET void widen_row(const T* from, int64_t width, float* to) {
@@ -19,7 +35,11 @@ WEFT_TARGET void widen_row(const T* from, int64_t width, float* to) {
 template <class W>
 struct Dot {
   using Factor = Pair;
-  WEFT_FN Factor weight(const W* p) { return load32(p); }
+  WEFT_FN Factor weight(const W* p, F scale) {
+    const Pair x = load32(p);
+    if constexpr (std::is_same_v<W, f8>) return {mul(x.a, scale), mul(x.b, scale)};
+    return x;
+  }
   WEFT_FN Factor row(const float* x, int64_t k) { return {load(x + k), load(x + k + 16)}; }
   WEFT_FN F add_product(Factor w, Factor x, F total) { return fma(w.b, x.b, fma(w.a, x.a, total)); }
 };
@@ -27,8 +47,8 @@ struct Dot {
 template <>
 struct Dot<bf16> {
   using Factor = __m512bh;
-  WEFT_FN Factor weight(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-  WEFT_FN Factor row(const float* x, int64_t k) { return weight(reinterpret_cast<const bf16*>(x) + k); }
+  WEFT_FN Factor weight(const bf16* p, F) { return (__m512bh)_mm512_loadu_si512(p); }
+  WEFT_FN Factor row(const float* x, int64_t k) { return weight(reinterpret_cast<const bf16*>(x) + k, F()); }
   WEFT_FN F add_product(Factor w, Factor x, F total) { return _mm512_dpbf16_ps(total, w, x); }
 };
 #endif
@@ -44,18 +64,31 @@ WEFT_TARGET void block(const Product& c, int64_t output, int64_t row, int64_t be
   F total[R * O];
   for (int r = 0; r < R; ++r)
     for (int o = 0; o < O; ++o) total[r * O + o] = begin ? totals[o * kMaxRows + r] : all(0.0f);
+  F scales[O] = {};
   const auto step = [&](const W* w, int64_t stride, int64_t k) WEFT_TARGET {
     typename D::Factor factors[O];
-    for (int o = 0; o < O; ++o) factors[o] = D::weight(w + o * stride);
+    for (int o = 0; o < O; ++o) factors[o] = D::weight(w + o * stride, scales[o]);
     for (int r = 0; r < R; ++r) {
       const typename D::Factor xs = D::row(x + r * c.padded, k);
       for (int o = 0; o < O; ++o) total[r * O + o] = D::add_product(factors[o], xs, total[r * O + o]);
     }
   };
   int64_t k = begin;
-  for (; k + 32 <= end; k += 32) {
-    for (int o = 0; o < O; ++o) __builtin_prefetch(weight + (o + O) * c.weight_stride + k);
-    step(weight + k, c.weight_stride, k);
+  const auto steps = [&](int64_t stop) WEFT_TARGET {
+    for (; k + 32 <= stop; k += 32) {
+      for (int o = 0; o < O; ++o) __builtin_prefetch(weight + (o + O) * c.weight_stride + k);
+      step(weight + k, c.weight_stride, k);
+    }
+  };
+  if constexpr (std::is_same_v<W, f8>) {
+    for (; k + 32 <= end || (k < end && k % c.columns == 0);) {
+      for (int o = 0; o < O; ++o)
+        scales[o] = all(c.scales[(output + o) / c.unit_rows * c.scale_stride + k / c.columns] * kOfFloat8);
+      if (k + 32 > end) break;
+      steps(std::min(end, (k / c.columns + 1) * c.columns));
+    }
+  } else {
+    steps(end);
   }
   if (k < end) {
     W tail[O * 32] = {};
@@ -111,8 +144,48 @@ WEFT_TARGET void widen_all(const Product& c, float* to) {
     widen_row(from + (c.from ? c.from[row] : row) * c.x_stride, c.inputs, to + row * c.padded);
 }
 
+// Fills values with x [count] times a scale by which the greatest magnitude is 448, and returns the factor of values.
+template <class T>
+WEFT_TARGET float quantise_group(const T* x, int64_t count, f8* values) {
+  float wide[kMaxColumns];
+  for (int64_t i = 0; i < count; i += 16) save(wide + i, load_some16(x + i, count - i));
+  uint32_t largest = bits_of(1e-10f);  // in this order NaN is the greatest magnitude
+  for (int64_t i = 0; i < count; ++i) largest = std::max(largest, bits_of(wide[i]) & 0x7fffffffu);
+  const float factor = 448.0f / float_of(largest);
+  for (int64_t i = 0; i < count; ++i) narrow(wide[i] * factor, values + i);
+  return float_of(largest) / 448.0f;
+}
+
+template <class T>
+WEFT_TARGET void widen_quantised(const Product& c, float* to) {
+  for (int64_t row = 0; row < c.rows; ++row, to += c.padded) {
+    const int64_t from = c.from ? c.from[row] : row;
+    const T* x = static_cast<const T*>(c.x) + from * c.x_stride;
+    for (int64_t k = 0; k < c.inputs; k += c.columns) {
+      f8 values[kMaxColumns];
+      const int64_t count = std::min(c.columns, c.inputs - k);
+      float scale;
+      if constexpr (std::is_same_v<T, f8>) {
+        std::memcpy(values, x + k, size_t(count));
+        scale = c.x_scales[from * c.x_scale_stride + k / c.columns];
+      } else {
+        scale = quantise_group(x + k, count, values);
+      }
+      widen_row(values, count, to + k);
+      for (int64_t i = k; i < k + count; i += 16) save(to + i, mul(load(to + i), all(scale * kOfFloat8)));
+    }
+  }
+}
+
 // Fills c.wide with the rows in the order in which `product` reads them.
 inline void widen_rows(const Product& c, float* to) {
+  if (c.weight_dtype == DType::f8) {
+    if (c.dtype == DType::f8) widen_quantised<f8>(c, to);
+    if (c.dtype == DType::f32) widen_quantised<float>(c, to);
+    if (c.dtype == DType::bf16) widen_quantised<bf16>(c, to);
+    if (c.dtype == DType::f16) widen_quantised<f16>(c, to);
+    return;
+  }
 #ifdef WEFT_DOT_BF16
   if (c.dtype == DType::bf16) {
     const auto from = static_cast<const bf16*>(c.x);
@@ -132,7 +205,8 @@ inline void widen_rows(const Product& c, float* to) {
 
 // Fills found [rows, kMaxChunk] with the sums of outputs begin … end − 1.
 inline void product(const Product& c, int64_t begin, int64_t end, float* found) {
-  if (c.dtype == DType::f32) product_t<float>(c, begin, end, found);
-  if (c.dtype == DType::bf16) product_t<bf16>(c, begin, end, found);
-  if (c.dtype == DType::f16) product_t<f16>(c, begin, end, found);
+  if (c.weight_dtype == DType::f32) product_t<float>(c, begin, end, found);
+  if (c.weight_dtype == DType::bf16) product_t<bf16>(c, begin, end, found);
+  if (c.weight_dtype == DType::f8) product_t<f8>(c, begin, end, found);
+  if (c.weight_dtype == DType::f16) product_t<f16>(c, begin, end, found);
 }

@@ -6,6 +6,8 @@
 #include <tvm/ffi/optional.h>
 #include <tvm/ffi/string.h>
 
+#include <numeric>
+
 #include "model.h"
 #include "pool.h"
 
@@ -32,7 +34,8 @@ DType dtype_of(TensorView x) {
   if (t.lanes == 1 && t.code == kDLFloat && t.bits == 32) return DType::f32;
   if (t.lanes == 1 && t.code == kDLBfloat && t.bits == 16) return DType::bf16;
   if (t.lanes == 1 && t.code == kDLFloat && t.bits == 16) return DType::f16;
-  refuse("model kernels take float32, bfloat16 or float16");
+  if (t.lanes == 1 && t.code == kDLFloat8_e4m3fn) return DType::f8;
+  refuse("model kernels take float32, bfloat16, float16 or float8_e4m3fn");
 }
 
 // Checks the device, the type, the number of dimensions and that the last is dense.
@@ -40,6 +43,8 @@ void check_tensor(TensorView x, DType dtype, int dims, const char* name) {
   check(x.device().device_type == kDLCPU && x.ndim() == dims && dtype_of(x) == dtype, name);
   check(x.size(dims - 1) <= 1 || x.strides()[dims - 1] == 1, "dense last dimensions");
 }
+
+int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::f8 ? 1 : 2; }
 
 const void* data_of(const MaybeTensor& x) { return x.has_value() ? x.value().data_ptr() : nullptr; }
 
@@ -62,7 +67,7 @@ void over_rows(int64_t threads, int64_t rows, int64_t elements, const Function& 
   });
 }
 
-// Calls function(product, begin, end) for ranges of the outputs of each product, whose weights have `bytes` an output.
+// Calls function(product, begin, end) for ranges of the outputs of each product. bytes: of one output's weights.
 template <class Function>
 void over_outputs(int64_t threads, int64_t products, int64_t outputs, int64_t bytes, const Function& function) {
   const int64_t blocks = kChunkBytes / std::max<int64_t>(1, kChunk * bytes);
@@ -76,6 +81,29 @@ void over_outputs(int64_t threads, int64_t products, int64_t outputs, int64_t by
 // Rows [gate, up] of `inner` elements each, next to each other.
 Gated gate_of(DType dtype, int64_t inner, const void* x, void* out, double limit, double alpha) {
   return {dtype, inner, 2 * inner, x, out, limit == limit, alpha == alpha, float(limit), float(alpha)};
+}
+
+// Checks the types of rows, weight and output, and sets the scales of f8.
+void set_types(Product* c, DType out, const MaybeTensor& x_scales, const MaybeTensor& scales, int64_t outputs,
+               int64_t unit_rows, int64_t columns) {
+  const bool f8 = c->weight_dtype == DType::f8;
+  check(out != DType::f8 && (c->dtype == (f8 && x_scales.has_value() ? DType::f8 : out)) &&
+            (f8 || c->weight_dtype == out),
+        "rows, weights and outputs of one type, or weights in float8");
+  if (!f8) return;
+  check(scales.has_value() && unit_rows > 0 && columns > 0 && columns % 32 == 0 && columns <= kMaxColumns,
+        "scales of float8 weights for multiples of 32 columns");
+  const int64_t blocks = (c->inputs + columns - 1) / columns;
+  const auto set = [&](TensorView x, int64_t count, const float** data, int64_t* stride) {
+    const int last = x.ndim() - 1;
+    check(dtype_of(x) == DType::f32 && x.IsContiguous() && last > 0 && x.size(last) == blocks &&
+              (count < 0 || x.size(last - 1) == count),
+          "whole float32 scales");
+    *data = static_cast<const float*>(x.data_ptr()), *stride = blocks;
+  };
+  set(scales.value(), (outputs + unit_rows - 1) / unit_rows, &c->scales, &c->scale_stride);
+  if (x_scales.has_value()) set(x_scales.value(), -1, &c->x_scales, &c->x_scale_stride);
+  c->unit_rows = unit_rows, c->columns = columns;
 }
 
 // Computes outputs begin … end − 1 of c.
@@ -100,28 +128,44 @@ ffi::String use(ffi::String isa) {
 // The name of the instruction set that runs.
 ffi::String isa() { return kernels->isa; }
 
-// Fills out [rows, outputs] with x [rows, inputs] weightᵀ [inputs, outputs] + bias [outputs].
-void linear(TensorView x, TensorView weight, MaybeTensor bias, TensorView out, int64_t threads) {
+namespace {
+
+void multiply(TensorView x, TensorView weight, const MaybeTensor& bias, TensorView out, const MaybeTensor& x_scales,
+              const MaybeTensor& scales, int64_t unit_rows, int64_t columns, int64_t threads) {
   Linear c;
-  c.dtype = dtype_of(x);
-  check_tensor(x, c.dtype, 2, "rows of two dimensions"), check_tensor(weight, c.dtype, 2, "a weight of the rows' type");
-  check_tensor(out, c.dtype, 2, "an output of the rows' type");
+  c.dtype = dtype_of(x), c.weight_dtype = dtype_of(weight), c.out_dtype = dtype_of(out);
+  check_tensor(x, c.dtype, 2, "rows of two dimensions"),
+      check_tensor(weight, c.weight_dtype, 2, "a weight [outputs, inputs]");
+  check_tensor(out, c.out_dtype, 2, "an output of two dimensions");
   c.rows = x.size(0), c.inputs = x.size(1), c.padded = padded(c.inputs);
   const int64_t outputs = weight.size(0);
   check(c.rows <= kMaxRows, "at most 16 rows");
+  set_types(&c, c.out_dtype, x_scales, scales, outputs, unit_rows, columns);
   check(weight.size(1) == c.inputs && out.size(0) == c.rows && out.size(1) == outputs, "matching shapes");
   if (bias.has_value()) {
-    check_tensor(bias.value(), c.dtype, 1, "a bias of the rows' type");
+    check_tensor(bias.value(), c.out_dtype, 1, "a bias of the rows' type");
     check(bias.value().size(0) == outputs, "a bias of the weight's outputs");
   }
   c.weight = weight.data_ptr(), c.bias = data_of(bias), c.out = out.data_ptr();
   c.weight_stride = weight.strides()[0], c.out_stride = out.strides()[0];
-  const int64_t element = c.dtype == DType::f32 ? 4 : 2;
   float* wide = scratch(c.rows * c.padded);
   c.x = x.data_ptr(), c.from = nullptr, c.x_stride = x.strides()[0], c.wide = wide;
   kernels->widen_rows(c, wide);
-  over_outputs(threads, 1, outputs, c.inputs * element,
+  over_outputs(threads, 1, outputs, c.inputs * bytes_of(c.weight_dtype),
                [&](int64_t, int64_t begin, int64_t end) { compute(c, begin, end); });
+}
+
+}  // namespace
+
+// Fills out [rows, outputs] with x [rows, inputs] weightᵀ [inputs, outputs] + bias [outputs].
+void linear(TensorView x, TensorView weight, MaybeTensor bias, TensorView out, int64_t threads) {
+  multiply(x, weight, bias, out, MaybeTensor(), MaybeTensor(), 0, 0, threads);
+}
+
+// The same of a weight in f8 with a scale for each block of unit_rows and columns. x: f8 with scales, or it is quantised.
+void linear_float8(TensorView x, MaybeTensor x_scales, TensorView weight, TensorView scales, int64_t unit_rows,
+                   int64_t columns, TensorView out, int64_t threads) {
+  multiply(x, weight, MaybeTensor(), out, x_scales, scales, unit_rows, columns, threads);
 }
 
 // Fills out [B, heads, value dim] and lse [B, heads] with attention of q [B, heads, dim] to the first lengths [B] tokens
@@ -258,6 +302,24 @@ void gated(TensorView x, TensorView out, double limit, double alpha, int64_t thr
   over_rows(threads, x.size(0), c.inner, [&](int64_t row) { kernels->gated(c, row); });
 }
 
+// Fills values f8 [rows, width] and scales [rows, groups of columns] with x [rows, width].
+void quantise(TensorView x, TensorView values, TensorView scales, int64_t columns, int64_t threads) {
+  check_tensor(x, dtype_of(x), 2, "rows of two dimensions"), check_tensor(values, DType::f8, 2, "values in float8");
+  const int64_t rows = x.size(0), width = x.size(1);
+  check(0 < columns && columns <= kMaxColumns && dtype_of(x) != DType::f8 && values.size(0) == rows &&
+            values.size(1) == width && values.IsContiguous() && dtype_of(scales) == DType::f32 && scales.ndim() == 2 &&
+            scales.size(0) == rows && scales.size(1) == (width + columns - 1) / columns && scales.IsContiguous(),
+        "contiguous values and float32 scales of the rows' shape");
+  const Quantise c{dtype_of(x),
+                   width,
+                   x.strides()[0],
+                   columns,
+                   x.data_ptr(),
+                   static_cast<f8*>(values.data_ptr()),
+                   static_cast<float*>(scales.data_ptr())};
+  over_rows(threads, rows, 8 * width, [&](int64_t row) { kernels->quantise(c, row); });
+}
+
 // Reads floats by threads as fast as this CPU can, and returns their bits' parity: what reading memory costs.
 int64_t read(TensorView x, int64_t threads) {
   check_tensor(x, DType::f32, 1, "floats");
@@ -288,9 +350,11 @@ int64_t read(TensorView x, int64_t threads) {
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(use, weft::model::use)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::model::isa)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, weft::model::linear)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_float8, weft::model::linear_float8)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts, weft::model::experts)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, weft::model::decode)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm, weft::model::norm)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope, weft::model::rope)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated, weft::model::gated)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantise, weft::model::quantise)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(read, weft::model::read)

@@ -20,6 +20,25 @@
 
 namespace weft::model {
 
+// A float8_e4m3fn. `widen` and `load32` give it divided by kOfFloat8: its bits are that number's in float16.
+struct f8 {
+  uint8_t bits;
+};
+constexpr float kOfFloat8 = 256.0f;
+using weft::narrow, weft::widen;
+inline float widen(f8 x) {
+  const int magnitude = x.bits & 0x7f;
+  return widen(f16{uint16_t((x.bits & 0x80) << 8 | (magnitude == 0x7f ? 0x7e00 : magnitude << 7))});
+}
+// x: at most 464 in magnitude, or NaN.
+inline void narrow(float x, f8* out) {
+  const uint32_t u = bits_of(x), magnitude = u & 0x7fffffffu;
+  const uint32_t normal = ((magnitude + 0x7ffff + ((magnitude >> 20) & 1)) >> 20) - 960;
+  const uint32_t subnormal = bits_of(float_of(magnitude) + 16384.0f) - bits_of(16384.0f);
+  const uint32_t found = magnitude < 0x3c800000u ? subnormal : normal;
+  out->bits = uint8_t(((u >> 24) & 0x80) | (magnitude > 0x7f800000u ? 0x7f : found));
+}
+
 constexpr int kTokens = 64;      // of a softmax's block
 constexpr int kAheadTokens = 8;  // from a key to the one that is prefetched
 constexpr int64_t kPart = 128;   // tokens that one thread attends to, of one key-value head
@@ -27,20 +46,25 @@ constexpr int64_t kMaxDim = 1024;
 constexpr int64_t kMaxRows = 16;  // of a product
 constexpr int64_t kChunk = 48;    // outputs of a product that one thread computes at least
 constexpr int64_t kMaxChunk = 192;
-constexpr int64_t kGroup = 12;   // outputs of a product: all rows use their weights in turn
-constexpr int64_t kDepth = 8192;   // elements of all rows that stay in the first cache
+constexpr int64_t kMaxColumns = 1024;  // of f8 numbers with one scale
+constexpr int64_t kGroup = 12;         // outputs of a product: all rows use their weights in turn
+constexpr int64_t kDepth = 8192;       // elements of all rows that stay in the first cache
 
 // Sums of products of rows with a weight [outputs, inputs]. Strides are in elements.
 struct Product {
-  DType dtype;
+  DType dtype, weight_dtype;  // of x and the weight; f8 weights multiply x in f8, or x that `widen_rows` quantises
   int64_t rows, inputs, padded;
   const float* wide;  // x as `product` reads it, up to `padded` floats a row
   const void *x, *weight;
   const int32_t* from;  // x's row for each row; null: the same
   int64_t x_stride, weight_stride;
+  // Of f8: one scale for `columns` elements of a row, and for a block of `unit_rows` outputs and `columns` inputs.
+  const float *x_scales, *scales;
+  int64_t x_scale_stride, scale_stride, unit_rows, columns;
 };
 
 struct Linear : Product {
+  DType out_dtype;
   const void* bias;
   void* out;
   int64_t out_stride;
@@ -92,6 +116,15 @@ struct Gated {
   float limit, alpha;
 };
 
+// See weft.kernels.float8.quantise.
+struct Quantise {
+  DType dtype;
+  int64_t width, x_stride, columns;
+  const void* x;
+  f8* values;
+  float* scales;
+};
+
 // Sums of `choices` pairs of each token, times their weights: see weft.engine.kernels.model_reference.experts.
 struct Combine {
   DType dtype, pair_dtype;
@@ -121,6 +154,7 @@ struct ModelKernels {
   void (*rope)(const Rope&, int64_t row);
   void (*gated)(const Gated&, int64_t row);
   void (*combine)(const Combine&, int64_t token);
+  void (*quantise)(const Quantise&, int64_t row);
 };
 
 #define WEFT_FN WEFT_TARGET static inline
@@ -130,8 +164,8 @@ namespace model_scalar {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"scalar", widen_rows, product, finish, attend,
-                                       merge,    norm,       rope,    gated,  combine};
+inline constexpr ModelKernels kKernels{"scalar", widen_rows, product, finish,  attend,  merge,
+                                       norm,     rope,       gated,   combine, quantise};
 #undef WEFT_TARGET
 }  // namespace model_scalar
 
@@ -142,7 +176,8 @@ namespace model_avx2 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx2", widen_rows, product, finish, attend, merge, norm, rope, gated, combine};
+inline constexpr ModelKernels kKernels{"avx2", widen_rows, product, finish,  attend,  merge,
+                                       norm,   rope,       gated,   combine, quantise};
 #undef WEFT_TARGET
 }  // namespace model_avx2
 
@@ -152,8 +187,8 @@ namespace model_avx512 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx512", widen_rows, product, finish, attend,
-                                       merge,    norm,       rope,    gated,  combine};
+inline constexpr ModelKernels kKernels{"avx512", widen_rows, product, finish,  attend,  merge,
+                                       norm,     rope,       gated,   combine, quantise};
 #undef WEFT_TARGET
 }  // namespace model_avx512
 
@@ -167,9 +202,17 @@ namespace model_avx512_bf16 {
 #undef WEFT_DOT_BF16
 #undef WEFT_TARGET
 using namespace model_avx512;
-inline constexpr ModelKernels kKernels{
-    "avx512_bf16", model_avx512_bf16::widen_rows, model_avx512_bf16::product, finish, attend, merge, norm, rope, gated,
-    combine};
+inline constexpr ModelKernels kKernels{"avx512_bf16",
+                                       model_avx512_bf16::widen_rows,
+                                       model_avx512_bf16::product,
+                                       finish,
+                                       attend,
+                                       merge,
+                                       norm,
+                                       rope,
+                                       gated,
+                                       combine,
+                                       quantise};
 }  // namespace model_avx512_bf16
 
 namespace model_amx {
@@ -177,8 +220,8 @@ namespace model_amx {
 using namespace model_avx512;
 #include "amx.inl"
 #undef WEFT_TARGET
-inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, product_by_tiles, finish, attend, merge, norm,
-                                       rope,  gated,         combine};
+inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, product_by_tiles, finish,  attend, merge, norm,
+                                       rope,  gated,         combine,          quantise};
 
 // Linux lets a process use tiles once it has asked.
 inline bool permitted() {

@@ -2,22 +2,6 @@
 // activations.
 
 template <class T>
-WEFT_FN F load_some16(const T* p, int64_t count) {
-  if (count >= 16) return load16(p);
-  T some[16] = {};
-  std::memcpy(some, p, size_t(count) * sizeof(T));
-  return load16(some);
-}
-
-template <class T>
-WEFT_FN void store_some16(T* p, F x, int64_t count) {
-  if (count >= 16) return store16(p, x);
-  T some[16];
-  store16(some, x);
-  std::memcpy(static_cast<void*>(p), some, size_t(count) * sizeof(T));
-}
-
-template <class T>
 WEFT_TARGET void finish_t(const Linear& c, int64_t begin, int64_t end, const float* found) {
   const T* bias = static_cast<const T*>(c.bias);
   for (int64_t row = 0; row < c.rows; ++row, found += kMaxChunk) {
@@ -32,9 +16,9 @@ WEFT_TARGET void finish_t(const Linear& c, int64_t begin, int64_t end, const flo
 
 // Writes found sums of outputs begin … end − 1, with the bias.
 inline void finish(const Linear& c, int64_t begin, int64_t end, const float* found) {
-  if (c.dtype == DType::f32) finish_t<float>(c, begin, end, found);
-  if (c.dtype == DType::bf16) finish_t<bf16>(c, begin, end, found);
-  if (c.dtype == DType::f16) finish_t<f16>(c, begin, end, found);
+  if (c.out_dtype == DType::f32) finish_t<float>(c, begin, end, found);
+  if (c.out_dtype == DType::bf16) finish_t<bf16>(c, begin, end, found);
+  if (c.out_dtype == DType::f16) finish_t<f16>(c, begin, end, found);
 }
 
 template <class T>
@@ -191,8 +175,30 @@ WEFT_TARGET void combine_t(const Combine& c, int64_t token) {
   }
 }
 
+template <class T>
+WEFT_TARGET void combine_pairs(const Combine& c, int64_t token) {
+  c.pair_dtype == c.dtype ? combine_t<T, T>(c, token) : combine_t<T, float>(c, token);
+}
+
 inline void combine(const Combine& c, int64_t token) {
-  if (c.dtype == DType::f32) combine_t<float, float>(c, token);
-  if (c.dtype == DType::bf16) combine_t<bf16, bf16>(c, token);
-  if (c.dtype == DType::f16) combine_t<f16, f16>(c, token);
+  if (c.dtype == DType::f32) combine_pairs<float>(c, token);
+  if (c.dtype == DType::bf16) combine_pairs<bf16>(c, token);
+  if (c.dtype == DType::f16) combine_pairs<f16>(c, token);
+}
+
+template <class T>
+WEFT_TARGET void quantise_t(const Quantise& c, int64_t row) {
+  const int64_t groups = (c.width + c.columns - 1) / c.columns;
+  const T* x = static_cast<const T*>(c.x) + row * c.x_stride;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t k = group * c.columns;
+    c.scales[row * groups + group] =
+        quantise_group(x + k, std::min(c.columns, c.width - k), c.values + row * c.width + k);
+  }
+}
+
+inline void quantise(const Quantise& c, int64_t row) {
+  if (c.dtype == DType::f32) quantise_t<float>(c, row);
+  if (c.dtype == DType::bf16) quantise_t<bf16>(c, row);
+  if (c.dtype == DType::f16) quantise_t<f16>(c, row);
 }

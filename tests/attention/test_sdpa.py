@@ -33,7 +33,7 @@ BACKEND_DTYPES = pytest.mark.parametrize(
     ("backend", "dtype"),
     [
         pytest.param(backend, dtype, id=f"{backend.option}-{dtype}")
-        for backend, dtype in ((TORCH, torch.float32), (TORCH, FLOAT8), (NATIVE, torch.float32))
+        for backend, dtype in ((TORCH, torch.float32), (TORCH, FLOAT8), (NATIVE, torch.float32), (NATIVE, FLOAT8))
     ],
 )
 """The cache's dtypes of each backend."""

@@ -103,7 +103,7 @@ def test_a_backend_that_is_there_already_is_refused(tmp_path: Path) -> None:
 def test_auto_is_what_the_device_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert default_backend("cuda") is TRITON and default_backend("cpu") is TORCH
     assert resolve_defaults(EngineConfig(device="cpu")).attention_backend == "native"
-    assert resolve_defaults(EngineConfig(device="cpu", kv_dtype="fp8_e4m3")).attention_backend == "torch"
+    assert resolve_defaults(EngineConfig(device="cpu", kv_dtype="fp8_e4m3")).attention_backend == "native"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(backend_registry, "find_spec", lambda name: None)

@@ -221,6 +221,38 @@ def test_attention_over_pages(
 
 
 @each_dtype
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim"), [(4, 2, 40, 40), (9, 1, 96, 64), (3, 3, 33, 33)])
+def test_attention_over_pages_in_float8(
+    heads: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype, normal: Callable[..., Tensor]
+) -> None:
+    """Vectors of magnitudes from 1e-6 to 1e6, also with values that are part of keys, as latents have them."""
+    page, lengths, window = 16, [1, 0, 130, 64, 300], 200
+    pages = torch.randperm(5 * 20).view(5, 20).int()
+    magnitudes = 10.0 ** torch.randint(-6, 7, (100 * page, kv_heads, 1))
+    keys = float8.to_vectors(normal(100 * page, kv_heads, dim))
+    values = float8.Fp8Vectors(keys.values[..., :value_dim], keys.exponents)
+    if value_dim == dim:
+        values = float8.to_vectors(magnitudes * normal(100 * page, kv_heads, dim))
+    q, tokens = normal(len(lengths), heads, dim, dtype=dtype), torch.tensor(lengths, dtype=torch.int32)
+
+    def run(at: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        out = torch.full((len(q[at]), heads, value_dim), NAN, dtype=dtype)
+        lse = torch.full((len(q[at]), heads), NAN)
+        cpu_ops.attend(q[at], keys, values, pages[at], tokens[at], out, lse, 0.3, window, page)
+        return out, lse
+
+    outs, lses = everywhere(run)
+    wide = [torch.ldexp(x.values.double(), x.exponents[..., None]) for x in (keys, values)]
+    for row, length in enumerate(lengths):
+        alone, lone_lse = run(slice(row, row + 1))
+        assert torch.equal(alone[0], outs[row]) and torch.equal(lone_lse[0], lses[row])
+        if length and dtype != torch.float16:  # magnitudes overflow it
+            wanted, lse = attention(q[row], *wide, pages[row], length, window, 0.3, page)
+            near(outs[row], wanted, dtype, slack=2)
+            near(lses[row], lse, torch.float32, slack=4)
+
+
+@each_dtype
 @pytest.mark.parametrize("width", [1, 31, 64, 100, 576])
 def test_norms(width: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
     for rows, wide_weight in product((1, 5, 70), (False, True)):
@@ -406,8 +438,7 @@ def test_rotary_and_the_caches_write(
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     weights = [None if norms is None else normal(dim, dtype=dtype if norms == "own" else torch.float32) for _ in "qk"]
 
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = torch.full((2, 10, kv_heads, dim), NAN, dtype=dtype)
+    def rotate(keys: float8.Stored, values: float8.Stored) -> Tensor:
         q = cpu_ops.norm_rope_cache(
             qkv,
             heads,
@@ -423,7 +454,11 @@ def test_rotary_and_the_caches_write(
             unused=9,
         )
         assert q is not None
-        return q, keys, values
+        return q
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = torch.full((2, 10, kv_heads, dim), NAN, dtype=dtype)
+        return rotate(keys, values), keys, values
 
     q, keys, values = everywhere(run, (1, 2))
     of_q, of_k, of_v = (x.unflatten(1, (-1, dim)) for x in qkv.double().split([heads * dim, *[kv_heads * dim] * 2], 1))
@@ -440,6 +475,18 @@ def test_rotary_and_the_caches_write(
     near(keys[stored], turned[1][slots >= 0], dtype, slack=2)
     assert torch.equal(values[stored].double(), of_v[slots >= 0])
     assert bool(keys[[1, 2, 5, 6, 8]].isnan().all()) and bool(values[[1, 2, 5, 6, 8]].isnan().all())
+
+    def run_in_float8() -> tuple[Tensor, ...]:
+        caches = [float8.to_vectors(torch.full((10, kv_heads, dim), NAN)) for _ in "kv"]
+        again = rotate(*caches)
+        return (again, *(x.values.view(torch.uint8) for x in caches), *(x.exponents for x in caches))
+
+    again, *stored8 = everywhere(run_in_float8, (1, 2))
+    assert torch.equal(again, q)
+    for cache, values8, exponents in zip((keys, values), stored8[:2], stored8[2:], strict=True):
+        made = float8.to_vectors(cache[stored])
+        assert torch.equal(values8[stored], made.values.view(torch.uint8))
+        assert torch.equal(exponents[stored], made.exponents)
 
 
 def test_ranks_that_are_threads_have_pools_of_their_own(normal: Callable[..., Tensor]) -> None:

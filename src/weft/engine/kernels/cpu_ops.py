@@ -129,19 +129,26 @@ def norm_rope_cache(
 
     Returns queries `[T, heads, dim]`, or None.
     """
-    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.shape[-1] > MAX_DIM:
+    (k, k_exponents), (v, v_exponents) = _parts(keys), _parts(values)
+    if qkv.dim() != 2 or slots.dtype != torch.int64 or k.shape[-1] > MAX_DIM or not covers(qkv, cos, sin):
         return None
-    if qkv.dim() != 2 or slots.dtype != torch.int64 or not covers(qkv, cos, sin, keys, values):
+    if k_exponents is None and not covers(qkv, k, v):
         return None
-    q = torch.empty((len(qkv), heads, keys.shape[-1]), dtype=qkv.dtype)
-    run("rope", qkv, cos, sin, slots, q, keys, values, q_weight, k_weight, eps, interleaved, unused)
+    q = torch.empty((len(qkv), heads, k.shape[-1]), dtype=qkv.dtype)
+    norms = q_weight, k_weight, eps
+    run("rope", qkv, cos, sin, slots, q, k, v, *norms, interleaved, unused, k_exponents, v_exponents)
     return q
+
+
+def _parts(stored: Stored) -> tuple[Tensor, Tensor | None]:
+    """Return cached vectors and their exponents, if they are in FP8."""
+    return (stored, None) if isinstance(stored, Tensor) else stored
 
 
 def attend(
     q: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: Stored,
+    values: Stored,
     pages: Tensor,
     lengths: Tensor,
     out: Tensor,
@@ -153,6 +160,7 @@ def attend(
     """Fill out and lse: see `weft.engine.attention.backend.AttentionInputs` and `DecodeRows`. window: tokens that a row
     sees, including its own; None: all."""
     to = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-    run("decode", q, keys, values, pages, lengths, to, lse, scale, window or 0, page_size)
+    (k, k_exponents), (v, v_exponents) = _parts(keys), _parts(values)
+    run("decode", q, k, v, pages, lengths, to, lse, scale, window or 0, page_size, k_exponents, v_exponents)
     if to is not out:
         out.copy_(to)

@@ -91,6 +91,15 @@ WEFT_TARGET void add_values(const Decode& c, const T* values, const int64_t* slo
   }
 }
 
+// Multiplies by the powers of two of cached f8 vectors.
+template <int G>
+WEFT_FN void scale_by_exponents(const int8_t* exponents, const Decode& c, const int64_t* slots, int tokens,
+                                float (*scores)[kTokens]) {
+  for (int t = 0; t < tokens; ++t)
+    for (int g = 0; g < G; ++g)
+      scores[g][t] *= float_of(uint32_t(127 + exponents[slots[t] * c.kv_heads]) << 23) * kOfFloat8;
+}
+
 // Up to four query heads of one key-value head in one part of a sequence. q: widened.
 template <class T, int G>
 WEFT_TARGET void attend_heads(const Decode& c, int64_t sequence, int64_t kv, int64_t begin, int64_t end, const float* q,
@@ -111,6 +120,7 @@ WEFT_TARGET void attend_heads(const Decode& c, int64_t sequence, int64_t kv, int
     alignas(64) float scores[G][kTokens];
     const int64_t* slots = all_slots + (first - begin);
     scores_of<T, G>(c, keys, values, slots, tokens, end - first, q, scores);
+    if constexpr (std::is_same_v<T, f8>) scale_by_exponents<G>(c.key_exponents + kv, c, slots, tokens, scores);
     float scales[G];
     for (int g = 0; g < G; ++g) {
       std::fill(scores[g] + tokens, scores[g] + kTokens, -INFINITY);
@@ -127,20 +137,27 @@ WEFT_TARGET void attend_heads(const Decode& c, int64_t sequence, int64_t kv, int
       }
       scales[g] = scale[0], sums[g] = sums[g] * scale[0] + sum(total), tops[g] = top;
     }
+    if constexpr (std::is_same_v<T, f8>) scale_by_exponents<G>(c.value_exponents + kv, c, slots, tokens, scores);
     add_values<T, G>(c, values, slots, tokens, scores, scales, out);
   }
 }
 
-template <class T>
+// K: type of the cache, whose lanes a state has.
+template <class T, class K>
 WEFT_TARGET void attend_t(const Decode& c, const Part& part, float* state) {
   const int64_t heads = c.heads / c.kv_heads, first = part.kv * heads;
   float* q = state + heads * (c.padded_value + 2);  // the state's scratch
   const T* from = static_cast<const T*>(c.q) + part.sequence * c.q_row + first * c.q_head;
-  for (int64_t g = 0; g < heads; ++g) widen_row(from + g * c.q_head, c.dim, q + g * c.padded);
+  for (int64_t g = 0; g < heads; ++g) {
+    if constexpr (std::is_same_v<K, f8>)
+      widen_in_order(from + g * c.q_head, c.dim, q + g * c.padded);
+    else
+      widen_row(from + g * c.q_head, c.dim, q + g * c.padded);
+  }
   float *sums = state + heads * c.padded_value, *tops = sums + heads;
   for (int64_t g = 0; g < heads; g += 4) {
     const auto run = [&](auto count) WEFT_TARGET {
-      attend_heads<T, decltype(count)::value>(c, part.sequence, part.kv, part.begin, part.end, q + g * c.padded,
+      attend_heads<K, decltype(count)::value>(c, part.sequence, part.kv, part.begin, part.end, q + g * c.padded,
                                               state + g * c.padded_value, sums + g, tops + g);
     };
     if (heads - g == 1)
@@ -187,24 +204,25 @@ WEFT_TARGET void merge_t(const Decode& c, int64_t sequence, int64_t head, const 
       found.a = fma(load(part), factor, found.a), found.b = fma(load(part + 16), factor, found.b);
     }
     found = {div(found.a, all(total)), div(found.b, all(total))};
-    if (d + 32 <= c.value_dim) {
-      store32(out + d, found);
+    const int64_t left = c.value_dim - d;
+    if (c.cache_dtype != DType::f8) {
+      store_some(out + d, found, left);
     } else {
-      T tail[32];
-      store32(tail, found);
-      std::memcpy(static_cast<void*>(out + d), tail, size_t(c.value_dim - d) * sizeof(T));
+      store_some16(out + d, found.a, left);
+      if (left > 16) store_some16(out + d + 16, found.b, left - 16);
     }
   }
 }
 
+template <class T>
+WEFT_TARGET void attend_to_cache(const Decode& c, const Part& part, float* state) {
+  c.cache_dtype == DType::f8 ? attend_t<T, f8>(c, part, state) : attend_t<T, T>(c, part, state);
+}
+
 inline void attend(const Decode& c, const Part& part, float* state) {
-  if (c.dtype == DType::f32) attend_t<float>(c, part, state);
-  if (c.dtype == DType::bf16) attend_t<bf16>(c, part, state);
-  if (c.dtype == DType::f16) attend_t<f16>(c, part, state);
+  by_type(c.dtype, [&](auto t) { attend_to_cache<decltype(t)>(c, part, state); });
 }
 
 inline void merge(const Decode& c, int64_t sequence, int64_t head, const float* states, int64_t stride, int64_t parts) {
-  if (c.dtype == DType::f32) merge_t<float>(c, sequence, head, states, stride, parts);
-  if (c.dtype == DType::bf16) merge_t<bf16>(c, sequence, head, states, stride, parts);
-  if (c.dtype == DType::f16) merge_t<f16>(c, sequence, head, states, stride, parts);
+  by_type(c.dtype, [&](auto t) { merge_t<decltype(t)>(c, sequence, head, states, stride, parts); });
 }

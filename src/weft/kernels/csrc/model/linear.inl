@@ -16,6 +16,29 @@ WEFT_FN void store_some16(T* p, F x, int64_t count) {
   std::memcpy(static_cast<void*>(p), some, size_t(count) * sizeof(T));
 }
 
+template <class T>
+WEFT_FN Pair load_some(const T* p, int64_t count) {
+  if (count >= 32) return load32(p);
+  T some[32] = {};
+  std::memcpy(some, p, size_t(count) * sizeof(T));
+  return load32(some);
+}
+
+template <class T>
+WEFT_FN void store_some(T* p, Pair x, int64_t count) {
+  if (count >= 32) return store32(p, x);
+  T some[32];
+  store32(some, x);
+  std::memcpy(static_cast<void*>(p), some, size_t(count) * sizeof(T));
+}
+
+// Widens `width` elements, and fills up with zeros to whole groups of 32.
+template <class T>
+WEFT_TARGET void widen_in_order(const T* from, int64_t width, float* to) {
+  for (int64_t k = 0; k < (width + 31) / 32 * 32; k += 16)
+    save(to + k, k < width ? load_some16(from + k, width - k) : all(0.0f));
+}
+
 // Widens `width` elements to floats in the order of load32, and fills up with zeros to whole groups of 32.
 template <class T>
 WEFT_TARGET void widen_row(const T* from, int64_t width, float* to) {
@@ -144,6 +167,42 @@ WEFT_TARGET void widen_all(const Product& c, float* to) {
     widen_row(from + (c.from ? c.from[row] : row) * c.x_stride, c.inputs, to + row * c.padded);
 }
 
+// Sums of columns begin … end − 1 of a weight [inputs, columns], added in the order of inputs.
+template <class T, int R = kRows>
+WEFT_TARGET void column_block(const Product& c, const float* x, int64_t rows, const T* weight, int64_t count,
+                              float* found) {
+  if constexpr (R > 1)
+    if (rows < R) return column_block<T, R - 1>(c, x, rows, weight, count, found);
+  constexpr int C = kChunk / 16;
+  F total[R * C];
+  for (F& each : total) each = all(0.0f);
+  for (int64_t d = 0; d < c.inputs; ++d, weight += c.weight_stride) {
+    F w[C];
+    __builtin_prefetch(weight + 8 * c.weight_stride), __builtin_prefetch(weight + 8 * c.weight_stride + kChunk - 1);
+    for (int i = 0; i < C; ++i) w[i] = count > 16 * i ? load_some16(weight + 16 * i, count - 16 * i) : all(0.0f);
+    for (int r = 0; r < R; ++r)
+      for (int i = 0; i < C; ++i) total[r * C + i] = fma(w[i], all(x[r * c.padded + d]), total[r * C + i]);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < C; ++i) save(found + r * kMaxChunk + 16 * i, total[r * C + i]);
+}
+
+template <class T>
+WEFT_TARGET void columns_t(const Product& c, int64_t begin, int64_t end, float* found) {
+  alignas(64) float x[kMaxRows * kMaxDim];
+  for (int64_t row = 0; row < c.rows; ++row)
+    widen_in_order(static_cast<const T*>(c.x) + row * c.x_stride, c.inputs, x + row * c.padded);
+  for (int64_t at = begin; at < end; at += kChunk)
+    for (int64_t row = 0; row < c.rows; row += kRows)
+      column_block<T>(c, x + row * c.padded, c.rows - row, static_cast<const T*>(c.weight) + at, end - at,
+                      found + row * kMaxChunk + at - begin);
+}
+
+// Like `product`, for a weight [inputs, outputs].
+inline void columns(const Product& c, int64_t begin, int64_t end, float* found) {
+  by_type(c.weight_dtype, [&](auto t) { columns_t<decltype(t)>(c, begin, end, found); });
+}
+
 // Fills values with x [count] times a scale by which the greatest magnitude is 448, and returns the factor of values.
 template <class T>
 WEFT_TARGET float quantise_group(const T* x, int64_t count, f8* values) {
@@ -181,9 +240,7 @@ WEFT_TARGET void widen_quantised(const Product& c, float* to) {
 inline void widen_rows(const Product& c, float* to) {
   if (c.weight_dtype == DType::f8) {
     if (c.dtype == DType::f8) widen_quantised<f8>(c, to);
-    if (c.dtype == DType::f32) widen_quantised<float>(c, to);
-    if (c.dtype == DType::bf16) widen_quantised<bf16>(c, to);
-    if (c.dtype == DType::f16) widen_quantised<f16>(c, to);
+    by_type(c.dtype, [&](auto t) { widen_quantised<decltype(t)>(c, to); });
     return;
   }
 #ifdef WEFT_DOT_BF16
@@ -198,15 +255,11 @@ inline void widen_rows(const Product& c, float* to) {
     return;
   }
 #endif
-  if (c.dtype == DType::f32) widen_all<float>(c, to);
-  if (c.dtype == DType::bf16) widen_all<bf16>(c, to);
-  if (c.dtype == DType::f16) widen_all<f16>(c, to);
+  by_type(c.dtype, [&](auto t) { widen_all<decltype(t)>(c, to); });
 }
 
 // Fills found [rows, kMaxChunk] with the sums of outputs begin … end − 1.
 inline void product(const Product& c, int64_t begin, int64_t end, float* found) {
-  if (c.weight_dtype == DType::f32) product_t<float>(c, begin, end, found);
-  if (c.weight_dtype == DType::bf16) product_t<bf16>(c, begin, end, found);
+  by_type(c.weight_dtype, [&](auto t) { product_t<decltype(t)>(c, begin, end, found); });
   if (c.weight_dtype == DType::f8) product_t<f8>(c, begin, end, found);
-  if (c.weight_dtype == DType::f16) product_t<f16>(c, begin, end, found);
 }

@@ -46,6 +46,16 @@ void check_tensor(TensorView x, DType dtype, int dims, const char* name) {
 
 int64_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : dtype == DType::f8 ? 1 : 2; }
 
+// The powers of two [slots, heads] of cached vectors in f8 [slots, heads, dim]; null: they are not in f8.
+int8_t* exponents_of(const MaybeTensor& exponents, TensorView vectors) {
+  if (dtype_of(vectors) != DType::f8) return nullptr;
+  check(exponents.has_value() && exponents.value().dtype().code == kDLInt && exponents.value().dtype().bits == 8 &&
+            exponents.value().IsContiguous() && exponents.value().ndim() == 2 &&
+            exponents.value().size(0) == vectors.size(0) && exponents.value().size(1) == vectors.size(1),
+        "an exponent of each vector in float8");
+  return static_cast<int8_t*>(exponents.value().data_ptr());
+}
+
 const void* data_of(const MaybeTensor& x) { return x.has_value() ? x.value().data_ptr() : nullptr; }
 
 // Memory of the calling thread, kept between calls.
@@ -107,9 +117,9 @@ void set_types(Product* c, DType out, const MaybeTensor& x_scales, const MaybeTe
 }
 
 // Computes outputs begin … end − 1 of c.
-void compute(const Linear& c, int64_t begin, int64_t end) {
+void compute(const Linear& c, int64_t begin, int64_t end, decltype(ModelKernels::product) product = kernels->product) {
   alignas(64) float found[kMaxRows * kMaxChunk];
-  kernels->product(c, begin, end, found);
+  product(c, begin, end, found);
   kernels->finish(c, begin, end, found);
 }
 
@@ -168,15 +178,48 @@ void linear_float8(TensorView x, MaybeTensor x_scales, TensorView weight, Tensor
   multiply(x, weight, MaybeTensor(), out, x_scales, scales, unit_rows, columns, threads);
 }
 
+// Fills out [rows, heads, columns] with x [rows, heads, depth] weight [heads, depth, columns], head by head.
+void multiply_heads(TensorView x, TensorView weight, TensorView out, int64_t threads) {
+  Linear c;
+  c.dtype = c.weight_dtype = c.out_dtype = dtype_of(x);
+  check_tensor(x, c.dtype, 3, "rows of three dimensions"), check_tensor(out, c.dtype, 3, "an output of the rows' type");
+  const int64_t heads = x.size(1), columns = out.size(2), bytes = bytes_of(c.dtype);
+  const bool transposed = weight.strides()[1] == 1;
+  c.rows = x.size(0), c.inputs = x.size(2), c.padded = padded(c.inputs);
+  check(c.dtype != DType::f8 && dtype_of(weight) == c.dtype && weight.ndim() == 3 && weight.size(0) == heads &&
+            weight.size(1) == c.inputs && weight.size(2) == columns && out.size(0) == c.rows && out.size(1) == heads,
+        "matching shapes and types");
+  check(c.rows <= kMaxRows && (transposed || (c.padded <= kMaxDim && (columns <= 1 || weight.strides()[2] == 1))),
+        "at most 16 rows, and weights that are dense in one dimension");
+  c.x_stride = x.strides()[0], c.out_stride = out.strides()[0], c.from = nullptr, c.bias = nullptr;
+  c.weight_stride = weight.strides()[transposed ? 2 : 1];
+  float* wide = scratch(heads * c.rows * c.padded);
+  const auto of = [&](int64_t head) {
+    const auto at = [&](TensorView t, int64_t dim) {
+      return static_cast<char*>(t.data_ptr()) + head * t.strides()[dim] * bytes;
+    };
+    Linear each = c;
+    each.x = at(x, 1), each.weight = at(weight, 0), each.out = at(out, 1), each.wide = wide + head * c.rows * c.padded;
+    return each;
+  };
+  if (transposed)
+    parallel(int(threads), heads, [&](int64_t i) { kernels->widen_rows(of(i), const_cast<float*>(of(i).wide)); });
+  over_outputs(threads, heads, columns, c.inputs * bytes, [&](int64_t i, int64_t begin, int64_t end) {
+    compute(of(i), begin, end, transposed ? kernels->product : kernels->columns);
+  });
+}
+
 // Fills out [B, heads, value dim] and lse [B, heads] with attention of q [B, heads, dim] to the first lengths [B] tokens
 // in pages [B, W] of keys and values [slots, kv heads, dim], or to the last `window` of them if it is not 0.
 void decode(TensorView q, TensorView keys, TensorView values, TensorView pages, TensorView lengths, TensorView out,
-            MaybeTensor lse, double scale, int64_t window, int64_t page_size, int64_t threads) {
+            MaybeTensor lse, double scale, int64_t window, int64_t page_size, MaybeTensor key_exponents,
+            MaybeTensor value_exponents, int64_t threads) {
   Decode c;
-  c.dtype = dtype_of(q);
+  c.dtype = dtype_of(q), c.cache_dtype = key_exponents.has_value() ? DType::f8 : c.dtype;
   check_tensor(q, c.dtype, 3, "queries of three dimensions");
-  check_tensor(keys, c.dtype, 3, "keys of the queries' type");
-  check_tensor(values, c.dtype, 3, "values of the queries' type");
+  check_tensor(keys, c.cache_dtype, 3, "keys of the queries' type"),
+      check_tensor(values, c.cache_dtype, 3, "values so");
+  c.key_exponents = exponents_of(key_exponents, keys), c.value_exponents = exponents_of(value_exponents, values);
   check_tensor(out, c.dtype, 3, "an output of the queries' type");
   const auto integers = [](TensorView x, int dims) {
     return x.ndim() == dims && x.dtype().code == kDLInt && x.dtype().bits == 32 && x.device().device_type == kDLCPU;
@@ -258,14 +301,14 @@ void norm(TensorView x, MaybeTensor delta, TensorView weight, double eps, MaybeT
 // of the cache [slots, kv heads, dim], and fills q [rows, heads, dim]. Slot -1: written to slot `unused`.
 void rope(TensorView qkv, TensorView cos, TensorView sin, TensorView slots, TensorView q, TensorView keys,
           TensorView values, MaybeTensor q_weight, MaybeTensor k_weight, double eps, bool interleaved, int64_t unused,
-          int64_t threads) {
+          MaybeTensor key_exponents, MaybeTensor value_exponents, int64_t threads) {
   Rope c;
-  c.dtype = c.weight_dtype = dtype_of(qkv);
+  c.dtype = c.weight_dtype = dtype_of(qkv), c.cache_dtype = key_exponents.has_value() ? DType::f8 : c.dtype;
   const int64_t rows = qkv.size(0);
   check_tensor(qkv, c.dtype, 2, "rows of two dimensions"), check_tensor(cos, c.dtype, 2, "cosines of the rows' type");
   check_tensor(sin, c.dtype, 2, "sines of the rows' type"), check_tensor(q, c.dtype, 3, "queries of the rows' type");
-  check_tensor(keys, c.dtype, 3, "keys of the rows' type");
-  check_tensor(values, c.dtype, 3, "values of the rows' type");
+  check_tensor(keys, c.cache_dtype, 3, "keys of the rows' type"), check_tensor(values, c.cache_dtype, 3, "values so");
+  c.key_exponents = exponents_of(key_exponents, keys), c.value_exponents = exponents_of(value_exponents, values);
   c.heads = q.size(1), c.dim = q.size(2), c.kv_heads = keys.size(1), c.half = cos.size(1);
   check(c.dim <= kMaxDim && 2 * c.half <= c.dim && qkv.size(1) == (c.heads + 2 * c.kv_heads) * c.dim &&
             keys.size(2) == c.dim && values.size(1) == c.kv_heads && values.size(2) == c.dim && q.size(0) == rows &&
@@ -351,6 +394,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(use, weft::model::use)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::model::isa)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear, weft::model::linear)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_float8, weft::model::linear_float8)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply_heads, weft::model::multiply_heads)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts, weft::model::experts)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, weft::model::decode)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm, weft::model::norm)

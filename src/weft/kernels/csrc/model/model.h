@@ -72,11 +72,12 @@ struct Linear : Product {
 
 // Attention of one row per sequence; see weft.engine.attention.backend.AttentionInputs.
 struct Decode {
-  DType dtype;
+  DType dtype, cache_dtype;
   int64_t heads, kv_heads, dim, value_dim, padded, padded_value, page_size, page_stride;
   int64_t q_row, q_head, key_slot, key_head, value_slot, value_head;
   const void *q, *keys, *values;
   const int32_t* pages;
+  const int8_t *key_exponents, *value_exponents;  // [slots, kv heads], of an f8 cache
   void* out;
   float* lse;
   float scale;
@@ -97,11 +98,12 @@ struct Norm {
 
 // Rows [queries, keys, values] of heads; see weft.engine.attention.projections.HeadSplit.
 struct Rope {
-  DType dtype, weight_dtype;
+  DType dtype, weight_dtype, cache_dtype;
   int64_t heads, kv_heads, dim, half, qkv_stride, table_stride, key_slot, key_head, value_slot, value_head, unused;
   const void *qkv, *cos, *sin, *q_weight, *k_weight;
   const int64_t* slots;
   void *q, *keys, *values;
+  int8_t *key_exponents, *value_exponents;
   float eps;
   bool interleaved;
 };
@@ -142,10 +144,19 @@ constexpr int lane_of(int i) {
   return std::is_same_v<T, bf16> ? i % 2 * 16 + i / 2 : i;
 }
 
+// Calls function with a number of this type, but for f8.
+template <class Function>
+void by_type(DType dtype, const Function& function) {
+  if (dtype == DType::f32) function(float());
+  if (dtype == DType::bf16) function(bf16());
+  if (dtype == DType::f16) function(f16());
+}
+
 struct ModelKernels {
   const char* isa;
   void (*widen_rows)(const Product&, float* to);
   void (*product)(const Product&, int64_t begin, int64_t end, float* found);
+  void (*columns)(const Product&, int64_t begin, int64_t end, float* found);
   void (*finish)(const Linear&, int64_t begin, int64_t end, const float* found);
   // state: see attend.inl, with the widened queries behind it.
   void (*attend)(const Decode&, const Part&, float* state);
@@ -158,14 +169,14 @@ struct ModelKernels {
 };
 
 #define WEFT_FN WEFT_TARGET static inline
+#define WEFT_KERNELS columns, finish, attend, merge, norm, rope, gated, combine, quantise
 namespace model_scalar {
 #define WEFT_TARGET
 #include "lanes_scalar.inl"
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"scalar", widen_rows, product, finish,  attend,  merge,
-                                       norm,     rope,       gated,   combine, quantise};
+inline constexpr ModelKernels kKernels{"scalar", widen_rows, product, WEFT_KERNELS};
 #undef WEFT_TARGET
 }  // namespace model_scalar
 
@@ -176,8 +187,7 @@ namespace model_avx2 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx2", widen_rows, product, finish,  attend,  merge,
-                                       norm,   rope,       gated,   combine, quantise};
+inline constexpr ModelKernels kKernels{"avx2", widen_rows, product, WEFT_KERNELS};
 #undef WEFT_TARGET
 }  // namespace model_avx2
 
@@ -187,8 +197,7 @@ namespace model_avx512 {
 #include "linear.inl"
 #include "attend.inl"
 #include "rowwise.inl"
-inline constexpr ModelKernels kKernels{"avx512", widen_rows, product, finish,  attend,  merge,
-                                       norm,     rope,       gated,   combine, quantise};
+inline constexpr ModelKernels kKernels{"avx512", widen_rows, product, WEFT_KERNELS};
 #undef WEFT_TARGET
 }  // namespace model_avx512
 
@@ -202,17 +211,8 @@ namespace model_avx512_bf16 {
 #undef WEFT_DOT_BF16
 #undef WEFT_TARGET
 using namespace model_avx512;
-inline constexpr ModelKernels kKernels{"avx512_bf16",
-                                       model_avx512_bf16::widen_rows,
-                                       model_avx512_bf16::product,
-                                       finish,
-                                       attend,
-                                       merge,
-                                       norm,
-                                       rope,
-                                       gated,
-                                       combine,
-                                       quantise};
+inline constexpr ModelKernels kKernels{"avx512_bf16", model_avx512_bf16::widen_rows, model_avx512_bf16::product,
+                                       WEFT_KERNELS};
 }  // namespace model_avx512_bf16
 
 namespace model_amx {
@@ -220,8 +220,7 @@ namespace model_amx {
 using namespace model_avx512;
 #include "amx.inl"
 #undef WEFT_TARGET
-inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, product_by_tiles, finish,  attend, merge, norm,
-                                       rope,  gated,         combine,          quantise};
+inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, product_by_tiles, WEFT_KERNELS};
 
 // Linux lets a process use tiles once it has asked.
 inline bool permitted() {
@@ -231,6 +230,7 @@ inline bool permitted() {
 }  // namespace model_amx
 #endif
 #undef WEFT_FN
+#undef WEFT_KERNELS
 
 // The kernels of an instruction set by name; "auto": the widest that this CPU has. Throws std::invalid_argument.
 inline const ModelKernels& kernels_for(const std::string& isa) {

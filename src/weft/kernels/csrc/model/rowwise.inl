@@ -16,25 +16,7 @@ WEFT_TARGET void finish_t(const Linear& c, int64_t begin, int64_t end, const flo
 
 // Writes found sums of outputs begin … end − 1, with the bias.
 inline void finish(const Linear& c, int64_t begin, int64_t end, const float* found) {
-  if (c.out_dtype == DType::f32) finish_t<float>(c, begin, end, found);
-  if (c.out_dtype == DType::bf16) finish_t<bf16>(c, begin, end, found);
-  if (c.out_dtype == DType::f16) finish_t<f16>(c, begin, end, found);
-}
-
-template <class T>
-WEFT_FN Pair load_some(const T* p, int64_t count) {
-  if (count >= 32) return load32(p);
-  T some[32] = {};
-  std::memcpy(some, p, size_t(count) * sizeof(T));
-  return load32(some);
-}
-
-template <class T>
-WEFT_FN void store_some(T* p, Pair x, int64_t count) {
-  if (count >= 32) return store32(p, x);
-  T some[32];
-  store32(some, x);
-  std::memcpy(static_cast<void*>(p), some, size_t(count) * sizeof(T));
+  by_type(c.out_dtype, [&](auto t) { finish_t<decltype(t)>(c, begin, end, found); });
 }
 
 template <class T>
@@ -86,9 +68,7 @@ WEFT_TARGET void norm_t(const Norm& c, int64_t row) {
 }
 
 inline void norm(const Norm& c, int64_t row) {
-  if (c.dtype == DType::f32) norm_t<float>(c, row);
-  if (c.dtype == DType::bf16) norm_t<bf16>(c, row);
-  if (c.dtype == DType::f16) norm_t<f16>(c, row);
+  by_type(c.dtype, [&](auto t) { norm_t<decltype(t)>(c, row); });
 }
 
 // Rotates the first 2 · half elements of a head; each result is rounded once.
@@ -104,6 +84,25 @@ WEFT_TARGET void rotate(const Rope& c, const T* x, const T* cos, const T* sin, T
   for (int64_t i = 2 * c.half; i < c.dim; ++i) out[i] = x[i];
 }
 
+// Stores x as weft.kernels.float8.to_vectors does, and returns its power of two.
+template <class T>
+WEFT_TARGET int8_t vector_of_float8(const T* x, int64_t dim, f8* to) {
+  float wide[kMaxDim];
+  widen_in_order(x, dim, wide);
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < dim; ++i) {
+    const uint32_t magnitude = bits_of(wide[i]) & 0x7fffffffu;
+    largest = std::max(largest, magnitude > 0x7f800000u ? 0 : magnitude);
+  }
+  const int exponent = std::max(-32, std::min(32, int((largest + 0x1fffff) >> 23) - (127 + 8)));
+  const float factor = float_of(uint32_t(127 - exponent) << 23);
+  for (int64_t i = 0; i < dim; ++i) {
+    const float scaled = wide[i] * factor;
+    narrow(scaled > 448.0f ? 448.0f : scaled < -448.0f ? -448.0f : scaled, to + i);
+  }
+  return int8_t(exponent);
+}
+
 template <class T>
 WEFT_TARGET void rope_t(const Rope& c, int64_t row) {
   const T* x = static_cast<const T*>(c.qkv) + row * c.qkv_stride;
@@ -111,9 +110,13 @@ WEFT_TARGET void rope_t(const Rope& c, int64_t row) {
   const T* sin = static_cast<const T*>(c.sin) + row * c.table_stride;
   T* q = static_cast<T*>(c.q) + row * c.heads * c.dim;
   const int64_t slot = c.slots[row] < 0 ? c.unused : c.slots[row];
-  T* keys = static_cast<T*>(c.keys) + slot * c.key_slot;
-  T* values = static_cast<T*>(c.values) + slot * c.value_slot;
-  T normed[kMaxDim];
+  T normed[kMaxDim], turned[kMaxDim];
+  const auto store = [&](const T* from, void* cache, int64_t at, int8_t* exponents, int64_t h) WEFT_TARGET {
+    if (c.cache_dtype == DType::f8)
+      exponents[slot * c.kv_heads + h] = vector_of_float8(from, c.dim, static_cast<f8*>(cache) + at);
+    else
+      std::memcpy(static_cast<void*>(static_cast<T*>(cache) + at), from, size_t(c.dim) * sizeof(T));
+  };
   const auto head = [&](const T* from, const void* weight, T* to) WEFT_TARGET {
     if (weight && c.weight_dtype == c.dtype) {
       norm_row(from, static_cast<const T*>(weight), c.dim, c.eps, normed);
@@ -123,15 +126,16 @@ WEFT_TARGET void rope_t(const Rope& c, int64_t row) {
     rotate(c, weight ? normed : from, cos, sin, to);
   };
   for (int64_t h = 0; h < c.heads; ++h, x += c.dim) head(x, c.q_weight, q + h * c.dim);
-  for (int64_t h = 0; h < c.kv_heads; ++h, x += c.dim) head(x, c.k_weight, keys + h * c.key_head);
+  for (int64_t h = 0; h < c.kv_heads; ++h, x += c.dim) {
+    head(x, c.k_weight, turned);
+    store(turned, c.keys, slot * c.key_slot + h * c.key_head, c.key_exponents, h);
+  }
   for (int64_t h = 0; h < c.kv_heads; ++h, x += c.dim)
-    std::memcpy(static_cast<void*>(values + h * c.value_head), x, size_t(c.dim) * sizeof(T));
+    store(x, c.values, slot * c.value_slot + h * c.value_head, c.value_exponents, h);
 }
 
 inline void rope(const Rope& c, int64_t row) {
-  if (c.dtype == DType::f32) rope_t<float>(c, row);
-  if (c.dtype == DType::bf16) rope_t<bf16>(c, row);
-  if (c.dtype == DType::f16) rope_t<f16>(c, row);
+  by_type(c.dtype, [&](auto t) { rope_t<decltype(t)>(c, row); });
 }
 
 template <class T>
@@ -153,9 +157,7 @@ WEFT_TARGET void gated_t(const Gated& c, int64_t row) {
 }
 
 inline void gated(const Gated& c, int64_t row) {
-  if (c.dtype == DType::f32) gated_t<float>(c, row);
-  if (c.dtype == DType::bf16) gated_t<bf16>(c, row);
-  if (c.dtype == DType::f16) gated_t<f16>(c, row);
+  by_type(c.dtype, [&](auto t) { gated_t<decltype(t)>(c, row); });
 }
 
 // T: type of outputs. P: type of the pairs' values.
@@ -181,9 +183,7 @@ WEFT_TARGET void combine_pairs(const Combine& c, int64_t token) {
 }
 
 inline void combine(const Combine& c, int64_t token) {
-  if (c.dtype == DType::f32) combine_pairs<float>(c, token);
-  if (c.dtype == DType::bf16) combine_pairs<bf16>(c, token);
-  if (c.dtype == DType::f16) combine_pairs<f16>(c, token);
+  by_type(c.dtype, [&](auto t) { combine_pairs<decltype(t)>(c, token); });
 }
 
 template <class T>
@@ -198,7 +198,5 @@ WEFT_TARGET void quantise_t(const Quantise& c, int64_t row) {
 }
 
 inline void quantise(const Quantise& c, int64_t row) {
-  if (c.dtype == DType::f32) quantise_t<float>(c, row);
-  if (c.dtype == DType::bf16) quantise_t<bf16>(c, row);
-  if (c.dtype == DType::f16) quantise_t<f16>(c, row);
+  by_type(c.dtype, [&](auto t) { quantise_t<decltype(t)>(c, row); });
 }

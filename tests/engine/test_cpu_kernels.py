@@ -253,6 +253,31 @@ def test_attention_over_pages_in_float8(
 
 
 @each_dtype
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("depth", "columns"), [(1, 1), (33, 7), (128, 130), (100, 256)])
+def test_products_by_heads(
+    depth: int, columns: int, transposed: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
+) -> None:
+    """Weights that are dense in either dimension; rows and outputs that are parts of wider tensors."""
+    for rows in (1, 3, 4, 16):
+        x = normal(rows, 3, depth + 5, dtype=dtype)[..., 2:-3]
+        weight = normal(3, columns, depth, dtype=dtype).mT if transposed else normal(3, depth, columns, dtype=dtype)
+        wanted = torch.einsum("thd,hdc->thc", x.double(), weight.double())
+
+        def run(x: Tensor = x, weight: Tensor = weight) -> Tensor:
+            out = torch.full((len(x), 3, columns + 2), NAN, dtype=dtype)
+            assert cpu_ops.multiply_heads(x, weight, out[..., 1:-1]) is not None
+            assert bool(out[..., [0, -1]].isnan().all())
+            return out[..., 1:-1].contiguous()
+
+        for isas in of_equal_bits(dtype) if transposed else [ISAS]:
+            found = everywhere(run, isas=isas)
+            near(found, wanted, dtype, slack=4)
+            assert torch.equal(torch.cat([run(row[None]) for row in x]), found), "a row's bits depend on others"
+    assert cpu_ops.multiply_heads(normal(17, 3, depth).to(dtype), weight, normal(17, 3, columns).to(dtype)) is None
+
+
+@each_dtype
 @pytest.mark.parametrize("width", [1, 31, 64, 100, 576])
 def test_norms(width: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
     for rows, wide_weight in product((1, 5, 70), (False, True)):

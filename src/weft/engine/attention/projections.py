@@ -149,8 +149,6 @@ class Absorbed:
             return q
         n, width = self.keys.shape[1:]
         first, rest = q.tensor_split([n], dim=-1)
-        if rows is None:
-            return torch.cat((torch.einsum("thn,hnw->thw", first, self.keys), rest), dim=-1)
         whole = q.new_empty(*q.shape[:2], width + q.shape[2] - n)
         _multiply(first, self.keys, rows, whole[..., :width])
         whole[..., width:] = rest

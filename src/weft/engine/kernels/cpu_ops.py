@@ -46,6 +46,15 @@ def _multiplies(x: Any, weight: Fp8Weight, out: Tensor) -> bool:
     return covers(x, out) if isinstance(x, Tensor) else isinstance(x, Fp8Rows) and x.group_size == weight.unit[1]
 
 
+def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor | None:
+    if len(x) > MAX_ROWS or weight.dtype != x.dtype or not covers(x, out):
+        return None
+    if weight.stride(1) != 1 and (weight.stride(2) != 1 or x.shape[2] > MAX_DIM):
+        return None
+    run("multiply_heads", x, weight, out)
+    return out
+
+
 def linear_or_partials(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor | SplitKPartials | None:

@@ -13,7 +13,9 @@ gated = op(model_reference.gated, "weft.kernels.triton.rms_norm.gated", cpu_ops.
 gate_heads = op(model_reference.gate_heads, "weft.engine.kernels.triton.gate_heads.gate_heads")
 linear = op(model_reference.linear, "weft.engine.kernels.triton.dense.linear_of_any_size", cpu_ops.linear)
 logits = op(model_reference.logits, "weft.engine.kernels.model_reference.logits", cpu_ops.linear)
-multiply_heads = op(model_reference.multiply_heads, "weft.engine.kernels.triton.multiply_heads.multiply_heads")
+multiply_heads = op(
+    model_reference.multiply_heads, "weft.engine.kernels.triton.multiply_heads.multiply_heads", cpu_ops.multiply_heads
+)
 linear_or_partials = op(
     model_reference.linear_or_partials,
     "weft.engine.kernels.triton.dense.linear_or_partials",

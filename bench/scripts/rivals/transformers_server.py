@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-Tokens = queue.Queue[int | None]
+Tokens = queue.Queue[int]
 waiting: queue.Queue[tuple[dict[str, Any], Tokens]] = queue.Queue()
 
 
@@ -32,8 +32,8 @@ class Handler(BaseHTTPRequestHandler):
         asked, tokens = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), Tokens()
         waiting.put((asked, tokens))
         self._reply("")
-        while (token := tokens.get()) is not None:
-            self.wfile.write(f'data: {{"choices": [{{"text": " {token}"}}]}}\n\n'.encode())
+        for _ in range(asked["max_tokens"]):
+            self.wfile.write(f'data: {{"choices": [{{"text": " {tokens.get()}"}}]}}\n\n'.encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _reply(self, body: str) -> None:
@@ -54,8 +54,6 @@ def complete(model: Any) -> None:
         rows, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
         for (_, tokens), row in zip(batch, rows.tolist(), strict=True):
             tokens.put(row[0])
-    for _, tokens in batch:
-        tokens.put(None)
 
 
 if __name__ == "__main__":

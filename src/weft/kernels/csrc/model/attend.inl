@@ -160,14 +160,10 @@ WEFT_TARGET void attend_t(const Decode& c, const Part& part, float* state) {
       attend_heads<K, decltype(count)::value>(c, part.sequence, part.kv, part.begin, part.end, q + g * c.padded,
                                               state + g * c.padded_value, sums + g, tops + g);
     };
-    if (heads - g == 1)
-      run(std::integral_constant<int, 1>());
-    else if (heads - g == 2)
-      run(std::integral_constant<int, 2>());
-    else if (heads - g == 3)
-      run(std::integral_constant<int, 3>());
-    else
-      run(std::integral_constant<int, 4>());
+    if (heads - g == 1) run(Count<1>());
+    if (heads - g == 2) run(Count<2>());
+    if (heads - g == 3) run(Count<3>());
+    if (heads - g >= 4) run(Count<4>());
   }
 }
 
@@ -214,13 +210,11 @@ WEFT_TARGET void merge_t(const Decode& c, int64_t sequence, int64_t head, const 
   }
 }
 
-template <class T>
-WEFT_TARGET void attend_to_cache(const Decode& c, const Part& part, float* state) {
-  c.cache_dtype == DType::f8 ? attend_t<T, f8>(c, part, state) : attend_t<T, T>(c, part, state);
-}
-
 inline void attend(const Decode& c, const Part& part, float* state) {
-  by_type(c.dtype, [&](auto t) { attend_to_cache<decltype(t)>(c, part, state); });
+  by_type(c.dtype, [&](auto t) {
+    using T = decltype(t);
+    c.cache_dtype == DType::f8 ? attend_t<T, f8>(c, part, state) : attend_t<T, T>(c, part, state);
+  });
 }
 
 inline void merge(const Decode& c, int64_t sequence, int64_t head, const float* states, int64_t stride, int64_t parts) {

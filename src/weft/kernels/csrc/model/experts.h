@@ -48,8 +48,7 @@ void experts(TensorView x, TensorView weight, TensorView chosen, TensorView gate
   const DType dtype = dtype_of(out), weight_dtype = dtype_of(down);
   const DType between = weight_dtype == DType::f8 ? DType::f32 : dtype;  // of values between the kernels
   check_tensor(x, dtype_of(x), 2, "rows of two dimensions"), check_tensor(out, dtype, 2, "an output of two dimensions");
-  check_tensor(gate_up, weight_dtype, 3, "weights of one type"),
-      check_tensor(down, weight_dtype, 3, "weights of one type");
+  for (const auto& w : {gate_up, down}) check_tensor(w, weight_dtype, 3, "weights of one type");
   const int64_t rows = x.size(0), width = x.size(1), held = down.size(0), inner = down.size(2),
                 choices = chosen.size(1);
   check(gate_up.size(0) == held && gate_up.size(1) == 2 * inner && gate_up.size(2) == width && down.size(1) == width &&

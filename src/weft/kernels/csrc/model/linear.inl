@@ -58,11 +58,7 @@ WEFT_TARGET void widen_row(const T* from, int64_t width, float* to) {
 template <class W>
 struct Dot {
   using Factor = Pair;
-  WEFT_FN Factor weight(const W* p, F scale) {
-    const Pair x = load32(p);
-    if constexpr (std::is_same_v<W, f8>) return {mul(x.a, scale), mul(x.b, scale)};
-    return x;
-  }
+  WEFT_FN Factor weight(const W* p) { return load32(p); }
   WEFT_FN Factor row(const float* x, int64_t k) { return {load(x + k), load(x + k + 16)}; }
   WEFT_FN F add_product(Factor w, Factor x, F total) { return fma(w.b, x.b, fma(w.a, x.a, total)); }
 };
@@ -70,53 +66,38 @@ struct Dot {
 template <>
 struct Dot<bf16> {
   using Factor = __m512bh;
-  WEFT_FN Factor weight(const bf16* p, F) { return (__m512bh)_mm512_loadu_si512(p); }
-  WEFT_FN Factor row(const float* x, int64_t k) { return weight(reinterpret_cast<const bf16*>(x) + k, F()); }
+  WEFT_FN Factor weight(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  WEFT_FN Factor row(const float* x, int64_t k) { return weight(reinterpret_cast<const bf16*>(x) + k); }
   WEFT_FN F add_product(Factor w, Factor x, F total) { return _mm512_dpbf16_ps(total, w, x); }
 };
 #endif
 
 // Adds elements begin … end − 1 to the sums of O outputs and R rows, [output, row]: lanes in `totals`, which are not read
-// if begin is 0. If end is the last, fills found [row, kMaxChunk] instead.
+// if begin is 0. If end is the last, fills found [row, kMaxChunk] instead. weight: the first of these elements.
 template <class W, int O, int R>
-WEFT_TARGET void block(const Product& c, int64_t output, int64_t row, int64_t begin, int64_t end, F* totals,
-                       float* found) {
+WEFT_TARGET void block(const Product& c, const W* weight, int64_t stride, int64_t row, int64_t begin, int64_t end,
+                       F* totals, float* found) {
   using D = Dot<W>;
-  const W* weight = static_cast<const W*>(c.weight) + output * c.weight_stride;
   const float* x = c.wide + row * c.padded;
   F total[R * O];
   for (int r = 0; r < R; ++r)
     for (int o = 0; o < O; ++o) total[r * O + o] = begin ? totals[o * kMaxRows + r] : all(0.0f);
-  F scales[O] = {};
   const auto step = [&](const W* w, int64_t stride, int64_t k) WEFT_TARGET {
     typename D::Factor factors[O];
-    for (int o = 0; o < O; ++o) factors[o] = D::weight(w + o * stride, scales[o]);
+    for (int o = 0; o < O; ++o) factors[o] = D::weight(w + o * stride);
     for (int r = 0; r < R; ++r) {
       const typename D::Factor xs = D::row(x + r * c.padded, k);
       for (int o = 0; o < O; ++o) total[r * O + o] = D::add_product(factors[o], xs, total[r * O + o]);
     }
   };
   int64_t k = begin;
-  const auto steps = [&](int64_t stop) WEFT_TARGET {
-    for (; k + 32 <= stop; k += 32) {
-      for (int o = 0; o < O; ++o) __builtin_prefetch(weight + (o + O) * c.weight_stride + k);
-      step(weight + k, c.weight_stride, k);
-    }
-  };
-  if constexpr (std::is_same_v<W, f8>) {
-    for (; k + 32 <= end || (k < end && k % c.columns == 0);) {
-      for (int o = 0; o < O; ++o)
-        scales[o] = all(c.scales[(output + o) / c.unit_rows * c.scale_stride + k / c.columns] * kOfFloat8);
-      if (k + 32 > end) break;
-      steps(std::min(end, (k / c.columns + 1) * c.columns));
-    }
-  } else {
-    steps(end);
+  for (; k + 32 <= end; k += 32, weight += 32) {
+    for (int o = 0; o < O; ++o) __builtin_prefetch(weight + (o + O) * stride);
+    step(weight, stride, k);
   }
   if (k < end) {
     W tail[O * 32] = {};
-    for (int o = 0; o < O; ++o)
-      std::memcpy(tail + o * 32, weight + o * c.weight_stride + k, size_t(end - k) * sizeof(W));
+    for (int o = 0; o < O; ++o) std::memcpy(tail + o * 32, weight + o * stride, size_t(end - k) * sizeof(W));
     step(tail, 32, k);
   }
   if (end < c.inputs) {
@@ -131,33 +112,62 @@ WEFT_TARGET void block(const Product& c, int64_t output, int64_t row, int64_t be
 }
 
 template <class W, int O, int R = kRows>
-WEFT_TARGET void blocks(const Product& c, int64_t output, int64_t row, int64_t begin, int64_t end, F* totals,
-                        float* found) {
+WEFT_TARGET void blocks(const Product& c, const W* weight, int64_t stride, int64_t row, int64_t begin, int64_t end,
+                        F* totals, float* found) {
   if constexpr (R > 1)
-    if (c.rows - row < R) return blocks<W, O, R - 1>(c, output, row, begin, end, totals, found);
-  block<W, O, R>(c, output, row, begin, end, totals, found);
+    if (c.rows - row < R) return blocks<W, O, R - 1>(c, weight, stride, row, begin, end, totals, found);
+  block<W, O, R>(c, weight, stride, row, begin, end, totals, found);
+}
+
+// Fills `to` with elements begin … end − 1 of f8 weights for outputs first … last − 1, kDecoded apart.
+WEFT_TARGET inline void decode(const Product& c, int64_t first, int64_t last, int64_t begin, int64_t end, float* to) {
+  const int64_t ahead = end < c.inputs ? end - begin : kGroup * c.weight_stride - begin;
+  for (int64_t output = first; output < last; ++output, to += kDecoded) {
+    const f8* weight = static_cast<const f8*>(c.weight) + output * c.weight_stride;
+    const float* scales = c.scales + output / c.unit_rows * c.scale_stride;
+    for (int64_t k = begin; k < end;) {
+      const F scale = all(scales[k / c.columns] * kOfFloat8);
+      for (const int64_t stop = std::min(end, (k / c.columns + 1) * c.columns); k < stop; k += 32) {
+        __builtin_prefetch(weight + k + ahead);
+        const Pair x = load_some(weight + k, stop - k);
+        save(to + k - begin, mul(x.a, scale)), save(to + k - begin + 16, mul(x.b, scale));
+      }
+    }
+  }
 }
 
 // Groups of outputs: their weights and sums stay in the first cache while all rows use them, as do parts of rows that
 // would not fit.
 template <class W>
 WEFT_TARGET void product_t(const Product& c, int64_t begin, int64_t end, float* found) {
+  constexpr bool kDecodes = std::is_same_v<W, f8>;
+  using D = std::conditional_t<kDecodes, float, W>;
+  alignas(64) float decoded[kDecodes ? kGroup * kDecoded : 1];
   F totals[kGroup * kMaxRows];
-  const int64_t part = kDepth / c.rows / 32 * 32, depth = c.inputs > part + part / 2 ? part : c.inputs;
+  const int64_t fits = kDepth / c.rows / 32 * 32, part = kDecodes                     ? kDecoded
+                                                         : c.inputs > fits + fits / 2 ? fits
+                                                                                      : c.inputs;
   for (int64_t first = begin; first < end; first += kGroup)
-    for (int64_t k = 0; k < c.inputs; k += depth)
+    for (int64_t k = 0; k < c.inputs; k += part) {
+      const int64_t last = std::min(end, first + kGroup), stop = std::min(c.inputs, k + part);
+      const int64_t stride = kDecodes ? kDecoded : c.weight_stride;
+      const D* weights = reinterpret_cast<const D*>(decoded);
+      if constexpr (kDecodes)
+        decode(c, first, last, k, stop, decoded);
+      else
+        weights = static_cast<const W*>(c.weight) + first * stride + k;
       for (int64_t row = 0; row < c.rows; row += kRows) {
-        const int64_t last = std::min(end, first + kGroup), stop = std::min(c.inputs, k + depth);
         int64_t output = first;
         const auto run = [&](auto count) WEFT_TARGET {
           constexpr int O = decltype(count)::value;
           for (; output + O <= last; output += O)
-            blocks<W, O>(c, output, row, k, stop, totals + (output - first) * kMaxRows + row,
-                         found + row * kMaxChunk + output - begin);
+            blocks<D, O>(c, weights + (output - first) * stride, stride, row, k, stop,
+                         totals + (output - first) * kMaxRows + row, found + row * kMaxChunk + output - begin);
         };
-        run(std::integral_constant<int, kOutputs>());
-        run(std::integral_constant<int, 1>());
+        run(Count<kOutputs>());
+        run(Count<1>());
       }
+    }
 }
 
 template <class T>

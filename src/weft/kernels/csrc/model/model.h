@@ -46,6 +46,7 @@ constexpr int64_t kMaxDim = 1024;
 constexpr int64_t kMaxRows = 16;  // of a product
 constexpr int64_t kChunk = 48;    // outputs of a product that one thread computes at least
 constexpr int64_t kMaxChunk = 192;
+constexpr int64_t kDecoded = 512;      // elements of f8 weights that are decoded at a time
 constexpr int64_t kMaxColumns = 1024;  // of f8 numbers with one scale
 constexpr int64_t kGroup = 12;         // outputs of a product: all rows use their weights in turn
 constexpr int64_t kDepth = 8192;       // elements of all rows that stay in the first cache
@@ -143,6 +144,9 @@ template <class T>
 constexpr int lane_of(int i) {
   return std::is_same_v<T, bf16> ? i % 2 * 16 + i / 2 : i;
 }
+
+template <int N>
+using Count = std::integral_constant<int, N>;
 
 // Calls function with a number of this type, but for f8.
 template <class Function>

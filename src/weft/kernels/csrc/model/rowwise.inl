@@ -177,13 +177,11 @@ WEFT_TARGET void combine_t(const Combine& c, int64_t token) {
   }
 }
 
-template <class T>
-WEFT_TARGET void combine_pairs(const Combine& c, int64_t token) {
-  c.pair_dtype == c.dtype ? combine_t<T, T>(c, token) : combine_t<T, float>(c, token);
-}
-
 inline void combine(const Combine& c, int64_t token) {
-  by_type(c.dtype, [&](auto t) { combine_pairs<decltype(t)>(c, token); });
+  by_type(c.dtype, [&](auto t) {
+    using T = decltype(t);
+    c.pair_dtype == c.dtype ? combine_t<T, T>(c, token) : combine_t<T, float>(c, token);
+  });
 }
 
 template <class T>

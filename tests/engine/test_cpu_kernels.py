@@ -106,7 +106,7 @@ def of_equal_bits(dtype: torch.dtype) -> list[list[str]]:
 
 @each_dtype
 @pytest.mark.parametrize("inputs", [1, 31, 64, 100, 577, 1700])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 29])
 def test_products(rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
     slack = max(1.0, inputs**0.5 / 8) if dtype == torch.float32 else 1.0  # of sums that cancel
     for outputs in (1, 5, 24, 77):
@@ -139,15 +139,15 @@ def test_products_into_parts_of_other_tensors(dtype: torch.dtype, normal: Callab
 
 
 def test_products_that_torch_computes(normal: Callable[..., Tensor]) -> None:
-    """The rule: more than 16 rows, no row, other dtypes, mixed dtypes, columns that are not dense."""
+    """The rule: more than 32 rows, no row, other dtypes, mixed dtypes, columns that are not dense."""
     weight = normal(8, 32)
-    for x in (normal(17, 32), normal(0, 32), normal(32, 4).t()):
+    for x in (normal(33, 32), normal(0, 32), normal(32, 4).t()):
         assert cpu_ops.linear(x, weight) is None
         assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
     assert cpu_ops.linear(normal(2, 32).double(), weight.double()) is None
     assert cpu_ops.linear(normal(2, 32).bfloat16(), weight) is None
     assert cpu_ops.linear_or_partials(normal(2, 32).bfloat16(), weight.bfloat16(), None, torch.float32) is None
-    assert cpu_ops.linear(normal(16, 32), weight) is not None
+    assert cpu_ops.linear(normal(32, 32), weight) is not None
     x = normal(3, 32)
     found = ops.linear_or_partials(x, weight)
     assert not isinstance(found, SplitKPartials) and torch.equal(found, ops.logits(x, weight))
@@ -259,7 +259,7 @@ def test_products_by_heads(
     depth: int, columns: int, transposed: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
     """Weights that are dense in either dimension; rows and outputs that are parts of wider tensors."""
-    for rows in (1, 3, 4, 16):
+    for rows in (1, 3, 4, 16, 29):
         x = normal(rows, 3, depth + 5, dtype=dtype)[..., 2:-3]
         weight = normal(3, columns, depth, dtype=dtype).mT if transposed else normal(3, depth, columns, dtype=dtype)
         wanted = torch.einsum("thd,hdc->thc", x.double(), weight.double())
@@ -274,7 +274,7 @@ def test_products_by_heads(
             found = everywhere(run, isas=isas)
             near(found, wanted, dtype, slack=4)
             assert torch.equal(torch.cat([run(row[None]) for row in x]), found), "a row's bits depend on others"
-    assert cpu_ops.multiply_heads(normal(17, 3, depth).to(dtype), weight, normal(17, 3, columns).to(dtype)) is None
+    assert cpu_ops.multiply_heads(normal(33, 3, depth).to(dtype), weight, normal(33, 3, columns).to(dtype)) is None
 
 
 @each_dtype
@@ -306,7 +306,7 @@ def test_gated(inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]) ->
 
 @each_dtype
 @pytest.mark.parametrize(("width", "inner"), [(64, 48), (33, 7), (130, 100)])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 29])
 def test_grouped_experts(
     tokens: int, width: int, inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
@@ -356,7 +356,7 @@ def test_experts_of_more_rows_of_one_expert_than_a_product_has(normal: Callable[
 
 def test_experts_that_torch_computes(normal: Callable[..., Tensor]) -> None:
     gate_up, down = normal(2, 16, 32), normal(2, 32, 8)
-    for x in (normal(17, 32), normal(0, 32), normal(2, 32).double()):
+    for x in (normal(33, 32), normal(0, 32), normal(2, 32).double()):
         chosen = normal(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)
         assert cpu_ops.experts(x, chosen, gate_up, down, torch.empty_like(x)) is None
 
@@ -396,8 +396,8 @@ def float8_weight(weight: Tensor, unit: tuple[int, int]) -> Float8Weight:
 
 
 @each_dtype
-@pytest.mark.parametrize("inputs", [1, 31, 64, 100, 577])
-@pytest.mark.parametrize("rows", [1, 3, 4, 16])
+@pytest.mark.parametrize("inputs", [1, 31, 64, 100, 1601])
+@pytest.mark.parametrize("rows", [1, 3, 4, 16, 29])
 def test_products_with_weights_in_float8(
     rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:

@@ -20,8 +20,8 @@ from weft.kernels.torch_reference import UnfilledRows
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = "weft kernel "
 """First characters of a kernel's range in torch's profiler."""
-MAX_ROWS = 16
-"""Maximum rows of a product. Torch multiplies more rows faster."""
+BLOCK, MAX_ROWS = 16, 32
+"""Rows that kernels multiply at a time, and maximum rows of a product. Torch multiplies more rows faster."""
 MAX_COLUMNS = 1024
 """Maximum columns of FP8 values that share a scale."""
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from weft.engine.kernels.model_reference import Chosen
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.kernels.cpu_rows import MAX_COLUMNS, MAX_ROWS, covers, run
+from weft.kernels.cpu_rows import BLOCK, MAX_COLUMNS, MAX_ROWS, covers, run
 from weft.kernels.float8 import Fp8Rows, Fp8Weight, Stored
 from weft.stream.formats import QuantisedWeight
 
@@ -51,7 +51,8 @@ def multiply_heads(x: Tensor, weight: Tensor, out: Tensor) -> Tensor | None:
         return None
     if weight.stride(1) != 1 and (weight.stride(2) != 1 or x.shape[2] > MAX_DIM):
         return None
-    run("multiply_heads", x, weight, out)
+    for i in range(0, len(x), BLOCK):
+        run("multiply_heads", x[i : i + BLOCK], weight, out[i : i + BLOCK])
     return out
 
 

@@ -144,25 +144,34 @@ void multiply(TensorView x, TensorView weight, const MaybeTensor& bias, TensorVi
               const MaybeTensor& scales, int64_t unit_rows, int64_t columns, int64_t threads) {
   Linear c;
   c.dtype = dtype_of(x), c.weight_dtype = dtype_of(weight), c.out_dtype = dtype_of(out);
-  check_tensor(x, c.dtype, 2, "rows of two dimensions"),
-      check_tensor(weight, c.weight_dtype, 2, "a weight [outputs, inputs]");
+  check_tensor(x, c.dtype, 2, "rows"), check_tensor(weight, c.weight_dtype, 2, "a weight of two dimensions");
   check_tensor(out, c.out_dtype, 2, "an output of two dimensions");
-  c.rows = x.size(0), c.inputs = x.size(1), c.padded = padded(c.inputs);
-  const int64_t outputs = weight.size(0);
-  check(c.rows <= kMaxRows, "at most 16 rows");
+  c.inputs = x.size(1), c.padded = padded(c.inputs);
+  const int64_t rows = x.size(0), outputs = weight.size(0);
   set_types(&c, c.out_dtype, x_scales, scales, outputs, unit_rows, columns);
-  check(weight.size(1) == c.inputs && out.size(0) == c.rows && out.size(1) == outputs, "matching shapes");
+  check(weight.size(1) == c.inputs && out.size(0) == rows && out.size(1) == outputs, "matching shapes");
   if (bias.has_value()) {
     check_tensor(bias.value(), c.out_dtype, 1, "a bias of the rows' type");
     check(bias.value().size(0) == outputs, "a bias of the weight's outputs");
   }
-  c.weight = weight.data_ptr(), c.bias = data_of(bias), c.out = out.data_ptr();
-  c.weight_stride = weight.strides()[0], c.out_stride = out.strides()[0];
-  float* wide = scratch(c.rows * c.padded);
-  c.x = x.data_ptr(), c.from = nullptr, c.x_stride = x.strides()[0], c.wide = wide;
-  kernels->widen_rows(c, wide);
-  over_outputs(threads, 1, outputs, c.inputs * bytes_of(c.weight_dtype),
-               [&](int64_t, int64_t begin, int64_t end) { compute(c, begin, end); });
+  c.weight = weight.data_ptr(), c.bias = data_of(bias), c.weight_stride = weight.strides()[0];
+  c.out_stride = out.strides()[0];
+  float* wide = scratch(rows * c.padded);
+  c.from = nullptr, c.x_stride = x.strides()[0];
+  const auto of = [&](int64_t block) {
+    const int64_t first = block * kMaxRows;
+    Linear each = c;
+    each.rows = std::min(kMaxRows, rows - first), each.wide = wide + first * c.padded;
+    each.x = static_cast<char*>(x.data_ptr()) + first * c.x_stride * bytes_of(c.dtype);
+    each.out = static_cast<char*>(out.data_ptr()) + first * c.out_stride * bytes_of(c.out_dtype);
+    if (x_scales.has_value()) each.x_scales += first * c.x_scale_stride;
+    return each;
+  };
+  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;  // they use the same weights in a cache
+  parallel(int(threads), blocks, [&](int64_t i) { kernels->widen_rows(of(i), const_cast<float*>(of(i).wide)); });
+  over_outputs(threads, 1, outputs, c.inputs * bytes_of(c.weight_dtype), [&](int64_t, int64_t begin, int64_t end) {
+    for (int64_t i = 0; i < blocks; ++i) compute(of(i), begin, end);
+  });
 }
 
 }  // namespace
@@ -353,13 +362,8 @@ void quantise(TensorView x, TensorView values, TensorView scales, int64_t column
             values.size(1) == width && values.IsContiguous() && dtype_of(scales) == DType::f32 && scales.ndim() == 2 &&
             scales.size(0) == rows && scales.size(1) == (width + columns - 1) / columns && scales.IsContiguous(),
         "contiguous values and float32 scales of the rows' shape");
-  const Quantise c{dtype_of(x),
-                   width,
-                   x.strides()[0],
-                   columns,
-                   x.data_ptr(),
-                   static_cast<f8*>(values.data_ptr()),
-                   static_cast<float*>(scales.data_ptr())};
+  Quantise c{dtype_of(x), width, x.strides()[0], columns, x.data_ptr(), nullptr, nullptr};
+  c.values = static_cast<f8*>(values.data_ptr()), c.scales = static_cast<float*>(scales.data_ptr());
   over_rows(threads, rows, 8 * width, [&](int64_t row) { kernels->quantise(c, row); });
 }
 

@@ -142,7 +142,7 @@ WEFT_TARGET void attend_heads(const Decode& c, int64_t sequence, int64_t kv, int
   }
 }
 
-// K: type of the cache, whose lanes a state has.
+// K: type of the cache; a state has its lanes.
 template <class T, class K>
 WEFT_TARGET void attend_t(const Decode& c, const Part& part, float* state) {
   const int64_t heads = c.heads / c.kv_heads, first = part.kv * heads;

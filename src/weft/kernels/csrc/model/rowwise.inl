@@ -110,7 +110,7 @@ WEFT_TARGET void rope_t(const Rope& c, int64_t row) {
   const T* sin = static_cast<const T*>(c.sin) + row * c.table_stride;
   T* q = static_cast<T*>(c.q) + row * c.heads * c.dim;
   const int64_t slot = c.slots[row] < 0 ? c.unused : c.slots[row];
-  T normed[kMaxDim], turned[kMaxDim];
+  T normed[kMaxDim], rotated[kMaxDim];
   const auto store = [&](const T* from, void* cache, int64_t at, int8_t* exponents, int64_t h) WEFT_TARGET {
     if (c.cache_dtype == DType::f8)
       exponents[slot * c.kv_heads + h] = vector_of_float8(from, c.dim, static_cast<f8*>(cache) + at);
@@ -127,8 +127,8 @@ WEFT_TARGET void rope_t(const Rope& c, int64_t row) {
   };
   for (int64_t h = 0; h < c.heads; ++h, x += c.dim) head(x, c.q_weight, q + h * c.dim);
   for (int64_t h = 0; h < c.kv_heads; ++h, x += c.dim) {
-    head(x, c.k_weight, turned);
-    store(turned, c.keys, slot * c.key_slot + h * c.key_head, c.key_exponents, h);
+    head(x, c.k_weight, rotated);
+    store(rotated, c.keys, slot * c.key_slot + h * c.key_head, c.key_exponents, h);
   }
   for (int64_t h = 0; h < c.kv_heads; ++h, x += c.dim)
     store(x, c.values, slot * c.value_slot + h * c.value_head, c.value_exponents, h);

@@ -111,7 +111,7 @@ def test_every_op_counts_in_the_checksum(model: Path) -> None:
 class Replayed:
     """Graphs as a CPU has them: of steps of up to 16 rows, each replay of which runs the step eagerly."""
 
-    shapes = (Shape(16, 16, True),)
+    shapes, greedy = (Shape(16, 16, True),), False
 
     def __init__(self, worker: Worker):
         self._worker, self.token_ring = worker, self
@@ -174,6 +174,7 @@ def differ(worker: Worker, what: str, captured: bool) -> None:
 
 
 LAYOUT = dict(attn_dp=2, attn_tp=2, ep=4, moe_tp=1, dcp=2, split_vocabulary="on", moe_exchange="dispatch")
+LAYOUT |= dict(cuda_graphs=False)  # no recorded steps
 OPS = pytest.mark.parametrize("what", ["stream", "queries", "outputs", "best tokens", "logits", "dispatch"])
 CAPTURED = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 

@@ -25,6 +25,7 @@ from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from weft.engine.kernels import step_inputs  # noqa: E402
 from weft.engine.kernels.split_k import SplitKPartials  # noqa: E402
 from weft.engine.kernels.triton import (  # noqa: E402
     copied_prompts,
@@ -401,7 +402,7 @@ def draw(rows: int) -> None:
 
 def ends(capacity: int) -> None:
     rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
-    pieces = step.table_pieces([2560, 2, 2560], [False, True, False], torch.device("meta"))
+    pieces = step_inputs.table_pieces([2560, 2, 2560], [False, True, False], torch.device("meta"))
     step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), live, pieces, 16)
     reported = empty(8, 256, dtype=INT)
     write_staged.write_staged(live, empty(256, dtype=LONG), rows, state)

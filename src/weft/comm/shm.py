@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -151,8 +152,12 @@ class ShmTransport(NamedCalls):
             meeting.close()
         self._plans: dict[tuple[Exchange, Ranks, Sizes | LiveSizes], int] = {}
         self._all_reduces: dict[Ranks, int] = {}
-        self._exchange, self._exchange_in_place = kernels.exchange, kernels.exchange_in_place
-        self._exchange_norm = kernels.exchange_norm
+        self._recorded: set[int] = set()  # plans of recorded calls, which are kept
+        self._use(kernels)
+
+    def _use(self, kernels: Any) -> None:
+        self._kernels, self._exchange, self._exchange_norm = kernels, kernels.exchange, kernels.exchange_norm
+        self._exchange_in_place = kernels.exchange_in_place
 
     def close(self) -> None:
         """Leave the world. Tensors in the arena stay valid; the transport must not be used after.
@@ -252,6 +257,15 @@ class ShmTransport(NamedCalls):
         except KernelError as error:
             self._explain(error, "all_reduce_", group)
 
+    @contextmanager
+    def recorded(self, recorder: Any) -> Iterator[None]:
+        kernels, recorder.explain = self._kernels, lambda error: self._explain(error, "a recorded step", self._on_host)
+        self._use(_RecordedKernels(kernels, recorder, self._recorded))
+        try:
+            yield
+        finally:
+            self._use(kernels)
+
     def _normed(self, plan: int, x: Tensor, epilogue: Epilogue, what: str, group: Ranks) -> Tensor:
         """Run a call with its epilogue. The native call accepts one dtype: a wider weight is applied after the sum."""
         if epilogue.weight.dtype == torch.float32 != x.dtype:
@@ -286,9 +300,9 @@ class ShmTransport(NamedCalls):
         plan = self._plans.get((exchange, group, sizes))
         if plan is None:
             if len(self._plans) == MAX_PLANS:
-                self._plans.clear()
+                self._plans = {call: number for call, number in self._plans.items() if number in self._recorded}
                 self._all_reduces.clear()
-                self._kernels.forget(self._handle)
+                self._kernels.forget(self._handle, sorted(self._recorded))
             flat = [
                 number
                 for p in parts(exchange, sizes)
@@ -322,6 +336,25 @@ class ShmTransport(NamedCalls):
                 f"rank {self.rank}: {what} over {group} waited {self._timeout_s:g} s for rank {late}"
             ) from None
         raise CommError(f"rank {self.rank}: {what} over {group}: {error}") from error
+
+
+class _RecordedKernels:
+    """Kernels with calls that a recorder notes. plans: filled with the plans of these calls.
+
+    Results of `empty` are not in the arena, since a recorded step would have to keep its blocks.
+    """
+
+    def __init__(self, kernels: Any, recorder: Any, plans: set[int]):
+        self._kernels, self.merge = kernels, recorder.noted("merge_scatterv", kernels.merge)
+        for name in ("exchange", "exchange_in_place", "exchange_norm", "exchange_for_norm"):
+            noted = recorder.noted(name, getattr(kernels, name), lambda handle, plan, *_: plans.add(plan))
+            setattr(self, name, noted)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def empty(self, handle: int, shape: Sizes, like: Tensor) -> Tensor:
+        return like.new_empty(shape)
 
 
 def open_transport(rank: Opening) -> ShmTransport:

@@ -6,9 +6,11 @@ the same order, also with zero rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -131,6 +133,10 @@ class Transport(Protocol):
         """Return an unfilled tensor of like's dtype and device in memory that this transport reads fastest."""
         ...
 
+    def recorded(self, recorder: Any) -> AbstractContextManager[None]:
+        """Record the calls inside the context, on CPUs. recorder: a `weft.engine.worker.recorder.Recorder`."""
+        ...
+
     def barrier(self, group: Ranks) -> None:
         """Return once all ranks of the group have called it."""
         ...
@@ -165,6 +171,18 @@ class NamedCalls(ProcessBound):
 
     def check(self) -> None:
         """Do nothing, for transports that queue nothing: calls raise their own errors."""
+
+    @contextmanager
+    def recorded(self, recorder: Any) -> Iterator[None]:
+        """See `Transport.recorded`. Here calls are recorded as calls of Python."""
+        names = "exchange", "merge_scatterv"
+        for name in names:
+            setattr(self, name, partial(recorder.call, getattr(self, name)))
+        try:
+            yield
+        finally:
+            for name in names:
+                delattr(self, name)
 
     def all_reduce(self, x: Tensor, group: Ranks, epilogue: Epilogue | None = None) -> Tensor:
         """Return the sum of all ranks' x."""

@@ -6,6 +6,8 @@ A result's bits depend neither on the other rows, nor on the number of threads, 
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -25,6 +27,15 @@ BLOCK, MAX_ROWS = 16, 32
 MAX_COLUMNS = 1024
 """Maximum columns of FP8 values that share a scale."""
 _log = logging.getLogger(__name__)
+
+
+class Recorders(threading.local):
+    """Recorder of the calling thread: `note(name, function, arguments)` is called after each kernel. None: none."""
+
+    note: Callable[[str, Any, Sequence[object]], None] | None = None
+
+
+recorders = Recorders()
 
 
 @cache
@@ -58,12 +69,14 @@ def isa() -> str | None:
 
 def run(kernel: str, *args: object) -> None:
     """Run a kernel by torch's number of threads, as a range in torch's profiler while that records."""
-    function = _function(kernel)
+    function, threads = _function(kernel), torch.get_num_threads()
     if not torch._C._autograd._profiler_enabled():
-        function(*args, torch.get_num_threads())
-        return
-    with record_function(f"{KERNEL}{kernel}"):
-        function(*args, torch.get_num_threads())
+        function(*args, threads)
+    else:
+        with record_function(f"{KERNEL}{kernel}"):
+            function(*args, threads)
+    if recorders.note is not None:
+        recorders.note(f"{KERNEL}{kernel}", function, (*args, threads))
 
 
 @cache

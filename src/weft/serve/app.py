@@ -142,6 +142,7 @@ def _step_routes(engine: Engine, options: Options) -> APIRouter:
         return {
             "attention_backend": config.attention_backend,
             "cpu_kernels": None if on_gpus(config) else isa(),
+            "eager_because": engine.eager or None,
             "max_running": config.batch_sequences,
             "max_batch_tokens": config.batch_tokens,
             "kv_tokens": config.cached_tokens,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpu import definitions
+from weft.engine.kernels import step_inputs
 from weft.engine.kernels.triton import decode_step as kernels
 from weft.planner.vocabulary import MAX_TOKENS
 
@@ -35,11 +36,11 @@ def test_inputs(
     rows[count:] = -(1 << 24)  # no request: must not be looked up
     live = torch.tensor([count], dtype=torch.int32, device=device)
     steps = torch.tensor([2], dtype=torch.int32, device=device)
-    wanted = kernels.StepInputs(*definitions.step_in(rows, count, last, length, entries, steps, groups, PAGE))
+    wanted = step_inputs.StepInputs(*definitions.step_in(rows, count, last, length, entries, steps, groups, PAGE))
     assert steps == 3
     for limit in (1024, 2):
-        monkeypatch.setattr(kernels, "ENTRIES", limit)
-        pieces = kernels.table_pieces(widths, [state for _, state in groups], device)
+        monkeypatch.setattr(step_inputs, "ENTRIES", limit)
+        pieces = step_inputs.table_pieces(widths, [state for _, state in groups], device)
         assert len(pieces.each) == sum(1 if state or limit > 5 else 3 for _, state in groups)
         found = kernels.step_in(rows, live, last, length, entries, steps, pieces, PAGE)
         for name in ("tokens", "positions", "lengths"):
@@ -95,7 +96,7 @@ def test_samples_go_into_the_state(
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     one, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1,), (1, 3)))
-    pieces = kernels.table_pieces([3], [False], device)
+    pieces = step_inputs.table_pieces([3], [False], device)
     with pytest.raises(ValueError, match="the same rows"):
         kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, one, pieces, PAGE)
     with pytest.raises(ValueError, match="not rows of int32"):

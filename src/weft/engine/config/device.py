@@ -18,6 +18,7 @@ from weft.engine.attention.backend_registry import (
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_spec import Spec
 from weft.engine.models.layers.model_config import ModelConfig
+from weft.kernels import cpu_rows
 from weft.kernels.build import OLDEST_GPU
 from weft.kernels.float8 import FLOAT8
 from weft.planner.spec import LayoutError
@@ -121,9 +122,29 @@ def attention_backend(
     gpus, option = on_gpus(config), config.attention_backend
     if device is None and gpus and option == ANY_BACKEND and fa3_library() is not None:
         device = torch.device("cuda", 0)
+    needs = _needs(config, gpus and config.cuda_graphs, caches, device)
+    chosen = automatic_backend(needs) if option == ANY_BACKEND else backends(config.plugins)[option]
+    chosen.check(needs)
+    return chosen
+
+
+def eager_because(config: EngineConfig, attention: BackendEntry) -> str | None:
+    """Return why decode steps on CPUs cannot be recorded, as far as it is known before the first."""
+    if not config.cuda_graphs:
+        return "--no-cuda-graphs is given"
+    refusal = attention.refusal(_needs(config, True))
+    return cpu_rows.missing() if refusal is None else f"attention_backend {attention.option} {refusal.split(':')[0]}"
+
+
+def _needs(
+    config: EngineConfig,
+    graphs: bool,
+    caches: Callable[[], Sequence[Spec]] = lambda: (),
+    device: torch.device | None = None,
+) -> Needs:
     gpu_requested = device is not None and device.type == "cuda"
-    needs = Needs(
-        device="cuda" if gpus else "cpu",
+    return Needs(
+        device="cuda" if on_gpus(config) else "cpu",
         capability=torch.cuda.get_device_capability(device) if gpu_requested else None,
         dtype=str(dtype_of(config)).removeprefix("torch."),
         kv_dtype=config.kv_dtype,
@@ -131,8 +152,5 @@ def attention_backend(
         page_size=config.page_size,
         dcp=config.dcp,
         dcp_prefill=config.dcp_prefill,
-        graphs=gpus and config.cuda_graphs,
+        graphs=graphs,
     )
-    chosen = automatic_backend(needs) if option == ANY_BACKEND else backends(config.plugins)[option]
-    chosen.check(needs)
-    return chosen

@@ -212,7 +212,8 @@ class RankOptions(OptionGroup):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """cuda: a GPU for each rank; auto: GPUs, if there is one for each rank."""
     cuda_graphs: bool = True
-    """Replay captured graphs on GPUs, except for logprobs of prompts, and prompts of some models."""
+    """Replay captured graphs on GPUs, except for logprobs of prompts, and prompts of some models; on CPUs, recorded
+    decode steps of few rows."""
     attention_backend: BackendChoice = ANY_BACKEND
     """Kernels of attention over the cache. triton: Weft's own, on GPUs; fa3: FlashAttention 3, from vLLM or
     sglang-kernel, on Hopper GPUs; fa3+triton: the quicker of the two for each kind of rows; flashinfer: FlashInfer's,

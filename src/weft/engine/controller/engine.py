@@ -105,6 +105,11 @@ class Engine(ProcessBound):
         return "draining" if self._draining and self._phase == "serving" else self._phase
 
     @property
+    def eager(self) -> str:
+        """Reason why decode steps on CPUs are not recorded; empty: they are, or ranks run on GPUs."""
+        return self._executor.eager
+
+    @property
     def healthy(self) -> bool:
         """True while requests are served."""
         return self.state == "serving"

@@ -47,6 +47,8 @@ class Executor(ABC):
         self._interrupted = threading.Event()
         self.groups: tuple[CacheGroup, ...] = ()
         """Groups of the model's caches; known once `start` has returned."""
+        self.eager = ""
+        """`Ready.eager`, known once `start` has returned."""
         self.reported = Report((), ())
         """The last report of rank 0; any thread may read it."""
         self._reports_due, self._asked_at, self._unreported = 0, 0.0, False
@@ -85,7 +87,7 @@ class Executor(ABC):
                     self._progress(message.what, sum(loaded.values()) / len(loaded))
                 if isinstance(message, Ready):
                     ready[message.rank] = message
-            self.groups = ready[0].groups
+            self.groups, self.eager = ready[0].groups, ready[0].eager
             _compare_plans(ready)
             self.config = self.config.with_cache(self.groups)  # restarted ranks allocate the same size
         except BaseException:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import nan
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from weft.engine.kernels.model_reference import Chosen
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
+from weft.engine.kernels.step_inputs import StepInputs, TablePieces, unfilled_inputs
 from weft.kernels.cpu_rows import BLOCK, MAX_COLUMNS, MAX_ROWS, covers, run
 from weft.kernels.float8 import Fp8Rows, Fp8Weight, Stored
 from weft.stream.formats import QuantisedWeight
@@ -174,3 +175,26 @@ def attend(
     run("decode", q, k, v, pages, lengths, to, lse, scale, window or 0, page_size, k_exponents, v_exponents)
     if to is not out:
         out.copy_(to)
+
+
+def step_in(state: Sequence[Tensor], pieces: TablePieces, page_size: int) -> StepInputs:
+    """Return a decode step's inputs: see `weft.engine.kernels.triton.decode_step.step_in`, which begins with `state`,
+    and has the same `pieces` and `page_size`."""
+    rows, _, *tables, _ = state
+    out = unfilled_inputs(rows, tables, pieces)
+    run("step_in", *state, pieces.each, *out, page_size)
+    return out
+
+
+def best(logits: Tensor, first: int = 0) -> Tensor:
+    """Return float32 `[rows, 2]`: the greatest of each row of logits `[rows, n]`, and its place, counted from `first`.
+    Of equals it is the first one, and NaN is greatest, as for `torch.argmax`."""
+    out = logits.new_empty(len(logits), 2, dtype=torch.float32)
+    run("best", logits, first, out)
+    return out
+
+
+def step_out(rows: Tensor, live: Tensor, candidates: Tensor, *state: Tensor) -> None:
+    """Sample the best of `candidates`, float32 `[ranks, rows, 2]`, each rank's `best`, and update the state: see
+    `weft.engine.kernels.triton.decode_step.step_out`, which has the same `rows` and `live`, and ends with `state`."""
+    run("step_out", rows, live, live, candidates, *state)

@@ -240,11 +240,13 @@ class Ready(Struct, frozen=True, tag=True):
     Attributes:
         groups: cache groups of the rank.
         plans: plans of all graphs, and of the largest step without a graph.
+        eager: reason why decode steps on CPUs are not recorded; empty: they are, or ranks run on GPUs.
     """
 
     rank: int
     groups: tuple[CacheGroup, ...]
     plans: tuple[Planned, ...] = ()
+    eager: str = ""
 
 
 Logprobs = tuple[float, TopLogprobs]

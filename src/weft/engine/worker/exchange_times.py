@@ -6,6 +6,9 @@ of a replay. All ranks enter an exchange together, so times do not include waiti
 
 from __future__ import annotations
 
+import itertools
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -41,6 +44,17 @@ def graph_seconds(call: Callable[[], Tensor]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3 / (CALLS * REPLAYS)
+
+
+@torch.inference_mode()
+def host_seconds(call: Callable[[], Tensor]) -> float:
+    """Return seconds of a call on CPUs: the median of REPLAYS. Collective if the call is."""
+    call()
+    times = [time.perf_counter()]
+    for _ in range(REPLAYS):
+        call()
+        times.append(time.perf_counter())
+    return statistics.median(end - begin for begin, end in itertools.pairwise(times))
 
 
 def exchange_times(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +16,15 @@ from torch import Tensor
 from weft.engine.attention.caches import Caches
 from weft.engine.attention.context_parallel import ContextParallel
 from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
+from weft.engine.kernels import cpu_ops
 from weft.engine.kernels.staging import fill
+from weft.engine.kernels.step_inputs import StepInputs, TablePieces, table_pieces
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.worker.device_rows import DeviceRows
 from weft.planner.prices import Recipes
 from weft.planner.recipes import Prompt
-
-if TYPE_CHECKING:
-    from weft.engine.kernels.triton.decode_step import TablePieces
 
 
 class Shape(NamedTuple):
@@ -119,6 +117,7 @@ class DecodeInputs:
         self.shapes: Sequence[Shape] = [Shape(n, n, False) for n in decode_capacities(max_sequences)]
         self._rows, self._rules, self._page_size = rows, rules, page_size
         self._decode_rows = torch.zeros_like(rows.length)
+        self._pieces = table_pieces(rows.widths, [rule.state for rule in rules], rows.length.device)
         self._copied: tuple[int, ...] = ()  # the current content of `_decode_rows`
 
     def put(self, group_rows: GroupRows) -> int:
@@ -131,22 +130,31 @@ class DecodeInputs:
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
         """See `Inputs.batch`. Padding rows have length 0, and their keys and values are not stored."""
-        from weft.engine.kernels.triton.decode_step import step_in  # a CPU need not have Triton
-
         rows, decode_rows = self._rows, self._decode_rows[: shape.rows]
-        state = rows.last_token, rows.length, rows.entries, rows.steps
-        inputs = step_in(decode_rows, live, *state, self._pieces, self._page_size)
+        state = decode_rows, live, rows.last_token, rows.length, rows.entries, rows.steps
+        inputs = self._step_in(state, self._pieces, self._page_size)
         tables: list[PageTables | StateSlots] = []
         for rule, pages, slots in zip(self._rules, inputs.entries.split(rows.widths, 1), inputs.slots, strict=True):
             tables.append(StateSlots(*slots) if rule.state else PageTables(pages, slots[0]))
         batch = Batch(inputs.tokens, inputs.positions, None, inputs.lengths, tuple(tables), slice(None), None)
         return batch, SampledRows(decode_rows, live, live, inputs.lengths)
 
-    @cached_property
-    def _pieces(self) -> TablePieces:
-        from weft.engine.kernels.triton.decode_step import table_pieces
+    def _step_in(self, state: Sequence[Tensor], pieces: TablePieces, page_size: int) -> StepInputs:
+        from weft.engine.kernels.triton.decode_step import step_in  # a CPU need not have Triton
 
-        return table_pieces(self._rows.widths, [rule.state for rule in self._rules], self._decode_rows.device)
+        rows, live, last_token, length, entries, steps = state
+        return step_in(rows, live, last_token, length, entries, steps, pieces, page_size)
+
+
+class RecordedInputs(DecodeInputs):
+    """`DecodeInputs` of steps that are recorded on CPUs. Each number of rows has a shape: padding costs time there."""
+
+    _step_in = staticmethod(cpu_ops.step_in)
+
+    def limit(self, max_rows: int) -> RecordedInputs:
+        """Have shapes of up to `max_rows` rows."""
+        self.shapes = [Shape(n, n, False) for n in range(1, min(max_rows, len(self._decode_rows)) + 1)]
+        return self
 
 
 class PromptInputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +18,19 @@ from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.messages.rank_messages import GroupRows, Planned
 from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
-from weft.engine.worker.exchange_times import exchange_times
-from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, Shape, captures_prompts
+from weft.engine.worker.exchange_times import Timer, exchange_times, graph_seconds, host_seconds
+from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, RecordedInputs, Shape, captures_prompts
 from weft.engine.worker.planning import plan_model, sharded_context
+from weft.engine.worker.recorded_steps import RecordedSteps
 from weft.engine.worker.run_stats import RunStats
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
+from weft.kernels.cpu_rows import MAX_ROWS
 from weft.planner.chain import Counts
 from weft.planner.cost import Costs
 from weft.planner.cost import costs as load_costs
 from weft.planner.dcp import ShardedContext
-from weft.planner.plan import Choice, Planner
+from weft.planner.plan import Choice, Plan, Planner
 from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
 from weft.planner.spec import Mesh
@@ -153,28 +156,37 @@ class ModelRunner:
         inputs: list[Inputs] = [DecodeInputs(rows, self.rules, self._page_size)]
         if self.captures_prompts:
             inputs.append(PromptInputs(rows, self.rules, self._page_size, max_rows))
-        self._graphs = StepGraphs(
-            self.model,
-            self.mesh,
-            self.rank,
-            planner.plan,
-            able,
-            self.caches,
-            rows,
-            inputs,
-            self.exchanges,
-            self.vocabulary,
-        )
+        self._graphs = StepGraphs(*self._capturing(planner.plan, able, rows, inputs))
         with self.exchanges.planned_by(planner.blocks):
             self._graphs.capture(progress)
         self.exchanges.ran.clear()
-        weight, seconds = self.model.embed.weight, dict[int, dict[StepKey, float]]()
+        self.stats.graph_planner = planner
         for graph_rows in sorted({shape.rows for shape in self._graphs.shapes}):
-            full = captured_rows(able.values(), self.mesh, self.rank, graph_rows, weight.device)
-            full.fill(capacity := (graph_rows,) * self.mesh.attn_dp)
-            for plan in (planner.plan(capacity), planner.naive(capacity)):
-                seconds.setdefault(graph_rows, {}).update(exchange_times(plan, able, full, weight))
-        self.stats.graph_planner, self.stats.graph_seconds = planner, seconds
+            self._time_exchanges(graph_rows, able, graph_seconds)
+
+    def record(self, rows: DeviceRows) -> str | None:
+        """Prepare recorded decode steps on CPUs (`RecordedSteps`). Collective. Returns the reason if there are none."""
+        inputs = RecordedInputs(rows, self.rules, self._page_size).limit(MAX_ROWS // self.mesh.attn_dp)
+        graphs = RecordedSteps(*self._capturing(self.planner.plan, self.transports, rows, [inputs]))
+        graphs.capture()
+        self._graphs = None if graphs.refusal else graphs
+        return graphs.refusal
+
+    def _capturing(
+        self, plan: Callable[[Counts], Plan], able: dict[str, Transport], rows: DeviceRows, inputs: Sequence[Inputs]
+    ) -> tuple[Any, ...]:
+        """Return the arguments of StepGraphs."""
+        place = self.model, self.mesh, self.rank
+        return *place, plan, able, self.caches, rows, inputs, self.exchanges, self.vocabulary
+
+    def _time_exchanges(self, rows: int, able: dict[str, Transport], timer: Timer) -> None:
+        """Time the exchanges of captured steps of these rows. Collective."""
+        weight, planner, seconds = self.model.embed.weight, self.stats.graph_planner, dict[StepKey, float]()
+        full = captured_rows(able.values(), self.mesh, self.rank, rows, weight.device)
+        full.fill(capacity := (rows,) * self.mesh.attn_dp)
+        for plan in (planner.plan(capacity), planner.naive(capacity)):
+            seconds |= exchange_times(plan, able, full, weight, timer)
+        self.stats.graph_seconds[rows] = seconds
 
     @property
     def captures_prompts(self) -> bool:
@@ -188,7 +200,15 @@ class ModelRunner:
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
         """Return the shape of the graph for a step; None for an eager step (`StepGraphs.shape_of`)."""
-        return None if self._graphs is None else self._graphs.shape_of(groups, counts)
+        shape = None if self._graphs is None else self._graphs.shape_of(groups, counts)
+        if shape is not None and self.greedy and shape.rows not in self.stats.graph_seconds:  # just recorded
+            self._time_exchanges(shape.rows, self.transports, host_seconds)
+        return shape
+
+    @property
+    def greedy(self) -> bool:
+        """True if graphs sample the greatest logit (`StepGraphs`)."""
+        return self._graphs is not None and self._graphs.greedy
 
     def replay(self, shape: Shape, group_rows: GroupRows, counts: Counts) -> tuple[Tensor, Tensor]:
         """Replay a graph. Returns its logits and sampled tokens (`StepGraphs.replay`).

@@ -40,6 +40,8 @@ class RowTable:
         self.rows, self._captured = dict[int, Row](), SHARE_PARAMETERS if split else GRAPH_PARAMETERS
         self.shaped: set[int] = set()
         """Rows with sampling parameters not supported in graphs, or not on a share of a vocabulary."""
+        self.random: set[int] = set()
+        """Rows with a temperature."""
         self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)
 
     def apply(self, group_rows: GroupRows) -> None:
@@ -50,6 +52,7 @@ class RowTable:
         for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
             (self.shaped.add if join.sampling.beyond(self._captured) else self.shaped.discard)(join.row)
+            (self.random.add if join.sampling.temperature > 0 else self.random.discard)(join.row)
         for entry in group_rows.entries:
             row = self.rows[entry.row]
             table = row.tables[entry.group]
@@ -67,6 +70,7 @@ class RowTable:
         """Empty every row."""
         self.rows.clear()
         self.shaped.clear()
+        self.random.clear()
         self.last_token.fill_(NO_TOKEN)
 
     def batch(self, group_rows: GroupRows) -> Batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 import torch
 
@@ -37,7 +36,7 @@ class RunStats:
     def __init__(self, planner: Planner, exchanges: BlockExchanges, device: torch.device):
         self._planner, self._exchanges, self._device = planner, exchanges, device
         self.graph_planner = planner
-        self.graph_seconds: Mapping[int, dict[StepKey, float]] = {}
+        self.graph_seconds: dict[int, dict[StepKey, float]] = {}
         self.forget()
 
     def forget(self) -> None:

@@ -37,9 +37,10 @@ class Sampler:
     def __init__(self, table: RowTable, vocabulary: SplitVocabulary | None = None):
         self._table, self._vocabulary = table, vocabulary
 
-    def beyond(self, group_rows: GroupRows) -> list[int]:
-        """List the sampled rows that need full logits after a graph or a share; the same on all ranks of a group."""
-        adjusted, shaped = {row for row, _ in group_rows.adjust}, self._table.shaped
+    def beyond(self, group_rows: GroupRows, greedy: bool = False) -> list[int]:
+        """List the sampled rows that need full logits after a graph or a share; the same on all ranks of a group.
+        greedy: the graph samples greedily."""
+        adjusted, shaped = {row for row, _ in group_rows.adjust}, self._table.random if greedy else self._table.shaped
         if not (adjusted or shaped):
             return []
         return [at for at, row in enumerate(group_rows.sampled_rows) if row in adjusted or row in shaped]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from weft.engine.attention.caches import Caches
 from weft.engine.messages.rank_messages import GRAPH_PARAMETERS, SHARE_PARAMETERS, GroupRows
 from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
-from weft.engine.worker.graph_inputs import Inputs, Shape
+from weft.engine.worker.graph_inputs import Inputs, SampledRows, Shape
 from weft.engine.worker.pinned_tokens import PinnedTokenRing
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.planner.chain import Counts
@@ -29,6 +30,12 @@ from weft.planner.spec import Mesh, Rows
 from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.step_rows import CapturedRows, captured_rows
 from weft.stream.stream import Stream
+
+
+class CapturedStep(Protocol):
+    """Captured step."""
+
+    def replay(self) -> None: ...
 
 
 class StepGraphs:
@@ -43,7 +50,12 @@ class StepGraphs:
         inputs: inputs of each kind of steps, with the shapes of their graphs.
         exchanges: exchanges inside blocks.
         vocabulary: the split vocabulary, with captured exchanges; None if it is not split.
+
+    Attributes:
+        greedy: every row's greatest logit is sampled, whatever its parameters.
     """
+
+    greedy = False
 
     def __init__(
         self,
@@ -70,7 +82,7 @@ class StepGraphs:
         self._tokens = torch.zeros(max_rows, dtype=torch.int32, device=self._device)
         self.token_ring = PinnedTokenRing(max_rows, self._device.type == "cuda")
         self._counts: dict[int, CapturedRows] = {}  # by rows
-        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[Shape, tuple[CapturedStep, Tensor]] = {}
         self._outputs: dict[tuple[Shape, int], tuple[Tensor, Tensor]] = {}  # of `replay`, by shape and sampled rows
 
     @torch.inference_mode()
@@ -140,10 +152,6 @@ class StepGraphs:
         self.token_ring.next()
 
     def _step(self, shape: Shape, counts: CapturedRows) -> Tensor:
-        from weft.engine.kernels.triton.decode_step import step_out
-        from weft.engine.kernels.triton.sample import best, candidates  # a CPU need not have Triton
-
-        rows, split = self._rows, self._vocabulary
         batch, sampled = self._inputs[shape.prompts].batch(shape, counts.live(Rows.GROUP))
         plan = self._plan((shape.rows,) * self._mesh.attn_dp)
         stream = Stream(plan, self._transports, counts, exchanges=self._exchanges)
@@ -151,6 +159,14 @@ class StepGraphs:
         stream.finish()
         if shape.prompts:
             logits = self._logits[: shape.sampled].copy_(logits)
+        self._sample(logits, sampled)
+        return logits
+
+    def _sample(self, logits: Tensor, sampled: SampledRows) -> None:
+        from weft.engine.kernels.triton.decode_step import step_out
+        from weft.engine.kernels.triton.sample import best, candidates  # a CPU need not have Triton
+
+        rows, split = self._rows, self._vocabulary
         first, names = (0, GRAPH_PARAMETERS) if split is None else (split.share.start, SHARE_PARAMETERS)
         how = {name: rows.parameters[name] for name in names}
         places = dict(seed=rows.seed, position=sampled.lengths, live=sampled.live, table=sampled.rows)
@@ -159,4 +175,3 @@ class StepGraphs:
             best_tokens = split.gather_best(best(best_tokens[0], sampled.live))[:, :, None]
         state = rows.last_token, rows.length, self._tokens, rows.steps, self.token_ring.rows
         step_out(sampled.rows, sampled.live, sampled.decode_count, best_tokens, sampled.lengths, *state)
-        return logits

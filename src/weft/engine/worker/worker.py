@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.comm.transport import CommError, Transport
+from weft.engine.attention.backend_registry import BackendEntry
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
-from weft.engine.config.device import attention_backend, check_formats, device_of, dtype_of, kv_dtype_of
+from weft.engine.config.device import attention_backend, check_formats, device_of, dtype_of, eager_because, kv_dtype_of
 from weft.engine.config.threads import name_thread
 from weft.engine.kernels.staging import on_device
 from weft.engine.kv.cache_spec import CacheGroup
@@ -147,6 +148,15 @@ class Worker:
             self.warm_up(tokens, lambda done, total: send(Progress(self.rank, done, total, "compiling kernels")))
         if self.on_gpu and config.cuda_graphs:
             self.capture(tokens, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")))
+        self.eager_because = None if self.on_gpu else self._record(tokens, attention)
+
+    def _record(self, longest: int, attention: BackendEntry) -> str | None:
+        """Record decode steps on a CPU. Collective. Returns the reason if they run eagerly. longest: see `capture`."""
+        if (why := eager_because(self.config, attention)) is None:
+            rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
+            if (why := self.runner.record(rows)) is None:
+                self.device_rows = rows
+        return why
 
     def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture the graphs of steps. Collective. longest: maximum tokens of a sequence."""
@@ -190,7 +200,7 @@ class Worker:
             self.device_rows.stage(rows)
         else:
             self.table.forget_tokens(rows)
-        beyond = self.sampler.beyond(rows)
+        beyond = self.sampler.beyond(rows, shape is not None and self.runner.greedy)
         if shape is not None:
             logits, tokens = self.runner.replay(shape, rows, counts)
             self.table.advance(rows)
@@ -258,7 +268,8 @@ class Worker:
     @torch.inference_mode()
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
         """Carry out the controller's messages until Stop. send: called on two threads."""
-        send(Ready(self.rank, self.groups, self.runner.planned(self.config.batch_tokens)))
+        plans = self.runner.planned(self.config.batch_tokens)
+        send(Ready(self.rank, self.groups, plans, self.eager_because or ""))
         begun: queue.SimpleQueue[Finish | None] = queue.SimpleQueue()
         # While a GPU runs a step, one thread waits for its tokens, and this one for the next step.
         sender = threading.Thread(target=self._send_results, args=(begun, send), daemon=True)

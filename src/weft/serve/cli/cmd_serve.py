@@ -137,6 +137,7 @@ class Command:
             f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache",
             f"a rank: {limits.threads} thread(s), {where}",
             products,
+            engine.eager and f"decode steps run eagerly on CPUs, not recorded: {engine.eager}",
             engine.kv_events and f"KV events: {engine.kv_events}",
             ignored and f"config.json: transformers does not read {ignored}, which Weft ignores",
             engine.text_processor.says and f"generation_config.json: {engine.text_processor.says}",

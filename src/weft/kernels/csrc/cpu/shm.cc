@@ -23,7 +23,7 @@ constexpr int kMaxDims = 8;
 struct World {
   std::unique_ptr<Exchange<>> exchange;
   const Rows* rows;
-  std::vector<Plan> plans;
+  std::vector<std::unique_ptr<Plan>> plans;
   std::vector<Part> parts;  // of the current call
 };
 
@@ -97,7 +97,7 @@ struct Setup {
   Call call;
 
   Setup(World& world, int64_t id, TensorView input, bool norm)
-      : w(world), plan(world.plans[size_t(id - 1)]), x(input), width(width_of(input)) {
+      : w(world), plan(*world.plans[size_t(id - 1)]), x(input), width(width_of(input)) {
     if (x.ndim() < 1 || x.ndim() > kMaxDims || x.device().device_type != kDLCPU)
       throw CallError("a collective takes a CPU tensor of one to eight dimensions");
     if (!x.IsContiguous()) throw CallError("a collective takes a contiguous tensor");
@@ -214,14 +214,19 @@ int64_t prepare(int64_t handle, int64_t group, bool permute, bool sums, Sizes pa
     const Ranks& ranks = w.exchange->arena().layout().groups[size_t(group)];
     const auto me = std::find(ranks.begin(), ranks.end(), w.exchange->arena().rank());
     if (me == ranks.end()) throw CallError("this rank is not in the group");
-    w.plans.emplace_back(int(group), int(me - ranks.begin()), permute, sums,
-                         std::vector<int64_t>(parts.begin(), parts.end()));
+    w.plans.push_back(std::make_unique<Plan>(int(group), int(me - ranks.begin()), permute, sums,
+                                             std::vector<int64_t>(parts.begin(), parts.end())));
     return int64_t(w.plans.size());
   });
 }
 
-// Forgets all plans.
-void forget(int64_t handle) { world_of(handle).plans.clear(); }
+// Forgets all plans but these. Numbers of kept plans stay.
+void forget(int64_t handle, Sizes kept) {
+  auto& plans = world_of(handle).plans;
+  if (kept.empty()) return plans.clear();
+  for (size_t i = 0; i < plans.size(); ++i)
+    if (std::find(kept.begin(), kept.end(), int64_t(i) + 1) == kept.end()) plans[i].reset();
+}
 
 ffi::Tensor run(Setup&& s) {
   ffi::Tensor out = s.result(1);

@@ -10,6 +10,7 @@
 
 #include "model.h"
 #include "pool.h"
+#include "record.h"
 
 namespace ffi = tvm::ffi;
 using ffi::TensorView;
@@ -393,6 +394,7 @@ int64_t read(TensorView x, int64_t threads) {
 }  // namespace weft::model
 
 #include "experts.h"
+#include "step.inl"
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(use, weft::model::use)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::model::isa)

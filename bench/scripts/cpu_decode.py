@@ -1,7 +1,7 @@
-"""Decode steps of one CPU rank with Weft's kernels and with torch alone, in turns, on made-up weights.
+"""Decode steps of one CPU rank, recorded, with Weft's kernels, and with torch alone, in turns, on made-up weights.
 
 Prints one JSON line per number of sequences: minimum and median ms of a step, and of a plain read of its weights by the
-same threads, with its GB/s.
+same threads, with its GB/s; of a recorded step also its calls from Python and the recorder's memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.attention.backend_registry import NATIVE, TORCH
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.messages.rank_messages import GroupRows, Join, Sampling
 from weft.engine.models.load import build_model
 from weft.engine.models.registry import read_config
+from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.model_runner import ModelRunner
+from weft.engine.worker.recorder import StepRecording
+from weft.engine.worker.row_table import RowTable
 from weft.kernels import cpu_rows
 from weft.planner.spec import Mesh
 
@@ -38,6 +42,32 @@ def torch_alone() -> Iterator[None]:
     cpu_rows.missing = lambda: "measured without"
     yield
     cpu_rows.missing = missing
+
+
+Step = Callable[[], object]
+
+
+def recorded(runner: ModelRunner, sequences: int, context: int, pages: int) -> tuple[StepRecording, Step]:
+    """Return a recorded step, and a function that runs it as a rank does."""
+    table = RowTable(sequences, runner.rules, PAGE, torch.device("cpu"))
+    state, rows = DeviceRows(table, pages), tuple(range(sequences))
+    tables = [tuple(range(i * pages, (i + 1) * pages)) for i in rows]
+    joins = tuple(Join(i, i, context - 1, (tables[i],), Sampling(temperature=0.0)) for i in rows)
+    if refusal := runner.record(state):
+        raise SystemExit(refusal)
+    table.apply(GroupRows(rows, joins=joins))
+    state.apply(GroupRows(rows, joins=joins))
+    message, counts = GroupRows(rows), (sequences,)
+    shape = runner.shape_of((message,), counts)
+    assert shape is not None and runner._graphs is not None
+    state.last_token.fill_(7)
+
+    @torch.inference_mode()
+    def step() -> object:
+        state.length.fill_(context - 1)
+        return runner.replay(shape, message, counts)
+
+    return runner._graphs._graphs[shape][0], step
 
 
 def main() -> None:
@@ -62,8 +92,10 @@ def main() -> None:
         transport = ReferenceTransport(ReferenceWorld(1), 0)
         group = [CacheGroup(Rule(), sequences * pages)]
         runs: dict[str, Callable[[], object]] = {}
+        runner_of = dict[str, ModelRunner]()
         for name, backend in (("kernels", NATIVE), ("torch", TORCH)):
             runner = ModelRunner(model, Mesh(), 0, [transport], group, PAGE, attention=backend)
+            runner_of[name] = runner
             tables = [list(range(i * pages, (i + 1) * pages)) for i in range(sequences)]
             rows = [SeqRows(1, asked.context - 1, [table], True) for table in tables]
 
@@ -71,6 +103,7 @@ def main() -> None:
                 return runner.forward(build_batch([7] * len(rows), rows, PAGE), (len(rows),))
 
             runs[name] = step
+        recording, runs["recorded"] = recorded(runner_of["kernels"], sequences, asked.context, pages)
         ms: dict[str, list[float]] = {name: [] for name in (*runs, "read")}
         for _ in range(asked.rounds):
             for name, step in runs.items():
@@ -88,6 +121,7 @@ def main() -> None:
         for name, found in ms.items():
             line |= {f"{name}_ms": round(min(found), 2), f"{name}_median_ms": round(statistics.median(found), 2)}
         line["read_gbs"] = round(size / min(ms["read"]) / 1e6, 1)
+        line["python_calls"], line["recorder_mb"] = len(recording.steps), recording.recorder.bytes >> 20
         print(json.dumps(line), flush=True)
         if asked.profile:
             with torch.profiler.profile() as profile:

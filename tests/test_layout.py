@@ -46,6 +46,7 @@ ORDER = (
     "serve/chat",
     "serve/dialects",
     "serve/app",
+    "serve/api_process",
     "serve/cli",
 )
 FILES = sorted([*SOURCE.rglob("*.py"), *BENCH.rglob("*.py")])
@@ -99,6 +100,8 @@ KEPT = {
     "serve/http/run.py": "listener",
     "serve/http/sockets.py": "listener",
     "serve/cli/cmd_serve.py": "listener",
+    "serve/http/api_processes.py": "listener",
+    "serve/api_process.py": "listener",
 }
 """Files in which such a word is the field's own."""
 PAGES = "docs/*/*.md", "README.md", "CONTRIBUTING.md"

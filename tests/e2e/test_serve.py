@@ -51,10 +51,12 @@ def events(log: str) -> list[str]:
     return found[begin + 1 :]
 
 
-def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("api_servers", ["1", "2"])
+def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api_servers: str) -> None:
     """A terminal sends it to the server's process group, in which no rank is. Who is impatient sends it twice."""
     monkeypatch.setenv("WEFT_API_KEY", KEY)
-    with serving(tmp_path, "--drain-s", "1000") as server, streaming(server) as output:
+    arguments = "--drain-s", "1000", "--api-servers", api_servers
+    with serving(tmp_path, *arguments) as server, streaming(server) as output:
         with http_without_key(server) as refused:
             assert refused.status == 401
         group = os.getpgid(server.process.pid)
@@ -80,8 +82,10 @@ def http_without_key(server: ServerProcess) -> Iterator[http.client.HTTPResponse
     connection.close()
 
 
-def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path, "--max-restarts", "0") as server, streaming(server) as output:
+@pytest.mark.parametrize("api_servers", ["1", "2"])
+def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path, api_servers: str) -> None:
+    arguments = "--max-restarts", "0", "--api-servers", api_servers
+    with serving(tmp_path, *arguments) as server, streaming(server) as output:
         os.kill(server.ranks()[0], signal.SIGKILL)
         said = [line for line in output.read().splitlines() if line]
         assert said[-1] == b"data: [DONE]" and b"rank 0 was killed by signal 9" in said[-2]

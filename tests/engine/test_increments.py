@@ -144,11 +144,29 @@ def test_what_is_taken_on_another_thread(how: str) -> None:
     same(taken_at_once(how), increments)
 
 
+@pytest.mark.parametrize("how", HOWS)
+def test_increments_that_wait_are_taken_as_one(how: str) -> None:
+    each = taken_at_once(how)
+    output, tokens = made(how)
+    for at, token in enumerate(tokens):
+        if output.end is None:
+            give(output, token, at)
+    if output.end is None:
+        output.cut("abort")
+    one = output.take(len(each))
+    assert output.over and one.text == "".join(o.text for o in each)
+    for name in ("token_ids", "logprobs", "prompt_logprobs"):
+        assert getattr(one, name) == sum((getattr(o, name) for o in each), ())
+    for name in ("finish_reason", "stop_reason", "completion_tokens", "error"):
+        assert getattr(one, name) == getattr(each[-1], name)
+
+
 def test_what_is_never_taken_has_no_text_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless a stop string may be in it."""
     decoded: list[int] = []
     push = TextStream.push
     monkeypatch.setattr(TextStream, "push", lambda s, token, **how: (decoded.append(token), push(s, token, **how))[1])
+    monkeypatch.setattr(TextStream, "push_all", lambda s, tokens: decoded.extend(tokens))
     for how, expected in (("length", []), ("stop string that does not come", TEXT)):
         output, tokens = made(how)
         for token in tokens:
@@ -161,7 +179,8 @@ def test_a_fault_that_is_found_late_ends_the_output_once(monkeypatch: pytest.Mon
     output, tokens = made("stop string that does not come")
     for token in tokens[:4]:
         output.accept(token)
-    monkeypatch.setattr(TextStream, "push", lambda *_, **__: 1 / 0)
+    for name in ("push", "push_all"):
+        monkeypatch.setattr(TextStream, name, lambda *_, **__: 1 / 0)
     output.accept(tokens[4])
     increments = [output.take() for _ in range(5)]
     assert [o.token_ids for o in increments] == [*((token,) for token in tokens[:4]), ()]

@@ -58,9 +58,9 @@ def breaking_callback(callback_for: OutputCallback, call: int) -> OutputCallback
 
 # Of the output that fails: parameters, what is broken and at which call, and the tokens that its callback still gets.
 FAULTS: dict[str, tuple[dict[str, Any], tuple[Any, str, int] | None, int]] = {
-    "detokeniser": ({}, (TextStream, "push", 3), 2),
-    "detokeniser, first token": ({}, (TextStream, "push", 1), 0),
-    "detokeniser, last token": ({}, (TextStream, "push", LENGTH), LENGTH - 1),
+    "detokeniser": ({}, (TextStream, "push_all", 3), 2),
+    "detokeniser, first token": ({}, (TextStream, "push_all", 1), 0),
+    "detokeniser, last token": ({}, (TextStream, "push_all", LENGTH), LENGTH - 1),
     "what is held back at the end": ({}, (TextStream, "flush", 1), LENGTH - 1),
     "stop strings": ({"stop": ("never",)}, (TextStream, "push", 3), 2),
     "grammar": (ANY, (Grammar, "accept", 1), 0),

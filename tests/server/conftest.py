@@ -72,7 +72,7 @@ class QuietEngine:
         """Send an output as the engine's thread would, once the request is there."""
         while request not in self.listeners:
             time.sleep(0.01)
-        self.listeners[request](SimpleNamespace(take=lambda: output))
+        self.listeners[request](SimpleNamespace(take=lambda count: output, end=output.finish_reason))
 
     def cancel(self, request: int) -> None:
         self.cancelled.append(request)

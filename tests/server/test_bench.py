@@ -49,7 +49,7 @@ def test_a_server_under_load_is_watched(served: Served, tmp_path: Path, monkeypa
             assert http.post("/weft/profile").status_code == 409
         return SimpleNamespace(report=found, write=lambda folder: asked.append(folder) or files)
 
-    monkeypatch.setattr("weft.serve.app.record", watch)
+    monkeypatch.setattr("weft.serve.http.shared.record", watch)
     for other in serve(served.engine, profile_dir=tmp_path):
         for _ in range(2):
             with other.http() as http:

@@ -11,7 +11,7 @@ import pytest
 
 from server.conftest import QuietEngine, output
 from weft.engine.messages.request import Output, SamplingParams
-from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.engine_client import EngineClient, IncrementQueue
 from weft.serve.http.errors import ApiError
 from weft.serve.http.metrics import Metrics
 
@@ -19,10 +19,12 @@ from weft.serve.http.metrics import Metrics
 class Said:
     """A completion of which an increment has come."""
 
+    end = None
+
     def __init__(self, increment: Output):
         self._increment = increment
 
-    def take(self) -> Output:
+    def take(self, count: int) -> Output:
         return self._increment
 
 
@@ -93,6 +95,42 @@ def test_what_a_client_does_not_read_is_bounded(choices: int, limit: int) -> Non
         assert engine.cancelled == list(range(choices)) and len(unread) == 10
         with pytest.raises(ApiError, match=f"{limit} increments were not read in time"):
             await anext(stream)
+
+    asyncio.run(main())
+
+
+def test_increments_of_a_waiting_stream_are_written_without_its_task() -> None:
+    """Unless its client does not read, or it ends; what waits is written at once, in order."""
+    written: list[bytes] = []
+    reads = True
+
+    def write(piece: bytes) -> bool:
+        if reads and piece:
+            written.append(piece)
+        return reads
+
+    async def main() -> None:
+        nonlocal reads
+        seen: list[str] = []
+        state = {"write": write, "events": lambda choice, output: output.text.encode()}
+        increments = IncrementQueue(2, state, lambda choice, output: seen.append(output.text))
+        task = asyncio.create_task(increments.get())
+        await asyncio.sleep(0)
+        for choice, text in ((0, "a"), (1, "b"), (0, "c")):
+            increments.put(choice, Said(output(text)))  # type: ignore[arg-type]
+        increments.hand_over()
+        await asyncio.sleep(0)
+        assert written == [b"abc"] and seen == ["a", "b", "c"] and not task.done()
+        reads = False
+        increments.put(0, Said(output("d")))  # type: ignore[arg-type]
+        increments.hand_over()
+        assert (await task)[1].text == "d" and written == [b"abc"] and seen[-1] == "d"  # type: ignore[index]
+        reads, task = True, asyncio.create_task(increments.get())
+        await asyncio.sleep(0)
+        increments.put(0, Said(output("e")))  # type: ignore[arg-type]
+        increments.put(0, Said(output("f", "stop")))  # type: ignore[arg-type]
+        increments.hand_over()
+        assert (await task)[1].text == "f" and written == [b"abc", b"e"]  # type: ignore[index]
 
     asyncio.run(main())
 

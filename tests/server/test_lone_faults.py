@@ -22,10 +22,10 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max
 # Path, body, and what is broken: of which class the method.
 FAULTS: dict[str, tuple[str, dict[str, Any], Any, str]] = {
     "tokeniser": (C, TEXT, Prompts, "of_completion"),
-    "detokeniser": (C, TEXT, TextStream, "push"),
+    "detokeniser": (C, TEXT, TextStream, "push_all"),
     "logprobs": (C, TEXT | {"logprobs": 1}, CompletionReply, "_table"),
     "chat": (H, CHAT, ChatReply, "_rest"),
-    "responses": (R, {"input": "hello", "max_output_tokens": 6}, ResponseReply, "_ended"),
+    "responses": (R, {"input": "hello", "max_output_tokens": 6}, ResponseReply, "finish"),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 from server.conftest import QuietEngine, Served, serve
 from server.test_responses import FIXED, FLAT
 from server.test_tools import TEMPLATE
-from weft.serve.dialects.stored import MAX_RESPONSES, Store, Stored
+from weft.serve.http.stored import MAX_RESPONSES, Store, Stored
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from dataclasses import asdict
 from typing import Any
 
 import anyio
 from fastapi import APIRouter, FastAPI, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
-from weft.engine.config.device import on_gpus
-from weft.engine.controller.engine import Engine
-from weft.engine.controller.profiling import MIN_STEPS, ProfileError, record
+from weft.engine.controller.profiling import MIN_STEPS
 from weft.engine.models.config_json.fields import ModelError
-from weft.kernels.cpu_rows import isa
 from weft.serve.chat.service import Service
 from weft.serve.chat.templates import Templates
 from weft.serve.dialects import anthropic_messages, completions, extras, responses, router_routes
@@ -74,7 +68,10 @@ def create_app(
     for api in (completions, responses, anthropic_messages, extras, router_routes):
         app.include_router(api.router(service))
     app.include_router(_status_routes(service))
-    app.include_router(_step_routes(engine, options))
+    app.include_router(_step_routes(service))
+    nowhere = {"type": "http", "path": "", "root_path": "", "method": "GET", "headers": []}
+    for route in app.router.routes:
+        route.matches(nowhere)  # FastAPI prepares a route at its first use: now, not in a burst of requests
     if options.otlp_traces_endpoint is not None:
         from weft.serve.http.tracing import trace
 
@@ -119,52 +116,32 @@ def _status_routes(service: Service) -> APIRouter:
     # Not on a thread, as all threads may be waiting for the engine (`_step_routes`).
     @made.get("/metrics")
     async def prometheus() -> Response:
-        return Response(engine_client.metrics.text(service.model_name), media_type=CONTENT_TYPE_LATEST)
+        return Response(await service.shared.ask("metrics"), media_type=CONTENT_TYPE_LATEST)
 
     return made
 
 
-def _step_routes(engine: Engine, options: Options) -> APIRouter:
-    """Return the routes about the exchanges and times of steps. They wait for the engine's thread and its current step,
-    so they run outside the event loop."""
-    made, watching = APIRouter(), threading.Lock()
+def _step_routes(service: Service) -> APIRouter:
+    """Return the routes about the exchanges and times of steps."""
+    made, shared = APIRouter(), service.shared
 
     @made.get("/weft/plan")
     async def plan(tokens: int = 1) -> Response:
         if not 0 <= tokens <= MAX_PLANNED:
             raise ApiError(400, f"tokens is {tokens}; it must be between 0 and {MAX_PLANNED}", param="tokens")
-        return PlainTextResponse(await run_in_threadpool(engine.plan_text, tokens))
+        return PlainTextResponse(await shared.ask("plan", tokens))
 
     @made.get("/weft/report")
-    async def report() -> dict[str, Any]:
-        ran, naive = await run_in_threadpool(engine.comm_report)
-        config = engine.config
-        return {
-            "attention_backend": config.attention_backend,
-            "cpu_kernels": None if on_gpus(config) else isa(),
-            "eager_because": engine.eager or None,
-            "max_running": config.batch_sequences,
-            "max_batch_tokens": config.batch_tokens,
-            "kv_tokens": config.cached_tokens,
-            "ran": [asdict(s) for s in ran],
-            "naive": [asdict(s) for s in naive],
-        }
+    async def report() -> Any:
+        return await shared.ask("report")
 
     @made.post("/weft/profile")
-    async def profile(steps: int = 20) -> dict[str, Any]:
-        if (folder := options.profile_dir) is None:
+    async def profile(steps: int = 20) -> Any:
+        if service.options.profile_dir is None:
             raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
         if not MIN_STEPS <= steps <= MAX_WATCHED:
             limits = f"between {MIN_STEPS} and {MAX_WATCHED}"
             raise ApiError(400, f"steps is {steps}; it must be {limits}", param="steps")
-        if not watching.acquire(blocking=False):
-            raise ApiError(409, "steps are being watched already")
-        try:
-            recording = await run_in_threadpool(record, engine, steps)
-            return recording.report | {"files": await run_in_threadpool(recording.write, folder)}
-        except ProfileError as error:
-            raise ApiError(409, str(error)) from error
-        finally:
-            watching.release()
+        return await shared.ask("profile", steps)
 
     return made

@@ -26,7 +26,7 @@ from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
 from weft.engine.messages.rank_messages import Step
 from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParams, Sequence, Sharing
-from weft.engine.output.request_output import Named, OutputCallback, RequestOutput, prepare
+from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler, make_schedulers
@@ -34,8 +34,6 @@ from weft.stream.stats import StepStat
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-Request = tuple[Seq[int], SamplingParams, OutputCallback]
-"""Prompt tokens, sampling parameters, and the callback for increments."""
 EngineState = Literal["starting", "serving", "restarting", "draining", "failed", "stopped"]
 IDLE_CHECK_S = 1.0
 """Interval at which an idle engine checks that its ranks are alive."""
@@ -143,20 +141,21 @@ class Engine(ProcessBound):
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
         max_choices; QueueFull if too many wait already; EngineError when not healthy.
         """
-        if len(requests) > (limit := self.config.max_choices):
-            raise ValueError(f"{len(requests)} completions are asked for at once (prompts × n); the limit is {limit}")
+        check_count(len(requests), self.config.max_choices)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         context = min(self.max_model_len, self.config.cached_tokens)
-        outputs, checked = [], dict[tuple[int, ...], Named]()
-        for prompt, params, callback in requests:
-            seed = self._seeds.getrandbits(62)
-            outputs.append(prepare(prompt, params, callback, seed, context, self.text_processor, checked))
-            outputs[-1].name, outputs[-1].sequence.sharing, outputs[-1].sequence.deadline = name, sharing, deadline
+        outputs = prepare_all(requests, context, self.text_processor, self._seeds)
+        for output in outputs:
+            output.name, output.sequence.sharing, output.sequence.deadline = name, sharing, deadline
         with self._number:
             for output in outputs:
                 output.sequence.request = next(self._ids)
             self._requests.add(outputs)
         return [output.sequence.request for output in outputs]
+
+    def after_callbacks(self, call: Callable[[], None]) -> None:
+        """Let the engine's thread call `call` after the callbacks of each step."""
+        self._outputs.notified = call
 
     def cancel(self, request: int) -> None:
         """End a request before the next step and free its pages, unless it has ended already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from weft.engine.controller.request_queue import RequestQueue
@@ -29,6 +29,8 @@ class OutputProcessor:
         self._open: dict[int, RequestOutput] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap; entries of ended requests stay until due
         self._to_notify: deque[RequestOutput] = deque()
+        self.notified: Callable[[], None] = lambda: None
+        """Called after the callbacks of a step."""
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = self.timeouts = 0
         self.queue_seconds = 0.0
 
@@ -67,11 +69,13 @@ class OutputProcessor:
 
     def notify(self) -> None:
         """Call the callbacks for the tokens of the last step, mostly while the ranks run the next one."""
-        waiting = self._to_notify
+        if not (waiting := self._to_notify):
+            return
         while waiting:
             output = waiting.popleft()
             if output.notify() and not (waiting and waiting[0] is output):  # tokens of a row are next to each other
                 self._end_seen(output)
+        self.notified()
 
     def cancel(self, request: int) -> None:
         """End a request, even one that has not begun, unless it has ended already."""
@@ -99,6 +103,7 @@ class OutputProcessor:
         output.cut(reason, error)
         if output.notify():
             self._end_seen(output)
+        self.notified()
 
     def _forget(self, output: RequestOutput) -> None:
         self._open.pop(output.sequence.request, None)

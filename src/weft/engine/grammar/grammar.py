@@ -121,10 +121,11 @@ class Grammar:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiled grammar, shared by any number of completions. bytes: its approximate memory."""
+    """A compiled grammar `text`, shared by any number of completions. bytes: its approximate memory."""
 
     matcher: llguidance.LLMatcher
     bytes: int
+    text: str
 
     def start(self) -> Grammar:
         """Return the state at the grammar's beginning."""
@@ -185,7 +186,7 @@ class Grammars:
                 raise ValueError(one_line_error(matcher.get_error()))
         except ValueError as error:
             raise ValueError(f"the grammar cannot be used: {error}") from error
-        return Compiled(matcher, size)
+        return Compiled(matcher, size, grammar)
 
     def _described(self) -> dict[str, Any]:
         backend = copy(self._tokenizer.backend_tokenizer)

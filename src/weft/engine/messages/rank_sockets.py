@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,10 @@ class RankSocket:
             self._socket.connect(address)
         self.send(b"%d" % rank)
 
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._socket.fileno()
+
     def send(self, message: bytes) -> None:
         """Send a message; drop it if the other end is gone."""
         with suppress(ConnectionError):
@@ -83,8 +88,8 @@ class _Connection:
 class RankSockets:
     """The other end, for all of a host's ranks. Only `receive` blocks, until any rank sends a message.
 
-    The object can be polled: if it is readable, `receive` has work. Messages from ranks that are gone are received;
-    messages to them are dropped. Raises OSError if the path can hold no socket.
+    The object can be polled: if it is readable, `receive` has work. Any thread may send while one receives. Messages
+    from ranks that are gone are received; messages to them are dropped. Raises OSError if the path can hold no socket.
     """
 
     def __init__(self, path: Path, ranks: Sequence[int]):
@@ -92,6 +97,7 @@ class RankSockets:
         self._poll = select.epoll()
         self._by_descriptor: dict[int, _Connection] = {}
         self._by_rank: dict[int, _Connection] = {}
+        self._sending = threading.Lock()
         try:
             with address_of(path) as address:
                 self._server.bind(address)
@@ -110,10 +116,11 @@ class RankSockets:
         """Send a message to a rank; packets beyond its socket's buffer are sent during `receive`."""
         if (to := self._by_rank.get(rank)) is None:
             return
-        waits = bool(to.unsent)
-        to.unsent.extend(_packets(message))
-        if not waits and not self._sent(to):
-            self._poll.modify(to.socket, select.EPOLLIN | select.EPOLLOUT)
+        with self._sending:
+            waits = bool(to.unsent)
+            to.unsent.extend(_packets(message))
+            if not waits and not self._sent(to):
+                self._poll.modify(to.socket, select.EPOLLIN | select.EPOLLOUT)
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next message of any rank; None after timeout_s."""
@@ -126,8 +133,9 @@ class RankSockets:
                 if time.monotonic() >= until:
                     return None
             elif events & select.EPOLLOUT:
-                if self._sent(connection):
-                    self._poll.modify(descriptor, select.EPOLLIN)
+                with self._sending:
+                    if self._sent(connection):
+                        self._poll.modify(descriptor, select.EPOLLIN)
             elif (message := self._received(connection)) is not None:
                 return message
         return None

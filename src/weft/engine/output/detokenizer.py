@@ -80,6 +80,15 @@ class TextStream:
             return text, stop
         return self._release(len(self._held) - self._undecided()), None
 
+    def push_all(self, tokens: Sequence[int]) -> str:
+        """Add tokens without a look for stop strings, and return the newly final text."""
+        if self.stops or not self._shared.by_bytes or self._ids:
+            return "".join([self.push(token, check_stop=False)[0] for token in tokens])
+        texts = [self._texts[token] for token in tokens]
+        if any(text.endswith(UNDECODED) for text in texts):
+            return "".join([self._decode(token) for token in tokens])
+        return "".join(texts)
+
     def flush(self) -> str:
         """Return the rest of the text, incomplete characters included, of an output that ends without a stop string."""
         return self._release(len(self._held)) + self._undecoded()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from random import Random
 
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import Logprobs, Scored
@@ -26,6 +27,8 @@ from weft.engine.scheduler.sampling_rows import bits
 from weft.engine.scheduler.scheduler import Scheduler
 
 OutputCallback = Callable[["RequestOutput"], None]
+Request = tuple[Seq[int], SamplingParams, OutputCallback]
+"""Prompt tokens, sampling parameters, and the callback for increments."""
 log = logging.getLogger(__name__)
 NAMED = ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
 """Sampling parameters with lists of tokens."""
@@ -175,25 +178,31 @@ class RequestOutput:
 
     # --- on any thread, one at a time -------------------------------------------------------------------------
 
-    def take(self) -> Output:
-        """Return the next increment; call it once for each call of the callback.
+    def take(self, count: int = 1) -> Output:
+        """Return the next increment.
 
         An error in making it ends this request alone, with this increment.
+
+        Args:
+            count: calls of the callback that it covers; the counts of all calls sum to the calls of the callback.
         """
         s, at, end = self.sequence, self._taken, self.end
-        last = NOT_YET if end is None or end.at != at else end
+        last = NOT_YET if end is None or end.at >= at + count else end
         tokens: tuple[int, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         text = ""
         try:
+            first, new = s.prompt_tokens + at, count if last is NOT_YET else last.at - at + last.token
             if last.fault is not None:
                 raise last.fault
-            if last.token:
-                tokens = (token := s.tokens[s.prompt_tokens + at],)
-                if self._known:
-                    logprobs = (TokenLogprob(token, *self._known.popleft()),)
-                if last.in_text:
-                    text = self._pieces.popleft() if self._pieces else self.text.push(token, check_stop=False)[0]
+            tokens = tuple(s.tokens[first : first + new])
+            if self._known:
+                logprobs = tuple([TokenLogprob(token, *self._known.popleft()) for token in tokens])
+            in_text = new if last.in_text or not last.token else new - 1
+            if self._pieces:
+                text = "".join([self._pieces.popleft() for _ in range(in_text)])
+            elif in_text:
+                text = self.text.push_all(tokens[:in_text])
             if last.reason:
                 text += self.text.flush()
         except Exception as error:
@@ -201,7 +210,7 @@ class RequestOutput:
             s.fault = error  # a running request ends with its next token
             tokens, text, logprobs = (), "", ()
             last = End(at, "error", error=f"internal error: {type(error).__name__}")
-        self._taken, self.over = at + 1, last.reason is not None
+        self._taken, self.over = at + count, last.reason is not None
         return Output(
             text=text,
             token_ids=tokens,
@@ -216,6 +225,32 @@ class RequestOutput:
             prompt_logprobs=tuple(s.scores) if at == 0 and last.error is None else (),
             refused=last.refused,
         )
+
+    def take_token(self) -> tuple[int, int | None, Logprobs | None, End | None]:
+        """Return the next increment without text: its index, its token and logprobs, and the end if it is the last."""
+        s, at, end = self.sequence, self._taken, self.end
+        last = end if end is not None and end.at <= at else None
+        self._taken, self.over = at + 1, last is not None
+        if last is not None and (last.fault is not None or not last.token):
+            return at, None, None, last
+        return at, s.tokens[s.prompt_tokens + at], self._known.popleft() if self._known else None, last
+
+
+def check_count(count: int, limit: int) -> None:
+    """Raise ValueError for more requests at once than the limit."""
+    if count > limit:
+        raise ValueError(f"{count} completions are asked for at once (prompts × n); the limit is {limit}")
+
+
+def prepare_all(
+    requests: Seq[Request], context: int, text_processor: TextProcessor, seeds: Random
+) -> list[RequestOutput]:
+    """Return `prepare` of each request, with a seed of its own."""
+    checked = dict[tuple[int, ...], Named]()
+    return [
+        prepare(prompt, params, callback, seeds.getrandbits(62), context, text_processor, checked)
+        for prompt, params, callback in requests
+    ]
 
 
 def prepare(

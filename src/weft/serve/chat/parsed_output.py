@@ -187,6 +187,9 @@ class Reply(ABC):
     def end(self) -> Iterable[bytes]:
         """Return the events after all increments."""
 
+    async def finish(self) -> None:  # noqa: B027  # most replies have nothing to finish
+        """Finish the reply before its client learns that it has ended."""
+
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """Return the last events of a stream that ends with an error."""
@@ -221,28 +224,29 @@ async def respond(
                 outputs[index].add(output)
         if not all(output.finished for output in outputs):
             return Response(status_code=499)  # the client has disconnected: nobody reads this
+        await reply.finish()
         small = sum(len(output.logprobs) + len(output.prompt_logprobs) for output in outputs) <= QUICK_LOGPROBS
         return reply.whole() if small else await run_in_threadpool(reply.whole)
     # Fetch the first increment before sending headers: a refusal must still be an HTTP status.
     if (first := await anext(stream, None)) is None:
         return Response(status_code=499)
 
+    def events_of(index: int, output: Output) -> bytes:
+        begins = outputs[index].last is None
+        return b"".join(reply.increment(index, output, outputs[index].add(output), begins))
+
     async def events() -> AsyncIterator[bytes]:
         increment: tuple[int, Output] | None = first
         try:
             async with aclosing(stream):
                 while increment is not None:
-                    index, output = increment
-                    begins = outputs[index].last is None
-                    made = reply.increment(index, output, outputs[index].add(output), begins)
-                    if len(output.prompt_logprobs) > QUICK_LOGPROBS:
-                        made = await run_in_threadpool(list, made)
-                    for event in made:
-                        yield event
+                    quick = len(increment[1].prompt_logprobs) <= QUICK_LOGPROBS
+                    yield events_of(*increment) if quick else await run_in_threadpool(events_of, *increment)
                     increment = await anext(stream, None)
+            await reply.finish()
             for event in reply.end():
                 yield event
         except Exception as error:  # the headers are sent: report it in the stream
             yield reply.failed(as_api_error(error, request.scope["state"]))
 
-    return EventStream(events())
+    return EventStream(events(), events_of)

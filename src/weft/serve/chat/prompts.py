@@ -12,6 +12,7 @@ from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.protocol import CommonRequest, CompletionRequest
 from weft.serve.chat.templates import Templates
 from weft.serve.http.errors import ApiError
+from weft.serve.http.remote_engine import RemoteEngine
 
 SPARE_TOKENS = 64
 """Extra tokens to encode of a text that is truncated to its last tokens."""
@@ -23,7 +24,7 @@ class Prompts:
     templates: renders chat templates. takes_templates: requests may have their own.
     """
 
-    def __init__(self, engine: Engine, templates: Templates, takes_templates: bool):
+    def __init__(self, engine: Engine | RemoteEngine, templates: Templates, takes_templates: bool):
         self._engine, self._tokenizer, self._templates = engine, engine.tokenizer, templates
         self._takes_templates = takes_templates
 

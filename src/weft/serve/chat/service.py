@@ -25,7 +25,10 @@ from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser
 from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.errors import ApiError, client_names, unknown_model
+from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
+from weft.serve.http.remote_engine import RemoteEngine
+from weft.serve.http.shared import Shared
 
 
 class OutputSyntax(NamedTuple):
@@ -72,9 +75,18 @@ class Service:
         return self.model_names[0]
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | RemoteEngine:
         """Engine of the client."""
         return self.engine_client.engine
+
+    @cached_property
+    def shared(self) -> Shared | RemoteEngine:
+        """State that all processes of the server share."""
+        engine, metrics = self.engine, self.engine_client.metrics
+        if isinstance(engine, RemoteEngine):
+            return engine
+        assert isinstance(metrics, Metrics)
+        return Shared(engine, metrics, self.options, self.model_name)
 
     @cached_property
     def prompts(self) -> Prompts:

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +48,9 @@ class Command:
     """Path of a Unix domain socket to listen on instead of host and port."""
     config: Path | None = None
     """YAML file of options by name, such as `attn-tp: 2`, with `model` for MODEL_DIR; the command line overrides it."""
+    api_servers: int | None = None
+    """Processes that read requests, tokenise, and write responses next to the engine's process, on one port; 1: the
+    engine's process does so itself; omitted: by cores and ranks on GPUs, at most 4."""
     http: Options = field(default_factory=Options)
     log_format: Literal["text", "json"] = "text"
     """Format of the log on stderr."""
@@ -84,12 +88,30 @@ class Command:
             listener,
             Loading(listener, options.tls, options.root_path) as loading,
             agents(config, self.ray),
+            self._api_processes(config, listener) as processes,
             start_engine(config, kv_events) as engine,
         ):
-            return self._serve_engine(engine, listener, loading, options, signals)
+            return self._serve_engine(engine, processes, listener, loading, options, signals)
+
+    def _api_processes(self, config: Any, listener: socket.socket) -> Any:
+        """Return the started API processes, in a context of their own; None if the engine's process serves itself."""
+        if self.api_servers is not None and self.api_servers < 1:
+            raise UserError(f"api_servers is {self.api_servers}; it must be above 0")
+        if self.api_servers == 1:
+            return nullcontext()
+        from weft.serve.http.api_processes import ApiProcesses, default_count
+
+        count = default_count(config) if self.api_servers is None else self.api_servers
+        return nullcontext() if count == 1 else ApiProcesses(count, listener)
 
     def _serve_engine(
-        self, engine: Any, listener: socket.socket, loading: Loading, options: Options, signals: StopSignals
+        self,
+        engine: Any,
+        processes: Any,
+        listener: socket.socket,
+        loading: Loading,
+        options: Options,
+        signals: StopSignals,
     ) -> int:
         # These import torch, which takes seconds: options are checked and the port is bound before.
         from weft.engine.config.config import EngineError
@@ -98,10 +120,16 @@ class Command:
         from weft.serve.http import run
         from weft.serve.http.engine_client import EngineClient
         from weft.serve.http.metrics import Metrics
+        from weft.serve.http.shared import Shared
 
         name = next(iter(options.served_model_name), model_name(self.model, engine.config.model))
-        engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
-        server = run.Server(app.create_app(engine_client, name, options), engine_client, options)
+        if processes is None:
+            engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
+            server: Any = run.Server(app.create_app(engine_client, name, options), engine_client, options)
+        else:
+            server, log_options = processes, {"log_format": self.log_format, "log_level": self.log_level}
+            setup = {"options": options.to_dict(), "model_name": name} | log_options
+            processes.prepare(Shared(engine, Metrics(engine), options, name), setup)
 
         def leave_with_engine() -> None:
             engine.wait()

@@ -6,7 +6,6 @@ import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
 
 from weft import __version__
 from weft.serve.chat.chats import ChatRequest
@@ -68,7 +67,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
-        await run_in_threadpool(engine.reset_cache)
+        await service.shared.ask("reset_cache")
         return Response()
 
     return routes

@@ -28,9 +28,10 @@ from weft.serve.chat.protocol import (
 )
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.dialects.items import ChatMessages, Include, ReasoningConfig, TextConfig
-from weft.serve.dialects.stored import Store, Stored
 from weft.serve.http.bodies import JsonRoute, work_on
 from weft.serve.http.errors import ApiError, client_names
+from weft.serve.http.remote_engine import RemoteEngine
+from weft.serve.http.shared import Shared
 from weft.serve.http.wire import typed_event
 
 ITEMS: dict[PartKind, tuple[str, str, str]] = {
@@ -143,19 +144,19 @@ def _nested(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
-    routes, max_bytes = APIRouter(route_class=JsonRoute), service.options.max_stored_bytes
-    store = Store(max_bytes) if max_bytes else None
+    routes, shared = APIRouter(route_class=JsonRoute), service.shared
+    store = shared if service.options.max_stored_bytes else None
 
-    def earlier(body: ResponsesRequest) -> tuple[bytes, ...]:
+    async def earlier(body: ResponsesRequest) -> tuple[bytes, ...]:
         """Return the items of the previous response."""
         if store is None and (body.store or body.previous_response_id is not None):
             name = "store" if body.store else "previous_response_id"
             raise ApiError(400, f"{name} is not supported here; start weft serve with --max-stored-mb", param=name)
         if store is None or (previous := body.previous_response_id) is None:
             return ()
-        if (found := store.get(previous)) is None:
+        if (found := await store.ask("stored", previous)) is None:
             raise _unknown(400, previous, "previous_response_id", "previous_response_not_found")
-        return found.items
+        return tuple(found[1])
 
     def prepared(before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
         """Return the job of the request as a chat, and all items of the conversation."""
@@ -166,19 +167,19 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        job, items = await work_on(request, partial(prepared, earlier(body)), body)
+        job, items = await work_on(request, partial(prepared, await earlier(body)), body)
         reply = ResponseReply(service, job, body, items, None if body.store is False else store)
         return await service.respond_chat(request, job, reply)
 
     @routes.get("/v1/responses/{response_id}", response_model=None)
     async def stored(response_id: str) -> Response:
-        if store is None or (found := store.get(response_id)) is None:
+        if store is None or (found := await store.ask("stored", response_id)) is None:
             raise _unknown(404, response_id, "response_id")
-        return Response(found.body, media_type="application/json")
+        return Response(found[0], media_type="application/json")
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
-        if store is None or not store.delete(response_id):
+        if store is None or not await store.ask("delete", response_id):
             raise _unknown(404, response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -195,7 +196,12 @@ class ResponseReply(Reply):
     """
 
     def __init__(
-        self, service: Service, job: ChatJob, body: ResponsesRequest, before: tuple[bytes, ...], store: Store | None
+        self,
+        service: Service,
+        job: ChatJob,
+        body: ResponsesRequest,
+        before: tuple[bytes, ...],
+        store: Shared | RemoteEngine | None,
     ):
         super().__init__(service.model_name, [job.prompt], job.outputs())
         self._asked, self._before, self._store = body, before, store
@@ -229,29 +235,23 @@ class ResponseReply(Reply):
                         yield self._event("response.content_part.done", **place, part=_content(part, part.text))
                     yield self._event("response.output_item.done", output_index=part.at, item=_item(part))
 
+    async def finish(self) -> None:
+        output = self.outputs[0]
+        self._last = [] if output.parts else [*output.opened("text"), *output.closed()]  # an output without parts
+        self._ended = self._body()
+        if self._store is not None and output.finished:
+            items = (*self._before, _json(self._ended["output"]))
+            await self._store.ask("store", self._id, _json(self._ended), items)
+
     def end(self) -> Iterator[bytes]:
-        yield from self.increment(0, self.outputs[0].whole, self._message(), False)
-        body = self._ended()
-        yield self._event(f"response.{body['status']}", response=body)
+        yield from self.increment(0, self.outputs[0].whole, self._last, False)
+        yield self._event(f"response.{self._ended['status']}", response=self._ended)
 
     def failed(self, error: ApiError) -> bytes:
         return self._event("error", message=error.message, code=error.code, param=error.param)
 
     def whole(self) -> Response:
-        self._message()
-        return JSONResponse(self._ended())
-
-    def _message(self) -> list[PartEvent]:
-        """Open an empty message for an output without parts."""
-        output = self.outputs[0]
-        return [] if output.parts else [*output.opened("text"), *output.closed()]
-
-    def _ended(self) -> dict[str, Any]:
-        """Store and return the whole response, before its client learns that it has ended."""
-        body = self._body()
-        if self._store is not None and self.outputs[0].finished:
-            self._store.put(self._id, Stored(_json(body), (*self._before, _json(body["output"]))))
-        return body
+        return JSONResponse(self._ended)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1

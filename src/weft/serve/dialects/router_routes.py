@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.concurrency import run_in_threadpool
 
 from weft import __version__
 from weft.serve.chat.protocol import CompletionRequest
@@ -38,10 +37,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/get_load")
     async def load() -> list[dict[str, int]]:
-        stats = engine.stats()
-        tokens = sum(stats.kv_used) * config.interleave.span
-        here = {"num_reqs": stats.running + stats.waiting, "num_waiting_reqs": stats.waiting, "num_tokens": tokens}
-        return [{"dp_rank": 0} | here]
+        return [{"dp_rank": 0} | await service.shared.ask("load")]
 
     @routes.get("/health_generate")
     async def health_generate(request: Request) -> Response:
@@ -53,7 +49,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/flush_cache")
     async def flush_cache() -> Response:
-        await run_in_threadpool(engine.reset_cache)
+        await service.shared.ask("reset_cache")
         return Response()
 
     return routes

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import resource
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from uvicorn._types import ASGISendEvent
@@ -41,6 +42,16 @@ class CloseDelimited(RequestResponseCycle):
         elif getattr(self, "_open_end", False) and message["type"] == "http.response.body":
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
+
+
+def write_now(cycle: RequestResponseCycle, piece: bytes) -> bool:
+    """Write a piece of a response in chunks, unless it has not begun, or its client does not read. Returns whether it
+    was written."""
+    if cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete or cycle.flow.write_paused:
+        return False
+    if piece:
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+    return True
 
 
 class Connection(HttpToolsProtocol):
@@ -104,6 +115,8 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope.setdefault("state", {})["write"] = partial(write_now, self.cycle)
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
             self.cycle.__class__ = CloseDelimited  # uvicorn has just made the cycle and begun no response
 

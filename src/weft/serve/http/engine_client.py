@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -17,8 +19,9 @@ from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import FAIR_SHARE, Output, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.serve.http.errors import ApiError, of_value
-from weft.serve.http.metrics import Metrics
+from weft.serve.http.metrics import Observations
 from weft.serve.http.record import Record
+from weft.serve.http.remote_engine import RemoteEngine
 
 RETRY_S = 5
 """Seconds after which to retry a request that a stopping server refuses: a new server may run by then."""
@@ -30,37 +33,130 @@ MAX_UNREAD = 1024
 kilobytes."""
 MIN_UNREAD = 8 * MAX_UNREAD
 """Lower bound of the maximum unread increments of a request."""
+WHOLE = ("stop", "length", "abort")
+"""Ends that may be read together with tokens before them."""
 OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout"}
 Job = tuple[Sequence[int], SamplingParams, OutputCallback]
 
 
-class IncrementQueue(asyncio.Queue["tuple[int, RequestOutput] | ApiError | None"]):
-    """Queue of one request's (choice, output), or the error that ends it; None once its client is gone.
+@dataclass(slots=True)
+class Unread:
+    """Unread increments of a choice."""
 
-    running: choice → the engine's number of each unfinished choice.
+    choice: int
+    output: RequestOutput
+    count: int = 1
+
+
+Entry = Unread | tuple[int, Output] | Exception | None
+"""Entry of a queue: unread increments, one that is read already, an error, or None once the client is gone."""
+
+
+class IncrementQueue:
+    """Queue of one request's increments to the task that reads them.
+
+    Increments of a choice that wait are read as one, except an error. While the task of a stream waits, increments are
+    written to its connection directly: waking it would cost more than the rest of a token's way.
+
+    Args:
+        choices: number of the request's choices.
+        state: of the request. A stream adds `events`, which returns the bytes of an increment, and its connection
+            `write` (`weft.serve.http.connections`).
+        read: called with each increment that is written directly.
+
+    Attributes:
+        running: choice → the engine's number of each unfinished choice.
     """
 
-    def __init__(self, choices: int):
-        super().__init__()
+    def __init__(self, choices: int, state: dict[str, Any], read: Callable[[int, Output], None]):
         self.running: dict[int, int] = {}
         self._limit = max(MIN_UNREAD, MAX_UNREAD * choices)
+        self._state, self._read = state, read
+        self._entries: deque[Entry] = deque()
+        self._last: dict[int, Unread] = {}
+        self._unread = 0
+        self._reader: asyncio.Future[None] | None = None
 
     @property
     def overrun(self) -> bool:
         """True if too many increments are unread."""
-        return self.qsize() >= self._limit
+        return self._unread >= self._limit
 
     def give_up(self) -> None:
         """Drop the unread increments, and end the request with an error about them."""
-        while not self.empty():
-            self.get_nowait()
-        self.put_nowait(ApiError(408, f"{self._limit} increments were not read in time; read them as they come"))
+        self._entries.clear()
+        self._last.clear()
+        self._unread = 0
+        self.end(ApiError(408, f"{self._limit} increments were not read in time; read them as they come"))
+
+    def put(self, choice: int, output: RequestOutput) -> None:
+        """Add an increment; `hand_over` follows."""
+        self._unread += 1
+        last = self._last.get(choice)
+        if last is not None and last.output is output and (output.end is None or output.end.reason in WHOLE):
+            last.count += 1
+        else:
+            self._last[choice] = unread = Unread(choice, output)
+            self._entries.append(unread)
+
+    def hand_over(self) -> None:
+        """Write the increments if they are all plain and the task waits; else wake it."""
+        if self._reader is None or self._reader.done():
+            return
+        write, events = self._state.get("write", lambda piece: False), self._state.get("events")
+        pieces = []
+        try:
+            if events is not None and write(b""):
+                while self._entries and isinstance(entry := self._entries[0], Unread) and entry.output.end is None:
+                    choice, output = self._take(entry)
+                    if output.finish_reason or output.prompt_logprobs:
+                        self._entries.appendleft((choice, output))
+                        break
+                    self._read(choice, output)
+                    pieces.append(events(choice, output))
+        except Exception as error:
+            self._entries.appendleft(error)
+        if pieces:
+            write(b"".join(pieces))
+        if self._entries:
+            self._reader.set_result(None)
+
+    def end(self, entry: ApiError | None) -> None:
+        """Add an error, or that the client is gone."""
+        self._entries.append(entry)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> tuple[int, Output] | None:
+        """Return the next increment, or None once the client is gone. Raises the error that ends the request."""
+        while not self._entries:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        entry = self._entries[0]
+        if isinstance(entry, Unread):
+            with refusals():
+                choice, output = self._take(entry)
+            self._read(choice, output)
+            return choice, output
+        del self._entries[0]
+        if isinstance(entry, Exception):
+            raise entry
+        if entry is not None:
+            self._read(*entry)
+        return entry
+
+    def _take(self, entry: Unread) -> tuple[int, Output]:
+        del self._entries[0]
+        self._unread -= entry.count
+        if self._last.get(entry.choice) is entry:
+            del self._last[entry.choice]
+        return entry.choice, entry.output.take(entry.count)
 
 
 class EngineClient:
     """Client that submits requests to the engine and tracks running ones, on the event loop. timeout_s: per request."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, timeout_s: float | None = None):
+    def __init__(self, engine: Engine | RemoteEngine, metrics: Observations, timeout_s: float | None = None):
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
         self.closed = False
         self._live: set[IncrementQueue] = set()
@@ -79,7 +175,7 @@ class EngineClient:
     def end_all(self) -> None:
         """End all running requests with the error of a stopping server."""
         for increments in self._live:
-            increments.put_nowait(self._leaving())
+            increments.end(self._leaving())
 
     def _leaving(self) -> ApiError:
         message = "the server is shutting down; try again"
@@ -101,14 +197,14 @@ class EngineClient:
         if self.closed:
             raise self._leaving()
         loop = asyncio.get_running_loop()
-        increments = IncrementQueue(len(prompts))
         record = Record(self.metrics, request, prompts)
+        increments = IncrementQueue(len(prompts), request.scope["state"], record.increment)
         self.metrics.asked(len(params), params[0].max_tokens)
 
         async def watch() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
-            increments.put_nowait(None)
+            increments.end(None)
 
         def callback(choice: int) -> OutputCallback:
             return partial(self._arrive, loop, increments, choice)
@@ -127,10 +223,7 @@ class EngineClient:
             else:  # on a thread: the engine checks each token of prompts and parameters
                 await run_in_threadpool(submit)
             while running and (increment := await increments.get()):
-                if isinstance(increment, ApiError):
-                    raise increment
-                choice, output = increment[0], increment[1].take()
-                record.increment(choice, output)
+                choice, output = increment
                 if output.finish_reason in ("error", "timeout"):
                     ended = 503 if self.engine.state == "failed" else 500  # 500: only this request has failed
                     status = 504 if output.finish_reason == "timeout" else 400 if output.refused else ended
@@ -159,24 +252,35 @@ class EngineClient:
 
     def _deliver(self) -> None:
         self._woken = False  # first: later arrivals wake the loop again
+        with_more = dict[IncrementQueue, None]()
         while self._arrived:
             increments, choice, completion = self._arrived.popleft()
             if increments.overrun:
                 increments.give_up()
                 self._cancel(increments)
-            increments.put_nowait((choice, completion))
+            increments.put(choice, completion)
+            with_more[increments] = None
+        for increments in with_more:
+            increments.hand_over()
 
     def _cancel(self, increments: IncrementQueue) -> None:
         for request_id in increments.running.values():
             self.engine.cancel(request_id)
 
     def _submit(self, jobs: Sequence[Job], sharing: Sharing, name: str) -> list[int]:
-        try:
+        with refusals():
             return self.engine.submit_all(jobs, sharing=sharing, timeout_s=self.timeout_s, name=name)
-        except ValueError as error:
-            raise of_value(error) from error
-        except QueueFull as error:
-            headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
-            raise ApiError(429, str(error), code="queue_full", headers=headers) from error
-        except EngineError as error:
-            raise ApiError(503, str(error)) from error
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Raise an engine's refusal of a request as an ApiError."""
+    try:
+        yield
+    except ValueError as error:
+        raise of_value(error) from error
+    except QueueFull as error:
+        headers = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        raise ApiError(429, str(error), code="queue_full", headers=headers) from error
+    except EngineError as error:
+        raise ApiError(503, str(error)) from error

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.serve.http.errors import ApiError, route_path
-from weft.serve.http.metrics import Metrics
+from weft.serve.http.metrics import Observations
 from weft.serve.http.options import Options
 from weft.serve.http.record import as_api_error, refused
 
@@ -36,7 +36,7 @@ class Guard:
     unexpected exception gives 500.
     """
 
-    def __init__(self, app: ASGIApp, options: Options, metrics: Metrics):
+    def __init__(self, app: ASGIApp, options: Options, metrics: Observations):
         self._app, self._options, self._metrics = app, options, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,63 +3,85 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from weft.engine.controller.engine import Engine
+from weft.engine.messages.api_messages import Observed
 from weft.serve.http.vllm_metrics import VllmCollector
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
-class Metrics(Collector):
-    """Collector with its own registry, so that several servers can run in one process."""
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "weft_time_to_first_token_seconds": ("From the request to its first token", SECONDS),
+    "weft_inter_token_latency_seconds": ("Between tokens of an output", SECONDS),
+    "weft_request_queue_seconds": ("From the request to its place in the batch", SECONDS),
+    "weft_request_seconds": ("From the request to its last token", SECONDS),
+    "weft_request_prefill_seconds": ("From the place in the batch to the first token", SECONDS),
+    "weft_request_decode_seconds": ("From the first token to the last", SECONDS),
+    "weft_request_inference_seconds": ("From the place in the batch to the last token", SECONDS),
+    "weft_request_time_per_output_token_seconds": ("Mean between tokens of a request's longest choice", SECONDS),
+    "weft_request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
+    "weft_request_computed_tokens": ("Prompt tokens that were not cached", TOKENS),
+    "weft_request_max_generated_tokens": ("Tokens of its longest choice", TOKENS),
+    "weft_request_max_tokens": ("The limit that requests set on their choices", TOKENS),
+    "weft_request_choices": ("Choices of a request", TOKENS[:9]),
+    "weft_request_generated_tokens": ("Tokens sampled for a request", TOKENS),
+}
+"""Name of each histogram of requests, with its text and its buckets."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self.registry = CollectorRegistry()
-        self._first = self._histogram("weft_time_to_first_token_seconds", "From the request to its first token")
-        self._between = self._histogram("weft_inter_token_latency_seconds", "Between tokens of an output")
-        self._queue = self._histogram("weft_request_queue_seconds", "From the request to its place in the batch")
-        self._whole = self._histogram("weft_request_seconds", "From the request to its last token")
-        self._prefill = self._histogram(
-            "weft_request_prefill_seconds", "From the place in the batch to the first token"
-        )
-        self._decode = self._histogram("weft_request_decode_seconds", "From the first token to the last")
-        self._prompts = self._histogram("weft_request_prompt_tokens", "Prompt tokens of a request", TOKENS)
-        self._inference = self._histogram(
-            "weft_request_inference_seconds", "From the place in the batch to the last token"
-        )
-        self._per_token = self._histogram(
-            "weft_request_time_per_output_token_seconds", "Mean between tokens of a request's longest choice"
-        )
-        self._computed = self._histogram("weft_request_computed_tokens", "Prompt tokens that were not cached", TOKENS)
-        self._longest = self._histogram("weft_request_max_generated_tokens", "Tokens of its longest choice", TOKENS)
-        self._limit = self._histogram("weft_request_max_tokens", "The limit that requests set on their choices", TOKENS)
-        self._choices = self._histogram("weft_request_choices", "Choices of a request", TOKENS[:9])
-        self._generated = self._histogram("weft_request_generated_tokens", "Tokens sampled for a request", TOKENS)
-        self._requests = Counter(
-            "weft_requests", "Requests that have ended, by outcome", labelnames=["outcome"], registry=self.registry
-        )
-        ProcessCollector(registry=self.registry)
-        self.registry.register(self)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-        return Histogram(name, text, buckets=buckets, registry=self.registry)
+class Tally:
+    """Counts of observed values by bucket, and their sum."""
 
-    def token(self, begun: bool, seconds: float) -> None:
-        """Observe a token. begun: not the choice's first; seconds: since the previous token, or since the request."""
-        (self._between if begun else self._first).observe(seconds)
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class Observations:
+    """Observations of requests, made on the event loop."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tallies = {name: Tally(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self._outcomes: Counter[str] = Counter()
+        self._first = self._tallies["weft_time_to_first_token_seconds"]
+        self._between = self._tallies["weft_inter_token_latency_seconds"]
+
+    def _observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self._tallies[f"weft_request_{name}"].observe(value)
+
+    def token_batch(self, begun: bool, seconds: float, count: int) -> None:
+        """Observe `count` tokens that arrived together. begun: not the choice's first; seconds: since the token before,
+        or since the request."""
+        if begun:
+            self._between.observe(seconds / count, count)
+        else:
+            self._first.observe(seconds)
+            self._between.observe(0.0, count - 1)
 
     def request(self, outcome: str, seconds: float, queued: float) -> None:
         """Count a request's end by `outcome`. seconds: in all; queued: before its first step."""
-        self._requests.labels(outcome).inc()
-        self._whole.observe(seconds)
-        self._queue.observe(queued)
+        self._outcomes[outcome] += 1
+        self._observe(seconds=seconds, queue_seconds=queued)
 
     def tokens(self, prompt: int, cached: int, generated: Sequence[int], prefill: float, decode: float) -> None:
         """Observe the tokens and times of a finished request.
@@ -69,25 +91,59 @@ class Metrics(Collector):
             generated: tokens of each choice.
             prefill, decode: seconds to the first token, and from the first to the last.
         """
-        self._prompts.observe(prompt)
-        self._computed.observe(prompt - cached)
-        self._generated.observe(sum(generated))
-        self._longest.observe(max(generated))
-        self._prefill.observe(prefill)
-        self._decode.observe(decode)
-        self._inference.observe(prefill + decode)
+        self._observe(prompt_tokens=prompt, computed_tokens=prompt - cached, generated_tokens=sum(generated))
+        self._observe(max_generated_tokens=max(generated), prefill_seconds=prefill, decode_seconds=decode)
+        self._observe(inference_seconds=prefill + decode)
         if max(generated) > 1:
-            self._per_token.observe(decode / (max(generated) - 1))
+            self._observe(time_per_output_token_seconds=decode / (max(generated) - 1))
 
     def asked(self, choices: int, max_tokens: int | None) -> None:
         """Observe the parameters of a request. max_tokens: None if omitted."""
-        self._choices.observe(choices)
+        self._observe(choices=choices)
         if max_tokens is not None:
-            self._limit.observe(max_tokens)
+            self._observe(max_tokens=max_tokens)
 
     def refused(self, outcome: str) -> None:
         """Count a request that never reached the engine, without times."""
-        self._requests.labels(outcome).inc()
+        self._outcomes[outcome] += 1
+
+    def take(self) -> Observed:
+        """Return all observations and forget them."""
+        taken = {name: (tally.counts, tally.sum) for name, tally in self._tallies.items() if any(tally.counts)}
+        outcomes = dict(self._outcomes)
+        self._forget()
+        return Observed(taken, outcomes)
+
+    def add(self, observed: Observed) -> None:
+        """Add what other observations have taken."""
+        for name, (counts, total) in observed.histograms.items():
+            tally = self._tallies[name]
+            tally.counts[:] = map(sum, zip(tally.counts, counts, strict=True))
+            tally.sum += total
+        self._outcomes.update(observed.outcomes)
+
+    def families(self) -> Iterator[Metric]:
+        """Yield the observations so far."""
+        for name, (text, bounds) in HISTOGRAMS.items():
+            tally = self._tallies[name]
+            bounds_of = [*map(floatToGoString, bounds), "+Inf"]
+            buckets = list(zip(bounds_of, map(float, itertools.accumulate(tally.counts)), strict=True))
+            yield HistogramMetricFamily(name, text, buckets=buckets, sum_value=tally.sum)
+        requests = CounterMetricFamily("weft_requests", "Requests that have ended, by outcome", labels=["outcome"])
+        for outcome, count in self._outcomes.items():
+            requests.add_metric([outcome], count)
+        yield requests
+
+
+class Metrics(Observations, Collector):
+    """Collector with its own registry, so that several servers can run in one process."""
+
+    def __init__(self, engine: Engine):
+        super().__init__()
+        self._engine = engine
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(self)
 
     def text(self, model_name: str) -> bytes:
         """Return all metrics in Prometheus' text format. model_name: the clients' name."""
@@ -95,6 +151,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's current values without waiting, as a step may hang."""
+        yield from self.families()
         s, config = self._engine.stats(), self._engine.config
         for name, text, value in (
             ("weft_requests_running", "Requests in a batch", s.running),

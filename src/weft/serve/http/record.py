@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from weft.engine.messages.request import Output
 from weft.serve.http.errors import ApiError
-from weft.serve.http.metrics import Metrics
+from weft.serve.http.metrics import Observations
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ MAX_REASON = 300
 """Maximum characters of an error in the log."""
 
 
-def refused(metrics: Metrics, scope: Scope, status: int) -> None:
+def refused(metrics: Observations, scope: Scope, status: int) -> None:
     """Log and count an error response to a request without a Record."""
     outcome = "error" if status == 500 else "refused"
     metrics.refused(outcome)
@@ -60,7 +60,7 @@ class Record:
     Times are measured on the event loop, so they include clients' waits for the loop.
     """
 
-    def __init__(self, metrics: Metrics, request: Request, prompts: Sequence[Sequence[int]]):
+    def __init__(self, metrics: Observations, request: Request, prompts: Sequence[Sequence[int]]):
         self._metrics, self._scope, self._began = metrics, request.scope, time.perf_counter()
         self._last = [self._began] * len(prompts)
         self._outputs: list[Output | None] = [None] * len(prompts)
@@ -73,9 +73,9 @@ class Record:
     def increment(self, choice: int, output: Output) -> None:
         """Observe an increment of a choice."""
         now = time.perf_counter()
-        for _ in output.token_ids:
+        if output.token_ids:
             begun = self._outputs[choice] is not None
-            self._metrics.token(begun, (now - self._last[choice]) / len(output.token_ids))
+            self._metrics.token_batch(begun, now - self._last[choice], len(output.token_ids))
         if self._first is None and output.token_ids:
             self._first = now
         self._last[choice], self._outputs[choice] = now, output

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from weft.engine.messages.request import Output
 
 encode = msgspec.json.Encoder().encode
 
@@ -29,17 +31,22 @@ def typed_event(kind: str, **fields: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Response that streams events. The generator of the events must notice that the client has disconnected."""
+    """Response that streams events. The generator of the events must notice that the client has disconnected.
+
+    events_of: see `weft.serve.http.engine_client.IncrementQueue`.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]):
+    def __init__(self, events: AsyncIterator[bytes], events_of: Callable[[int, Output], bytes]):
         super().__init__()
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._events_of = events, events_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        scope["state"]["events"] = self._events_of
         async for piece in self._events:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if piece:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

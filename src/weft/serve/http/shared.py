@@ -1,0 +1,88 @@
+"""State and calls of the engine's process that all API processes of a server share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from fastapi.concurrency import run_in_threadpool
+
+from weft.engine.config.device import on_gpus
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.profiling import ProfileError, record
+from weft.kernels.cpu_rows import isa
+from weft.serve.http.errors import ApiError
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
+from weft.serve.http.stored import Store, Stored
+
+
+class Shared:
+    """Functions that `ask` calls by name, with plain arguments and results."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, options: Options, model_name: str):
+        self.engine, self.metrics, self._options, self._model_name = engine, metrics, options, model_name
+        self._store, self._recording = Store(options.max_stored_bytes), threading.Lock()
+        self.quick: dict[str, Callable[..., Any]] = {
+            "metrics": self._metrics,
+            "load": self._load,
+            "stored": self._stored,
+            "store": self._put,
+            "delete": self._store.delete,
+        }
+        """Functions that do not wait."""
+        self.slow: dict[str, Callable[..., Any]] = {
+            "plan": lambda tokens: engine.plan_text(tokens),
+            "report": self._report,
+            "profile": self._profile,
+            "reset_cache": lambda: engine.reset_cache(),
+        }
+        """Functions that wait for the engine's thread and its current step."""
+
+    async def ask(self, what: str, *arguments: Any) -> Any:
+        """Return a function's result. Raises its error."""
+        if (function := self.quick.get(what)) is not None:
+            return function(*arguments)
+        return await run_in_threadpool(self.slow[what], *arguments)
+
+    def _metrics(self) -> bytes:
+        return self.metrics.text(self._model_name)
+
+    def _load(self) -> dict[str, int]:
+        stats = self.engine.stats()
+        tokens = sum(stats.kv_used) * self.engine.config.interleave.span
+        return {"num_reqs": stats.running + stats.waiting, "num_waiting_reqs": stats.waiting, "num_tokens": tokens}
+
+    def _stored(self, name: str) -> tuple[bytes, tuple[bytes, ...]] | None:
+        return (found.body, found.items) if (found := self._store.get(name)) else None
+
+    def _put(self, name: str, body: bytes, items: tuple[bytes, ...]) -> None:
+        self._store.put(name, Stored(body, tuple(items)))
+
+    def _report(self) -> dict[str, Any]:
+        ran, naive = self.engine.comm_report()
+        config = self.engine.config
+        return {
+            "attention_backend": str(config.attention_backend),
+            "cpu_kernels": None if on_gpus(config) else isa(),
+            "eager_because": self.engine.eager or None,
+            "max_running": config.batch_sequences,
+            "max_batch_tokens": config.batch_tokens,
+            "kv_tokens": config.cached_tokens,
+            "ran": [asdict(s) for s in ran],
+            "naive": [asdict(s) for s in naive],
+        }
+
+    def _profile(self, steps: int) -> dict[str, Any]:
+        assert self._options.profile_dir is not None
+        if not self._recording.acquire(blocking=False):
+            raise ApiError(409, "steps are being watched already")
+        try:
+            recording = record(self.engine, steps)
+            return recording.report | {"files": recording.write(self._options.profile_dir)}
+        except ProfileError as error:
+            raise ApiError(409, str(error)) from error
+        finally:
+            self._recording.release()

@@ -1,0 +1,305 @@
+"""Processes that serve HTTP for one engine: the same as one process, and none suffers from another's end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.conftest import WAIT_S
+from server.conftest import Served, serve
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.serve.http.api_processes import ApiProcesses
+from weft.serve.http.metrics import Metrics
+from weft.serve.http.options import Options
+from weft.serve.http.shared import Shared
+from weft.serve.http.sockets import bind
+
+C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+TEXT: dict[str, Any] = {"prompt": "abc", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 16, "temperature": 0}
+LONG = TEXT | {"max_tokens": 60}
+SECRET = {"Authorization": "Bearer secret"}
+
+
+class Gate:
+    """Steps of an engine that wait until they are let through."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+        self._steps, step = threading.Semaphore(0), engine._step
+
+        def gated() -> None:
+            self._steps.acquire()
+            step()
+
+        monkeypatch.setattr(engine, "_step", gated)
+
+    def let_through(self, steps: int) -> None:
+        self._steps.release(steps)
+
+
+class Two:
+    """Two processes that serve an engine."""
+
+    def __init__(self, engine: Engine, **options: Any):
+        self.engine, self._listener = engine, bind("127.0.0.1", 0)
+        self.processes = ApiProcesses(2, self._listener)
+        chosen = Options(**options)
+        shared = Shared(engine, Metrics(engine), chosen, "small")
+        setup = {"options": chosen.to_dict(), "model_name": "small", "log_format": "text", "log_level": "info"}
+        self.processes.prepare(shared, setup)
+        self.serving = threading.Thread(target=self.processes.run, args=([],))
+        self.serving.start()
+
+    def close(self) -> None:
+        self.processes.stop()
+        self.processes.stop()
+        self.serving.join()
+        self.processes.__exit__(None, None, None)
+        self._listener.close()
+
+    def http(self) -> httpx.Client:
+        url = "http://{}:{}".format(*self._listener.getsockname())
+        return httpx.Client(base_url=url, timeout=WAIT_S, headers=SECRET)
+
+    @contextmanager
+    def client_of(self, index: int) -> Iterator[httpx.Client]:
+        """Give a client with a connection to the process of this index: the other is stopped when it connects."""
+        other = self.processes.pids[1 - index]
+        with self.http() as http:
+            os.kill(other, signal.SIGSTOP)
+            try:
+                assert http.get("/health").json() == {"status": "ok"}
+            finally:
+                os.kill(other, signal.SIGCONT)
+            yield http
+
+
+def wait_until(holds: Callable[[], Any]) -> None:
+    end = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def own_engine(chat_model_dir: Path) -> Iterator[Engine]:
+    with Engine(EngineConfig(chat_model_dir, executor="thread", kv_tokens=4096, page_size=4)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def two(own_engine: Engine) -> Iterator[Two]:
+    two = Two(own_engine, api_key="secret", drain_s=WAIT_S)
+    yield two
+    two.close()
+
+
+@pytest.fixture(scope="module")
+def alone(own_engine: Engine) -> Iterator[Served]:
+    yield from serve(own_engine)
+
+
+def begun(http: httpx.Client, body: dict[str, Any]) -> Iterator[str]:
+    """Begin a stream and return the iterator of its lines; the first has come."""
+    reply = http.send(http.build_request("POST", C, json=body | {"stream": True}), stream=True)
+    first = next(lines := reply.iter_lines())
+    assert first.startswith("data: {"), first
+
+    def rest() -> Iterator[str]:
+        yield first
+        yield from lines
+
+    return rest()
+
+
+def text_of(lines: Iterator[str]) -> str:
+    found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(choice["text"] for event in found for choice in event["choices"])
+
+
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": (C, TEXT),
+    "sampled": (C, TEXT | {"temperature": 1.0, "seed": 5}),
+    "several": (C, TEXT | {"n": 3, "temperature": 1.0, "seed": 5, "prompt": ["abc", "x"]}),
+    "logprobs": (C, TEXT | {"logprobs": 3, "echo": True}),
+    "prompt logprobs": (C, TEXT | {"prompt_logprobs": 2}),
+    "min tokens": (C, TEXT | {"ignore_eos": False, "min_tokens": 5}),
+    "nothing sampled": (C, TEXT | {"max_tokens": 0, "echo": True, "logprobs": 1}),
+    "biased": (C, TEXT | {"logit_bias": {"65": 100, "66": 99}, "bad_words": ["AAA"]}),
+    "grammar": (C, TEXT | {"guided_regex": "[a-c]{3,9}"}),
+    "grammar that ends": (C, TEXT | {"guided_choice": ["yes", "no"]}),
+    "chat": (H, CHAT | {"logprobs": True, "top_logprobs": 2}),
+    "json": (H, CHAT | {"response_format": {"type": "json_object"}, "max_tokens": 40}),
+    "response": (R, {"input": "hello", "max_output_tokens": 9, "temperature": 0}),
+    "too long": (C, TEXT | {"max_tokens": 5000}),
+    "bad grammar": (C, TEXT | {"guided_regex": "("}),
+    "bad parameter": (C, TEXT | {"temperature": -1}),
+}
+
+
+def plain(value: Any) -> Any:
+    """Return a response without what differs each time, or by what a cache has."""
+    differing = "id", "created", "created_at", "item_id", "prompt_tokens_details", "input_tokens_details"
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items() if k not in differing}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    return round(value, 3) if isinstance(value, float) else value  # rows of another step are summed in another order
+
+
+def answer(http: httpx.Client, path: str, body: dict[str, Any]) -> Any:
+    reply = http.post(path, json=body)
+    if "text/event-stream" not in reply.headers["content-type"]:
+        return reply.status_code, plain(reply.json())
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    choices: dict[int, str] = {}
+    for choice in (choice for event in events for choice in event.get("choices", ())):
+        piece = choice.get("text", "") or choice.get("delta", {}).get("content", "")
+        choices[choice["index"]] = choices.get(choice["index"], "") + piece
+    return reply.status_code, choices, plain(events[-1]) if path == C else None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("what", BODIES)
+def test_replies_are_those_of_one_process(alone: Served, two: Two, what: str, stream: bool) -> None:
+    path, body = BODIES[what]
+    body = body | {"stream": stream}
+    with alone.http() as one, two.http() as other:
+        assert answer(one, path, body) == answer(other, path, body)
+    two.engine.check_idle()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_stop_strings_end_the_text_and_the_request(two: Two, alone: Served, keep: bool) -> None:
+    with alone.http() as one, two.http() as http:
+        whole = http.post(C, json=LONG).json()["choices"][0]["text"]
+        body = LONG | {"stop": [whole[10:13]], "include_stop_str_in_output": keep}
+        before = two.engine.stats().generated_tokens
+        replies = [answer(client, C, body | {"stream": stream}) for client in (one, http) for stream in (False, True)]
+        assert replies[:2] == replies[2:] and replies[2][1]["choices"][0]["stop_reason"] == whole[10:13]
+        wait_until(lambda: two.engine.stats().running == 0)
+        two.engine.check_idle()
+        assert two.engine.stats().generated_tokens - before < 2 * LONG["max_tokens"], "they ran on"
+
+
+def test_keys_and_tools_hold_in_each_process(two: Two) -> None:
+    for index in (0, 1):
+        with two.client_of(index) as http:
+            assert http.get("/get_load").json()[0]["num_reqs"] == 0
+            assert "attn_dp" in http.get("/weft/plan").text
+            assert http.get("/weft/report").json()["max_running"] == two.engine.config.batch_sequences
+            assert http.post(C, json=TEXT, headers={"Authorization": "Bearer other"}).status_code == 401
+
+
+def test_metrics_are_summed_and_counted_once(two: Two) -> None:
+    def counts() -> tuple[float, float, float]:
+        with two.http() as http:
+            families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
+        [first] = [s.value for s in families["weft_time_to_first_token_seconds"].samples if s.name.endswith("_count")]
+        ends = {s.labels["outcome"]: s.value for s in families["weft_requests"].samples if s.name.endswith("_total")}
+        return ends["length"], first, families["weft_generated_tokens"].samples[0].value
+
+    with two.http() as http:
+        http.post(C, json=TEXT)
+    before = counts()
+    for index, requests in ((0, 2), (1, 3)):
+        with two.client_of(index) as http:
+            for _ in range(requests):
+                http.post(C, json=TEXT)
+    after = counts()
+    assert [b - a for a, b in zip(before, after, strict=True)] == [5, 5, 5 * TEXT["max_tokens"]]
+    assert counts() == after
+
+
+def test_a_stored_response_is_found_by_each_process(two: Two) -> None:
+    with two.client_of(0) as http:
+        made = http.post(R, json={"input": "hello", "max_output_tokens": 5}).json()
+    with two.client_of(1) as http:
+        assert http.get(f"{R}/{made['id']}").json() == made
+        body = {"input": "more", "max_output_tokens": 5, "previous_response_id": made["id"]}
+        assert http.post(R, json=body).status_code == 200
+        assert http.delete(f"{R}/{made['id']}").status_code == 200
+    with two.client_of(0) as http:
+        assert http.get(f"{R}/{made['id']}").status_code == 404
+
+
+def test_the_limit_of_requests_is_of_all_processes(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(two.engine, monkeypatch)
+    monkeypatch.setattr(two.engine._requests, "_max_requests", 1)
+    replies: list[httpx.Response] = []
+    with two.client_of(0) as http, two.client_of(1) as other:
+        first = threading.Thread(target=lambda: replies.append(http.post(C, json=TEXT)))
+        first.start()
+        wait_until(lambda: two.engine._requests.here == 1)
+        for stream in (False, True):
+            refused = other.post(C, json=TEXT | {"stream": stream})
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["code"] == "queue_full"
+        gate.let_through(1000)
+        first.join()
+    assert replies[0].status_code == 200
+
+
+def test_a_client_that_leaves_is_cancelled_in_the_engine(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(two.engine, monkeypatch)
+    with two.http() as http:
+        gate.let_through(3)
+        begun(http, LONG)
+    gate.let_through(2)  # the step in flight, and none that would be of use
+    wait_until(lambda: two.engine._requests.here == 0)
+    gate.let_through(1000)
+    two.engine.check_idle()
+
+
+def test_a_killed_process_ends_its_own_streams_alone(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two.http() as http:
+        whole = http.post(C, json=LONG).json()["choices"][0]["text"]
+    gate, pids = Gate(two.engine, monkeypatch), two.processes.pids
+    with two.client_of(0) as kept, two.client_of(1) as lost:
+        gate.let_through(6)
+        kept_lines = begun(kept, LONG)
+        gate.let_through(6)
+        lost_lines = begun(lost, LONG)
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(httpx.HTTPError):
+            text_of(lost_lines)
+        wait_until(lambda: pids[1] not in two.processes.pids and len(two.processes.pids) == 2)
+        gate.let_through(2)
+        wait_until(lambda: two.engine._requests.here == 1)
+        gate.let_through(1000)
+        assert text_of(kept_lines) == whole
+    with two.client_of(1) as http:  # the new process, once it serves
+        assert http.post(C, json=LONG).json()["choices"][0]["text"] == whole
+    two.engine.check_idle()
+
+
+def test_running_streams_end_before_the_processes_stop(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, gate = Two(own_engine, drain_s=WAIT_S), Gate(own_engine, monkeypatch)
+    try:
+        with two.http() as http:
+            gate.let_through(4)
+            lines = begun(http, LONG)
+            with two.http() as other:
+                two.processes.stop()
+                wait_until(lambda: len(two.processes.pids) == 1)  # the one without a request has ended
+                assert other.get("/health").json() == {"status": "draining"}
+                assert other.post(C, json=TEXT).status_code == 503
+            gate.let_through(1000)
+            assert len(text_of(lines)) > 0
+        two.serving.join(WAIT_S)
+        assert not two.serving.is_alive()
+    finally:
+        gate.let_through(1000)
+        two.close()

@@ -4,8 +4,9 @@ The server, its engine's thread and the scheduler are `weft serve`'s, with ranks
 an H200 with 24 layers of Qwen3-30B-A3B, unless --row-us and --step-ms say otherwise). The clients are `weft bench
 serving`, another process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and their
 mean if they come evenly; how long the ranks had no step until the last prompt was sent to them; how long after the
-first request the first step came that is at least half full; CPU seconds of the server. --switch-ms sets the interval
-after which a thread that waits for Python's lock asks for it, which `weft serve` shortens.
+first request the first step came that is at least half full; intervals between tokens in ms, and tokens per second; CPU
+seconds of each process. --switch-ms sets the interval after which a thread that waits for Python's lock asks for it,
+which `weft serve` shortens.
 
     python bench/scripts/burst.py --clients 256 --input-len 1024
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -29,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +44,11 @@ from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.messages.rank_messages import AskReport, GroupRows, Ran, Report, Result, Step, decode_from_rank, encode
 from weft.serve import app
 from weft.serve.http import run
+from weft.serve.http.api_processes import ApiProcesses
 from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
+from weft.serve.http.shared import Shared
 from weft.serve.http.sockets import bind
 from weft_bench.trees import alternate, copy_of, run_python
 
@@ -120,10 +125,20 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             model=model, executor="thread", max_running=asked.clients, max_batch_tokens=asked.batch_tokens,
             max_model_len=length, kv_tokens=(asked.clients + 8) * (length + 16),
         )  # fmt: skip
-        options = Options()
-        with bind("127.0.0.1", 0) as listener, Engine(config) as engine:
-            client = EngineClient(engine, Metrics(engine), None)
-            server = run.Server(app.create_app(client, "burst", options), client, options)
+        options, servers = Options(), asked.api_servers
+        with (
+            bind("127.0.0.1", 0) as listener,
+            nullcontext() if servers == 1 else ApiProcesses(servers, listener) as processes,
+            Engine(config) as engine,
+        ):
+            if processes is None:
+                client = EngineClient(engine, Metrics(engine), None)
+                server: Any = run.Server(app.create_app(client, "burst", options), client, options)
+            else:
+                server, setup = processes, {"options": options.to_dict(), "model_name": "burst"}
+                shared = Shared(engine, Metrics(engine), options, "burst")
+                processes.prepare(shared, setup | {"log_format": "text", "log_level": "warning"})
+            pids = [os.getpid()] if processes is None else [os.getpid(), *processes.pids]
             run.prepare_interpreter()
             if asked.switch_ms is not None:
                 sys.setswitchinterval(asked.switch_ms / 1e3)
@@ -136,16 +151,25 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             engine.submit_all = submit  # type: ignore[method-assign]
             serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             serving.start()
-            began = time.process_time()
+            before = [cpu_s(pid) for pid in pids]
             found = _load(f"http://127.0.0.1:{listener.getsockname()[1]}", asked)
-            cpu = time.process_time() - began
+            cpu = [cpu_s(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
             server.stop()
             serving.join()
     mean, last = found["mean_ttft_ms"], found["p99_ttft_ms"]
     figures = {"ttft_mean_ms": mean, "ttft_p99_ms": last, "ttft_shared_ms": 2 * mean - last}
     figures |= {"ranks_idle_ms": 1e3 * made[0].without_step, "full_step_ms": 1e3 * (made[0].full_step - arrivals[0])}
-    figures["server_cpu_s"] = cpu
-    return {name: round(value, 2) for name, value in figures.items()}
+    figures |= {"itl_p50_ms": found["median_itl_ms"], "itl_p99_ms": found["p99_itl_ms"]}
+    figures |= {"tokens_per_s": found["output_throughput"], "server_cpu_s": sum(cpu)}
+    figures |= {f"cpu_s_{'engine' if at == 0 else at}": seconds for at, seconds in enumerate(cpu)}
+    figures["cores_per_1000_tokens_s"] = 1000 * sum(cpu) / (asked.clients * asked.output_len)
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def cpu_s(pid: int) -> float:
+    """Return the seconds of CPU time that a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _load(url: str, asked: argparse.Namespace) -> Any:
@@ -178,6 +202,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--step-ms", type=float, default=3.0, help="time of a step with prompts, without its rows")
     parser.add_argument("--row-us", type=float, default=4.5, help="time per row of a step with prompts")
+    parser.add_argument("--api-servers", type=int, default=1, help="processes that serve HTTP; 1: the engine's")
     parser.add_argument("--switch-ms", type=float, help="defaults to that of weft serve; Python's own is 5")
     parser.add_argument("--trees", type=Path, nargs=2, help="source folders of two checkouts: before, after")
     parser.add_argument("--runs", type=int, default=3, help="runs of each tree")

@@ -53,8 +53,8 @@ def commands_in(page: str) -> list[list[str]]:
 
 COMMANDS = commands_in(README)
 GUIDE = [c for page in ("serve", "plan") for c in commands_in((ROOT / "docs" / "guide" / f"{page}.md").read_text())]
-CLIENT, COLLECTIVES, FORWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PLAN, ERROR = (text.splitlines() for text in re.findall(r"```\n((?:layout|weft:).*?)```", README, re.DOTALL))
+FORWARD, CLIENT, COLLECTIVES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ERROR, PLAN = (text.splitlines() for text in re.findall(r"```\n((?:layout|weft:).*?)```", README, re.DOTALL))
 
 
 def weft(*arguments: str, temporary: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -5,16 +5,11 @@ python bench/scripts/rivals/to_gguf.py LLAMA_CPP_SOURCES MODEL bf16 f16
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
-
-SOURCES, MODEL = map(Path, sys.argv[1:3])
-sys.path[:0] = [str(SOURCES / "gguf-py"), str(SOURCES)]
-
-import gguf  # noqa: E402
-from conversion.base import TextModel  # noqa: E402
 
 
 def add_missing(self: Any, writer: Any, quiet: bool = False) -> None:
@@ -24,8 +19,23 @@ def add_missing(self: Any, writer: Any, quiet: bool = False) -> None:
         writer.add_q_lora_rank(0)
 
 
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # the converter knows no made-up tokenizer
-gguf.SpecialVocab.add_to_gguf = add_missing
-for kind in sys.argv[3:]:
-    sys.argv = ["convert_hf_to_gguf.py", str(MODEL), "--outtype", kind, "--outfile", str(MODEL / f"{kind}.gguf")]
-    runpy.run_path(str(SOURCES / "convert_hf_to_gguf.py"), run_name="__main__")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sources", type=Path, help="folder with the sources of llama.cpp")
+    parser.add_argument("model", type=Path, help="folder of the checkpoint")
+    parser.add_argument("formats", nargs="+", help="such as bf16 and f16")
+    asked = parser.parse_args()
+    sys.path[:0] = [str(asked.sources / "gguf-py"), str(asked.sources)]
+    import gguf
+    from conversion.base import TextModel
+
+    TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"  # the converter knows no made-up tokenizer
+    gguf.SpecialVocab.add_to_gguf = add_missing
+    for kind in asked.formats:
+        out = asked.model / f"{kind}.gguf"
+        sys.argv = ["convert_hf_to_gguf.py", str(asked.model), "--outtype", kind, "--outfile", str(out)]
+        runpy.run_path(str(asked.sources / "convert_hf_to_gguf.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

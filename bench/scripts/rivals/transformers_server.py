@@ -7,9 +7,9 @@ A batch is the completions that arrive within 20 ms, with prompts of one length.
 
 from __future__ import annotations
 
+import argparse
 import json
 import queue
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,10 +56,19 @@ def complete(model: Any) -> None:
             tokens.put(row[0])
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[3]))
-    loaded = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
-    server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of the checkpoint")
+    parser.add_argument("port", type=int)
+    parser.add_argument("threads", type=int)
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    loaded = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16).eval()
+    server = ThreadingHTTPServer(("127.0.0.1", asked.port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     while True:
         complete(loaded)
+
+
+if __name__ == "__main__":
+    main()

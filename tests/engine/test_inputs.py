@@ -93,7 +93,7 @@ class Ranks:
     """Two that get the same steps: one runs them eagerly, the other as a graph with room for more would."""
 
     def __init__(self, model: Path, **sizes: int):
-        values = dict(page_size=4, kv_tokens=160, max_running=6, max_batch_tokens=MAX_ROWS) | sizes
+        values = dict(page_size=4, kv_tokens=160, max_running=6, max_batch_tokens=MAX_ROWS, cuda_graphs=False) | sizes
         self.config = EngineConfig(model=model, executor="thread", **values)
         self.eager, self.roomy = (
             Worker(self.config, [ReferenceWorld(1).transports()[0]], costs("cpu"), lambda message: None)

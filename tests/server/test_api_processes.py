@@ -164,11 +164,14 @@ def answer(http: httpx.Client, path: str, body: dict[str, Any]) -> Any:
     if "text/event-stream" not in reply.headers["content-type"]:
         return reply.status_code, plain(reply.json())
     events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
-    choices: dict[int, str] = {}
+    choices: dict[int, tuple[Any, ...]] = {}
     for choice in (choice for event in events for choice in event.get("choices", ())):
         piece = choice.get("text", "") or choice.get("delta", {}).get("content", "")
-        choices[choice["index"]] = choices.get(choice["index"], "") + piece
-    return reply.status_code, choices, plain(events[-1]) if path == C else None
+        known = (choice.get("logprobs") or {}).get("token_logprobs", [])
+        text, logprobs, *_ = choices.get(choice["index"], ("", []))  # how many tokens an event has is a matter of time
+        ended = choice.get("finish_reason"), choice.get("stop_reason")
+        choices[choice["index"]] = text + piece, logprobs + known, ended
+    return reply.status_code, choices, events[-1].get("usage")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,10 +5,10 @@ On a GPU one kernel sums split-K partials, splits, normalises, rotates and write
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -82,22 +82,20 @@ class HeadSplit:
             return self.rotary(q)
         from weft.engine.kernels.triton.norm_rope_cache import norm_rope_cache  # a CPU need not have Triton
 
-        return norm_rope_cache(
-            qkv,
-            self.sizes[0] // self.dim,
-            *self.rotary.halves,
-            slots,
-            *cache.of_layer(layer),
-            q_weight=None if q_norm is None else q_norm.weight,
-            k_weight=None if k_norm is None else k_norm.weight,
-            eps=0.0 if q_norm is None else q_norm.eps,
-            interleaved=self.rotary.interleaved,
-        )
+        queries: Tensor = self._store_by(norm_rope_cache, cache, layer, slots, qkv)
+        return queries
 
     def _store_on_cpu(self, cache: KVCache, layer: int, slots: Tensor, qkv: Tensor) -> Tensor | None:
         """Apply `store` by one kernel; None: it does not cover these arguments."""
+        unused = cache.num_pages * cache.page_size
+        queries: Tensor | None = self._store_by(
+            partial(cpu_ops.norm_rope_cache, unused=unused), cache, layer, slots, qkv
+        )
+        return queries
+
+    def _store_by(self, kernel: Callable[..., Any], cache: KVCache, layer: int, slots: Tensor, qkv: Any) -> Any:
         q_norm, k_norm = self.norms or (None, None)
-        return cpu_ops.norm_rope_cache(
+        return kernel(
             qkv,
             self.sizes[0] // self.dim,
             *self.rotary.halves,
@@ -107,7 +105,6 @@ class HeadSplit:
             k_weight=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
             interleaved=self.rotary.interleaved,
-            unused=cache.num_pages * cache.page_size,
         )
 
 

@@ -96,7 +96,7 @@ def _transformers(o: Options) -> list[str]:
 
 
 def _threads() -> str:
-    return str(divide(own_cores(), 1)[0])  # as many as a single rank of Weft
+    return str(divide(own_cores(), 1)[0])  # like a single rank of Weft
 
 
 def _llama_cpp_cache(get: Callable[[str], str]) -> float:

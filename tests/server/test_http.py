@@ -38,7 +38,8 @@ def test_completion_streams_what_it_gives_whole(served: Served) -> None:
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert len({c.id for c in chunks}) == 1 and sum(len(c.choices) for c in chunks) == 12  # an event a token
+    assert len({c.id for c in chunks}) == 1
+    assert sum(len(c.choices) for c in chunks) <= 12  # tokens that are there together share an event
 
 
 def test_chat_streams_what_it_gives_whole(served: Served) -> None:

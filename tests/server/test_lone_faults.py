@@ -64,8 +64,9 @@ def test_only_its_client_hears_of_it(
             message = reply.json()["error"]["message"]
         assert message == "internal error: ZeroDivisionError"
         again = http.post(C, json=TEXT | {"stream": True}).text
-    texts = [[json.loads(e[6:])["choices"][0]["text"] for e in t.split("\n\n")[:-2]] for t in (whole, again)]
-    assert texts[0] == texts[1] and len(texts[0]) == 6
+    # The tokens that are there when a chunk is written share it, so that the same text comes in other chunks.
+    texts = ["".join(json.loads(e[6:])["choices"][0]["text"] for e in t.split("\n\n")[:-2]) for t in (whole, again)]
+    assert texts[0] == texts[1] != ""
     assert served.engine.stats().failures == 0 and served.engine.healthy
     served.engine.check_idle()
     [said] = [r for r in caplog.records if r.levelno >= logging.ERROR]

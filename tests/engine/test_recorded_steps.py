@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -173,6 +174,18 @@ def test_operators_of_torch_are_repeated(poisoned: Poisoned) -> None:
         index.copy_(torch.randperm(3))
         recording.replay()
         assert all(map(torch.equal, found, step()))
+
+
+def test_recording_imports_no_compiler_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes two seconds of a core, in every rank at each start."""
+
+    class Fresh(Recorder):
+        __torch_dispatch__ = Recorder.__torch_dispatch__  # torch may wrap the one of each class
+
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # an import of it fails
+    with Fresh().recording() as recording:
+        torch.ones(2) + 1.0
+    assert len(recording.calls) == 2
 
 
 @torch.inference_mode()

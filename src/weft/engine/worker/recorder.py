@@ -96,6 +96,8 @@ class Recorder(TorchDispatchMode):
         paused: calls are not recorded.
     """
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # torch's compiler would be imported: 2 s of a rank's start
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._kernels, self.paused = model_kernels(), False
@@ -117,8 +119,7 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[StepRecording]:
         """Record all calls inside the context. Raises NotRecordable."""
-        self._made = StepRecording(self)
-        cpu_rows.recorders.note = self._note
+        self._made, cpu_rows.recorders.note = StepRecording(self), self._note
         try:
             with self, HostReads(self):
                 yield self._made
@@ -212,8 +213,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(x, Tensor) or not x.numel() or _address(x) not in self._blocks:
             return x
         memory = (ctypes.c_char * x.untyped_storage().nbytes()).from_address(_address(x))
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-        whole = whole[: len(whole) // x.element_size() * x.element_size()].view(x.dtype)
+        whole = torch.frombuffer(memory, dtype=x.dtype, count=len(memory) // x.element_size())
         return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 

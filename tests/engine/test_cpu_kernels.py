@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,15 @@ OWN_BITS = {"avx512_bf16", "amx"}
 DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Tolerance of each dtype, relative to the greatest value: two units in the last place."""
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def in_pairs(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrise with all combinations of values and dtypes. By day there are those with each pair of values."""
+    cases, parts = list[Any](), min(map(len, (*values, DTYPES)))
+    for numbered in product(*map(enumerate, (*values, DTYPES))):
+        at, case = zip(*numbered, strict=True)
+        cases.append(pytest.param(*case, marks=[pytest.mark.nightly] if sum(at) % parts else []))
+    return pytest.mark.parametrize(f"{names}, dtype", cases, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -109,9 +118,7 @@ def of_equal_bits(dtype: torch.dtype) -> list[list[str]]:
     return [[isa for isa in ISAS if isa not in OWN_BITS], *own] if dtype == torch.bfloat16 else [ISAS]
 
 
-@each_dtype
-@pytest.mark.parametrize("inputs", [1, 31, 64, 100, 577, 1700])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 16, 29])
+@in_pairs("rows, inputs", [1, 2, 3, 4, 5, 16, 29], [1, 31, 64, 100, 577, 1700])
 def test_products(rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
     slack = of_sums(inputs) if dtype == torch.float32 else 1.0
     for outputs in (1, 5, 24, 77):
@@ -176,21 +183,12 @@ def attention(
     return torch.einsum("ht,thd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-@each_dtype
-@pytest.mark.parametrize("window", [None, 1, 70, 300])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "value_dim"), [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 128, 128)]
-)
+@in_pairs("shape, window", [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 128, 128)], [None, 1, 70, 300])
 def test_attention_over_pages(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    value_dim: int,
-    window: int | None,
-    dtype: torch.dtype,
-    normal: Callable[..., Tensor],
+    shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
     """Ragged and empty sequences of several parts, with NaN in all slots that no row sees."""
+    heads, kv_heads, dim, value_dim = shape
     page, lengths = 16, [1, 0, 130, 64, 517, 128, 0, 129]
     width = -(-max(lengths) // page)
     order = torch.randperm(sum(-(-n // page) for n in lengths)).tolist()
@@ -257,13 +255,12 @@ def test_attention_over_pages_in_float8(
             near(lses[row], lse, torch.float32, slack=4)
 
 
-@each_dtype
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("depth", "columns"), [(1, 1), (33, 7), (128, 130), (100, 256)])
+@in_pairs("shape, transposed", [(1, 1), (33, 7), (128, 130), (100, 256)], [False, True])
 def test_products_by_heads(
-    depth: int, columns: int, transposed: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
+    shape: tuple[int, int], transposed: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
     """Weights that are dense in either dimension; rows and outputs that are parts of wider tensors."""
+    depth, columns = shape
     for rows in (1, 3, 4, 16, 29):
         x = normal(rows, 3, depth + 5, dtype=dtype)[..., 2:-3]
         weight = normal(3, columns, depth, dtype=dtype).mT if transposed else normal(3, depth, columns, dtype=dtype)
@@ -309,14 +306,12 @@ def test_gated(inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]) ->
         near(found, model_reference.gated(x.double(), **wide), dtype, slack=1 + 2 * ("score" in options))
 
 
-@each_dtype
-@pytest.mark.parametrize(("width", "inner"), [(64, 48), (33, 7), (130, 100)])
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 29])
+@in_pairs("tokens, shape", [1, 2, 5, 16, 29], [(64, 48), (33, 7), (130, 100)])
 def test_grouped_experts(
-    tokens: int, width: int, inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]
+    tokens: int, shape: tuple[int, int], dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
     """Experts of other ranks, of no token and of all tokens; sums that replace NaN, or are added to an output."""
-    held, k = 6, 3
+    (width, inner), held, k = shape, 6, 3
     gate_up, down = 0.3 * normal(held, 2 * inner, width), 0.3 * normal(held, width, inner)
     biases = normal(held, 2 * inner), normal(held, width)
     gate_up, down, *biases = (x.to(dtype) for x in (gate_up, down, *biases))
@@ -400,9 +395,7 @@ def float8_weight(weight: Tensor, unit: tuple[int, int]) -> Float8Weight:
     return made
 
 
-@each_dtype
-@pytest.mark.parametrize("inputs", [1, 31, 64, 100, 1601])
-@pytest.mark.parametrize("rows", [1, 3, 4, 16, 29])
+@in_pairs("rows, inputs", [1, 3, 4, 16, 29], [1, 31, 64, 100, 1601])
 def test_products_with_weights_in_float8(
     rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
@@ -455,13 +448,12 @@ def test_grouped_experts_in_float8(
     assert torch.equal(torch.cat([run(x[i : i + 1], slice(i, i + 1)) for i in range(tokens)]), found)
 
 
-@each_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (40, 24), (33, 2)])
-@pytest.mark.parametrize("norms", [None, "own", "float32"])
+@in_pairs("norms, shape", [None, "own", "float32"], [(64, 64), (40, 24), (33, 2)])
 def test_rotary_and_the_caches_write(
-    norms: str | None, dim: int, rotated: int, interleaved: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
+    norms: str | None, shape: tuple[int, int], interleaved: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
+    dim, rotated = shape
     rows, heads, kv_heads, slots = 5, 3, 2, torch.tensor([7, 0, -1, 3, 4])
     qkv = normal(rows, (heads + 2 * kv_heads) * dim + 3, dtype=dtype)[:, :-3]
     angles = normal(rows, rotated // 2)

@@ -229,11 +229,12 @@ def test_a_subscriber_that_reads_nothing_delays_nobody_and_a_full_queue_loses_ba
                 while made._queue:
                     time.sleep(0.001)
         assert made.published == 50 and made.lost == 0 and len(replayed(made)) == 50
-        encode, made._encode = made._encode, lambda batch: stuck.append(batch) or time.sleep(0.3) or encode(batch)
-        stuck: list[Any] = []
+        stored = threading.Event()
+        encode, made._encode = made._encode, lambda batch: stored.wait(WAIT_S) and encode(batch)
         for block in range(20):  # while the thread is busy with the first of these
             store(made, block)
         assert made.lost >= 20 - 4 - 1
+        stored.set()
         made._encode = encode
         numbers: list[int] = []
         while len(numbers) < made.published - made.lost:

@@ -55,7 +55,7 @@ test-nightly: setup
 	-@$(MAKE) --no-print-directory smollm2
 	@$(PYTEST) -m nightly
 
-# The interpreter checks, and the models' and the engine's tests, five times: an hour on two cores.
+# The interpreter's checks of products five times, the models' and the engine's tests three times: 25 minutes on two cores.
 test-processors: setup
 	@$(APART) $(BIN)/python tests/processors.py $(ARGS)
 

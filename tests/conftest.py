@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from weft.engine.processes.fork_client import ForkServer, RankProcess
 from weft.engine.worker import model_runner as runner
+from weft.kernels.build import model_kernels
 
 torch.set_num_threads(1)
 settings.register_profile("weft", deadline=None)  # no test depends on how fast a busy machine is
@@ -156,6 +157,13 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return planner
 
     monkeypatch.setattr(runner, "plan_model", plan_once)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def instruction_set() -> None:
+    """Let models' kernels of this process be those of the processor that `processors.py` emulates."""
+    if isa := os.environ.get("WEFT_TESTS_ISA"):
+        model_kernels().use(isa)
 
 
 @pytest.fixture(scope="session", autouse=True)

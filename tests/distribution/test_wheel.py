@@ -155,19 +155,13 @@ def test_the_core_alone_has_communicator_and_planner(environment: Environment) -
     assert (said.returncode, said.stderr) == (2, "weft: commands need the package tyro; pip install 'weft[engine]'\n")
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        ["tests/library/test_planned.py"],
-        pytest.param(["tests/library", "tests/plugins/test_under_engines.py"], marks=pytest.mark.nightly),
-    ],
-)
-def test_the_librarys_tests_need_the_library_alone(environment: Environment, tests: list[str]) -> None:
+@pytest.mark.nightly
+def test_the_librarys_tests_need_the_library_alone(environment: Environment) -> None:
     """The two plug-ins too. Without tests/conftest.py, which is of the engine."""
     environment.add("")
     link(["pytest", "numpy"], environment.site)
-    options = ("--noconftest", "-q", "-p", "no:cacheprovider")
-    done = run(environment.bin / "python", "-m", "pytest", *options, *tests, env=environment.variables, cwd=REPOSITORY)
+    tests = ("--noconftest", "-q", "-p", "no:cacheprovider", "tests/library", "tests/plugins/test_under_engines.py")
+    done = run(environment.bin / "python", "-m", "pytest", *tests, env=environment.variables, cwd=REPOSITORY)
     assert re.search(r"\d+ passed", done.stdout)
     found = run(environment.bin / "python", "-c", "import weft; print(weft.__file__)", env=environment.variables)
     assert found.stdout.startswith(str(environment.site))

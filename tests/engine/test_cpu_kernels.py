@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from attention.oracle import NAN
+from pairs import in_pairs
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.attention.backend_registry import NATIVE
 from weft.engine.attention.build_batch import SeqRows, build_batch
@@ -47,15 +48,6 @@ OWN_BITS = {"avx512_bf16", "amx"}
 DTYPES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Tolerance of each dtype, relative to the greatest value: two units in the last place."""
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def in_pairs(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrise with all combinations of values and dtypes. By day there are those with each pair of values."""
-    cases, parts = list[Any](), min(map(len, (*values, DTYPES)))
-    for numbered in product(*map(enumerate, (*values, DTYPES))):
-        at, case = zip(*numbered, strict=True)
-        cases.append(pytest.param(*case, marks=[pytest.mark.nightly] if sum(at) % parts else []))
-    return pytest.mark.parametrize(f"{names}, dtype", cases, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +110,7 @@ def of_equal_bits(dtype: torch.dtype) -> list[list[str]]:
     return [[isa for isa in ISAS if isa not in OWN_BITS], *own] if dtype == torch.bfloat16 else [ISAS]
 
 
-@in_pairs("rows, inputs", [1, 2, 3, 4, 5, 16, 29], [1, 31, 64, 100, 577, 1700])
+@in_pairs("rows, inputs, dtype", [1, 2, 3, 4, 5, 16, 29], [1, 31, 64, 100, 577, 1700], DTYPES)
 def test_products(rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
     slack = of_sums(inputs) if dtype == torch.float32 else 1.0
     for outputs in (1, 5, 24, 77):
@@ -183,7 +175,12 @@ def attention(
     return torch.einsum("ht,thd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-@in_pairs("shape, window", [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 128, 128)], [None, 1, 70, 300])
+@in_pairs(
+    "shape, window, dtype",
+    [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 128, 128)],
+    [None, 1, 70, 300],
+    DTYPES,
+)
 def test_attention_over_pages(
     shape: tuple[int, int, int, int], window: int | None, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
@@ -255,7 +252,7 @@ def test_attention_over_pages_in_float8(
             near(lses[row], lse, torch.float32, slack=4)
 
 
-@in_pairs("shape, transposed", [(1, 1), (33, 7), (128, 130), (100, 256)], [False, True])
+@in_pairs("shape, transposed, dtype", [(1, 1), (33, 7), (128, 130), (100, 256)], [False, True], DTYPES)
 def test_products_by_heads(
     shape: tuple[int, int], transposed: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
@@ -306,7 +303,7 @@ def test_gated(inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]) ->
         near(found, model_reference.gated(x.double(), **wide), dtype, slack=1 + 2 * ("score" in options))
 
 
-@in_pairs("tokens, shape", [1, 2, 5, 16, 29], [(64, 48), (33, 7), (130, 100)])
+@in_pairs("tokens, shape, dtype", [1, 2, 5, 16, 29], [(64, 48), (33, 7), (130, 100)], DTYPES)
 def test_grouped_experts(
     tokens: int, shape: tuple[int, int], dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
@@ -395,7 +392,7 @@ def float8_weight(weight: Tensor, unit: tuple[int, int]) -> Float8Weight:
     return made
 
 
-@in_pairs("rows, inputs", [1, 3, 4, 16, 29], [1, 31, 64, 100, 1601])
+@in_pairs("rows, inputs, dtype", [1, 3, 4, 16, 29], [1, 31, 64, 100, 1601], DTYPES)
 def test_products_with_weights_in_float8(
     rows: int, inputs: int, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
@@ -449,7 +446,7 @@ def test_grouped_experts_in_float8(
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@in_pairs("norms, shape", [None, "own", "float32"], [(64, 64), (40, 24), (33, 2)])
+@in_pairs("norms, shape, dtype", [None, "own", "float32"], [(64, 64), (40, 24), (33, 2)], DTYPES)
 def test_rotary_and_the_caches_write(
     norms: str | None, shape: tuple[int, int], interleaved: bool, dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:

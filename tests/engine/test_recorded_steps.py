@@ -258,10 +258,9 @@ def steps_of(worker: Worker) -> list[Result]:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [*itertools.product(("qwen3", "qwen3_moe"), LAYOUTS)]
-    + [
-        (family, "1x2") for family in ("llama", "qwen2", "mistral", "mixtral", "minimax_m2", "deepseek_v2", "qwen2_moe")
-    ],
+    [*(("qwen3", layout) for layout in LAYOUTS), *(("qwen3_moe", layout) for layout in ("2x2", "dcp 2"))]
+    + [(family, "1x2") for family in OTHERS]
+    + [pytest.param("qwen3_moe", layout, marks=pytest.mark.nightly) for layout in ("1x1", "1x2", "2x1", "ep 2")],
 )
 def test_bits_are_those_of_eager_steps(
     family: str, layout: str, replays: list[StepRecording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,7 +293,7 @@ def test_bits_are_those_of_eager_steps(
     assert len(replays) == (0 if refusal else len(DECODED) * len(eager))
 
 
-@pytest.mark.parametrize("layout", ["1x1", "1x2", "2x1"])
+@pytest.mark.parametrize("layout", [pytest.param("1x1", marks=pytest.mark.nightly), "1x2", "2x1"])
 def test_an_engine_of_processes(layout: str, tmp_path: Path) -> None:
     """Preemption, since pages are few, prefixes that are used again, joins and leaves, next to random rows."""
     small_model("qwen3", 4, tmp_path, seed=3, **SIZES)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention.oracle import Case, check, make_case, padded, roomy
 from dcp.interleaved import run_interleaved, sharded
+from pairs import in_pairs
 from weft.comm.reference import ReferenceTransport
 from weft.engine.attention import captured_prompts, paged_triton, projections
 from weft.engine.attention.backend import DecodeRows, Queries
@@ -247,32 +248,31 @@ def test_sharded_latent_projections_in_graphs(
     assert {*made} == {cheap == 99 or (cheap > 0 and saves == 0)}
 
 
-@pytest.mark.parametrize("interleaved, dtype", [(False, torch.float32), (True, torch.float32), (True, FLOAT8)])
-@pytest.mark.parametrize(
-    "spans, more",
-    [
-        (DECODE, 0),
-        ([(1, 12), (6, 2), (1, 0)], 0),
-        ([(1, 12), (1, 0), (6, 2)], 0),
-        ([(1, 12), (1, 0), (6, 2)], 3),
-        ([(1, 12), (6, 2), (1, 0), (2, 30), (9, 0)], 0),
-        ([(1, 12), (1, 0), (6, 2), (2, 30), (9, 0)], 3),
-        ([(4, 0), (2, 0)], 1),
-    ],
-    ids=["decode", "prompts", "answers first", "graph", "prompts of both forms", "graph of both forms", "no answers"],
-)
-@pytest.mark.parametrize("expanded", [False, True])
+PROJECTED: dict[str, tuple[list[tuple[int, int]], int]] = {
+    "decode": (DECODE, 0),
+    "prompts": ([(1, 12), (6, 2), (1, 0)], 0),
+    "answers first": ([(1, 12), (1, 0), (6, 2)], 0),
+    "graph": ([(1, 12), (1, 0), (6, 2)], 3),
+    "prompts of both forms": ([(1, 12), (6, 2), (1, 0), (2, 30), (9, 0)], 0),
+    "graph of both forms": ([(1, 12), (1, 0), (6, 2), (2, 30), (9, 0)], 3),
+    "no answers": ([(4, 0), (2, 0)], 1),
+}
+"""Rows and context of each sequence of a step, and further rows and sequences that it has room for."""
+STORED = {"plain": (False, torch.float32), "interleaved": (True, torch.float32), "in FP8": (True, FLOAT8)}
+"""Whether angles are interleaved, and the cache's dtype."""
+
+
+@in_pairs("step, stored, expanded", PROJECTED, STORED, (False, True))
 def test_latent_projections(
-    spans: list[tuple[int, int]],
-    more: int,
-    interleaved: bool,
-    dtype: torch.dtype,
+    step: str,
+    stored: str,
     expanded: bool,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Norm, rotary, the cache's write and attention, from the projections: as torch's backend has them, which never
     expands. expanded: prompts may be, two heads at a time."""
+    (spans, more), (interleaved, dtype) = PROJECTED[step], STORED[stored]
     rotary_dim, latent, heads, nope, value = 4, 24, 4, 6, 5
     made = make_case(spans, seed=3, spec=Latent(latent + rotary_dim, latent), dtype=dtype)
     monkeypatch.setattr(paged_triton, "MAX_ELEMENTS", 2 * len(spans) * ALIGNMENT * (nope + value))

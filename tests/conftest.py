@@ -161,7 +161,7 @@ def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def instruction_set() -> None:
-    """Let models' kernels of this process be those of the processor that `processors.py` emulates."""
+    """Select the kernels of models that the processor would use which `processors.py` emulates."""
     if isa := os.environ.get("WEFT_TESTS_ISA"):
         model_kernels().use(isa)
 

@@ -259,7 +259,7 @@ PROJECTED: dict[str, tuple[list[tuple[int, int]], int]] = {
 }
 """Rows and context of each sequence of a step, and further rows and sequences that it has room for."""
 STORED = {"plain": (False, torch.float32), "interleaved": (True, torch.float32), "in FP8": (True, FLOAT8)}
-"""Whether angles are interleaved, and the cache's dtype."""
+"""Flag of interleaved angles, and the cache's dtype, by name."""
 
 
 @in_pairs("step, stored, expanded", PROJECTED, STORED, (False, True))

@@ -46,8 +46,12 @@ MAX_STEP_BITS = 20
 class Engine(ProcessBound):
     """Engine that serves a model on all ranks of a layout. A thread-safe context manager, used by one process.
 
-    progress: called with (what, fraction) during the start. kv_events: publishes changes of the prefix caches; omitted:
-    they are not recorded. Raises ModelError, LayoutError or EngineError, each in one line.
+    Raises ModelError, LayoutError or EngineError, each in one line.
+
+    Args:
+        progress: called with (what, fraction) during the start.
+        kv_events: publishes changes of the prefix caches; omitted: they are not recorded.
+        executor: makes the controller's end of the ranks; omitted: `make_executor`.
     """
 
     fork_error = EngineError
@@ -57,13 +61,14 @@ class Engine(ProcessBound):
         config: EngineConfig,
         progress: Callable[[str, float], None] | None = None,
         kv_events: KvEventsConfig | None = None,
+        executor: Callable[[EngineConfig], Executor] | None = None,
     ):
         self.config = config = resolve_defaults(config)
         self.error: str | None = None
         self._phase: EngineState = "starting"
         self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
         self.kv_events: EventPublisher | None = None
-        self._executor: Executor = make_executor(config)
+        self._executor: Executor = (executor or make_executor)(config)
         try:
             self.kv_events = open_publisher(kv_events, config)
             self.model_config = read_model(config)

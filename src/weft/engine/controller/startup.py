@@ -28,9 +28,10 @@ from weft.engine.worker.open_transports import cost_model
 from weft.engine.worker.planning import plan_model, split_steps
 from weft.planner.cost import Offer
 from weft.planner.experts import Dispatch
+from weft.planner.plan import Planner
 from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
-from weft.planner.spec import LayoutError, PlacementError
+from weft.planner.spec import LayoutError
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
@@ -118,24 +119,26 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         )
     if config.moe_exchange == "dispatch" and config.plan == "naive":
         raise LayoutError("the naive plan uses all-reduces, by which experts gather: drop --moe-exchange or --plan")
-    mesh, offers = config.mesh, _offers(config)
-    recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
-    try:
-        planner = plan_model(model, mesh, dtype_of(config), offers, config.plan, recipes=recipes)
-    except (LayoutError, PlacementError):
-        raise
-    except ModelError as error:
-        raise ModelError(f"{config_file(config.model)}: {error}") from error
+    planner = planner_of(config, model)
     check_attention(config, model)
     rows, dispatches = 1, False
     while True:
-        counts = (min(rows, config.batch_tokens),) * mesh.attn_dp
+        counts = (min(rows, config.batch_tokens),) * config.mesh.attn_dp
         inside = (op for read in planner.plan(counts).reads for op in read.inside)
         dispatches |= any(isinstance(op.value, Dispatch) for op in inside)
         planner.naive(counts)
         if rows >= config.batch_tokens:
             return config if dispatches or config.moe_exchange != "auto" else replace(config, moe_exchange="gather")
         rows *= 2
+
+
+def planner_of(config: EngineConfig, model: ModelConfig) -> Planner:
+    """Return the planner of the ranks' eager steps, for tensors of any size. Raises errors as `check_plans`."""
+    recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
+    try:
+        return plan_model(model, config.mesh, dtype_of(config), _offers(config), config.plan, recipes=recipes)
+    except ModelError as error:
+        raise ModelError(f"{config_file(config.model)}: {error}") from error
 
 
 def check_attention(config: EngineConfig, model: ModelConfig) -> None:

@@ -47,6 +47,12 @@ def divide(
     return share, "|".join(map(core_text, cores)), ""
 
 
+def divide_servers(nodes: Mapping[int, Sequence[int]], ranks: int, servers: int) -> list[str]:
+    """Return cpu_bind of each of `servers` servers with `ranks` ranks each, which share a host: see `divide`."""
+    cores = divide(nodes, ranks * servers)[1].split("|")
+    return ["|".join(cores[i * ranks : (i + 1) * ranks]) or "off" for i in range(servers)]
+
+
 def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """Return the CPUs that cgroups of version 1 or 2 let this process use at a time; infinity without a limit."""
     quotas = [math.inf]

@@ -112,6 +112,31 @@ class CacheNeed:
                 f"{_gib(need - free)} are missing; {advice}"
             )
 
+    def fit(self, tokens: Sequence[int], weights: int, share: int) -> CacheNeed:
+        """Return the cache of a rank on a CPU: the largest of the configuration's and of these that fits its share.
+
+        Args:
+            tokens: tokens of a DP group's cache to try if the configuration names no size.
+            weights: bytes of the rank's weights.
+            share: bytes of the host's memory for the rank.
+
+        Raises LayoutError if not even the smallest fits.
+        """
+        config = self.config
+        sizes = {config.num_pages}
+        if config.kv_tokens is None:
+            sizes |= {-(-count // config.interleave.span) for count in tokens}
+        for pages in sorted(sizes, reverse=True):
+            if weights + self.bytes(pages) <= share:
+                named = pages != config.num_pages
+                need = replace(self, config=replace(config, kv_tokens=pages * config.page_size)) if named else self
+                need.check()
+                return need
+        raise LayoutError(
+            f"weights and the smallest cache take {_gib(weights + self.bytes(min(sizes)))} a rank, and this host has "
+            f"{_gib(share)} for each: use more ranks, or --dtype bfloat16"
+        )
+
     def sized(self, memory: Memory, agree: Callable[[int], int]) -> CacheNeed:
         """Return the largest cache that fits on every rank.
 

@@ -42,6 +42,7 @@ ORDER = (
     "engine/processes",
     "engine/hosts",
     "engine/controller",
+    "engine/advise",
     "serve/http",
     "serve/chat",
     "serve/dialects",

@@ -1,0 +1,197 @@
+"""Layouts that a model's engine accepts on a number of ranks, by the checks and the memory ledger of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+import torch
+
+from weft.comm.cores import own_cores
+from weft.comm.transport_registry import SHM
+from weft.engine.attention.caches import cached_layers
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.cpu_shares import divide_servers
+from weft.engine.config.device import check_formats, device_of, dtype_of, enabled_transports, kv_dtype_of, on_gpus
+from weft.engine.controller.startup import check_plans, context_tokens, planner_of, read_model, resolve_defaults
+from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.moe import Experts
+from weft.engine.models.load import build_model
+from weft.engine.worker.arena import arena_need, available_bytes, check_memory
+from weft.engine.worker.memory import CacheNeed, Memory, check_weights, parameter_bytes
+from weft.planner.plan import Planner
+from weft.planner.spec import LayoutError, Mesh, PlacementError
+
+KvDtype = Literal["auto", "fp8_e4m3"]
+
+
+@dataclass(frozen=True)
+class ClientLoad:
+    """Clients that each wait for their output and then send the next request. Raises ValueError."""
+
+    input_len: int  # tokens of a prompt
+    output_len: int  # tokens of an output
+    concurrency: int  # clients
+    shared_prefix: float = 0.0  # fraction of a prompt that is the same in all prompts
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len", "concurrency"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} is {value}; it must be 1 or more")
+        if not 0 <= self.shared_prefix < 1:
+            raise ValueError(f"shared_prefix is {self.shared_prefix}; it must be from 0 to below 1")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a request: prompt and output."""
+        return self.input_len + self.output_len
+
+    @property
+    def shared(self) -> int:
+        """Tokens of the shared prefix."""
+        return int(self.input_len * self.shared_prefix)
+
+    def per_server(self, replicas: int) -> ClientLoad:
+        """Return the load of the busiest of several equal servers."""
+        return replace(self, concurrency=-(-self.concurrency // replicas))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that starts."""
+
+    given: EngineConfig  # options of `weft serve`, without cores
+    config: EngineConfig  # configuration of ranks, as `check_plans` returns it
+    replicas: int  # servers with this layout, each with a share of the clients
+    model: ModelConfig
+    groups: tuple[CacheGroup, ...]
+    planner: Planner
+    cores: list[str]  # cpu_bind of each server
+
+    def __str__(self) -> str:
+        servers = f"{self.replicas} servers of " if self.replicas > 1 else ""
+        dtype = "" if self.config.kv_dtype == "auto" else f" kv_dtype={self.config.kv_dtype}"
+        return f"{servers}{self.config.mesh}{dtype}"
+
+
+def choose_ranks(ranks: int | None, device: str) -> tuple[int, Literal["cpu", "cuda"]]:
+    """Return the number of ranks and their device. ranks: None: a rank per GPU or core. device: auto: GPUs if any.
+
+    Raises LayoutError if this host has fewer.
+    """
+    gpus, cores = torch.cuda.device_count(), sum(map(len, own_cores().values()))
+    cuda = device == "cuda" or (device == "auto" and 0 < (ranks or 1) <= gpus)
+    have, what = (gpus, "GPU") if cuda else (cores, "core")
+    ranks = max(1, have) if ranks is None else ranks
+    if not 1 <= ranks <= have:
+        raise LayoutError(f"{ranks} ranks require a {what} each, and this host has {have}: choose from 1 to {have}")
+    return ranks, "cuda" if cuda else "cpu"
+
+
+def find_candidates(
+    base: EngineConfig,
+    ranks: int,
+    load: ClientLoad,
+    memory: int | None = None,
+    kv_dtypes: Sequence[KvDtype] = ("auto",),
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return every layout of `ranks` ranks, in one server or several equal ones, that starts and can hold its load.
+
+    Also return the reason of each layout that does not start.
+
+    Args:
+        base: the model and options that all layouts share.
+        ranks: number of ranks, all used.
+        load: clients of all servers.
+        memory: bytes of this host; None: what is available now.
+        kv_dtypes: dtypes of the cache to consider.
+
+    Raises ModelError for a model that cannot be read, or a request beyond its context.
+    """
+    model = read_model(base)
+    context = context_tokens(base, model)
+    if load.tokens > context:
+        raise ModelError(
+            f"a request of {load.input_len} + {load.output_len} tokens is beyond the {context} tokens of the model's "
+            "context: lower --input-len or --output-len"
+        )
+    share = (available_bytes() if memory is None else memory) // ranks
+    found, refused = list[Candidate](), dict[str, str]()
+    whole = build_model(model, Mesh(), 0, dtype_of(base), torch.device("meta"))
+    experts = any(isinstance(layer, Experts) for layer in whole.modules())
+    for (attn_dp, attn_tp, ep, moe_tp, dcp), kv_dtype in product(layouts(ranks, experts), kv_dtypes):
+        replicas = ranks // (attn_dp * attn_tp)
+        given = replace(base, attn_dp=attn_dp, attn_tp=attn_tp, dcp=dcp, kv_dtype=kv_dtype)
+        if (ep, moe_tp) != (attn_dp, attn_tp):
+            given = replace(given, ep=ep, moe_tp=moe_tp)
+        try:
+            found.append(check(given, replicas, load.per_server(replicas), share))
+        except (LayoutError, PlacementError, ModelError) as error:
+            refused[f"{replicas} servers of " * (replicas > 1) + str(given.mesh)] = str(error)
+    return found, refused
+
+
+def layouts(ranks: int, experts: bool) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield (attn_dp, attn_tp, ep, moe_tp, dcp) of each mesh with a number of ranks that divides `ranks`.
+
+    experts: the model has some; without, ep and moe_tp change nothing, and have their defaults.
+    """
+    for world in _divisors(ranks):
+        for attn_tp in _divisors(world):
+            attn_dp = world // attn_tp
+            for ep in _divisors(world) if experts else [attn_dp]:
+                for dcp in _divisors(attn_tp):
+                    yield attn_dp, attn_tp, ep, world // ep, dcp
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> Candidate:
+    """Return a layout that starts and can hold a request, with sizes for its load. Raises the errors of a start.
+
+    Args:
+        given: options of each server.
+        replicas: number of servers.
+        load: load of one server.
+        share: bytes of the host's memory for a rank, if it runs on a CPU.
+    """
+    clients = -(-load.concurrency // given.attn_dp)
+    if given.max_running is None and not on_gpus(given) and clients > given.batch_sequences:
+        given = replace(given, max_running=clients)
+    cores = ["auto"] * replicas
+    if replicas > 1 and not on_gpus(given):
+        cores = divide_servers(own_cores(), given.mesh.world, replicas)
+    config = resolve_defaults(replace(given, cpu_bind=cores[0]))
+    model = read_model(config)
+    layers = build_model(model, config.mesh, 0, dtype_of(config), torch.device("meta"))
+    need, weights = CacheNeed(config, cached_layers(layers), kv_dtype_of(config)), parameter_bytes(layers)
+    if on_gpus(config):
+        need = _on_gpu(need, model, weights)
+    else:
+        need = need.fit((load.tokens, clients * load.tokens), weights, share)
+        if config.mesh.world > 1 and SHM in enabled_transports(config):
+            check_memory(config, arena_need(config, model, dtype_of(config)), share * config.mesh.world)
+        if need.config.kv_tokens != config.kv_tokens:
+            given = replace(given, kv_tokens=need.config.kv_tokens)
+    if load.tokens > need.config.cached_tokens:
+        raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
+    config = check_plans(need.config, model)
+    return Candidate(given, config, replicas, model, need.groups(), planner_of(config, model), cores)
+
+
+def _on_gpu(need: CacheNeed, model: ModelConfig, weights: int) -> CacheNeed:
+    """Return the cache that fits a GPU next to the weights, without what steps and graphs need: ranks measure that."""
+    config, device = need.config, device_of(need.config, 0)
+    total = torch.cuda.get_device_properties(device).total_memory
+    check_formats(model, need.dtype, device)
+    check_weights(model, config, 0, dtype_of(config), total)
+    if config.kv_tokens is not None:
+        need.check(total - weights)
+        return need
+    return need.sized(Memory(total, total - weights, 0, 0), lambda pages: pages)

@@ -1,0 +1,131 @@
+"""Times of a layout's steps on this host: its ranks run made-up steps of a load on made-up weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from weft.engine.advise.candidates import Candidate, ClientLoad
+from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import device_of, dtype_of
+from weft.engine.controller.step_runner import started_ranks
+from weft.engine.models.config_json.directory import config_file
+from weft.kernels.cpu_rows import MAX_ROWS
+from weft.tune.host import describe_host
+from weft.tune.step_table import NotMeasured, Place, StepShape, StepTable, halves_differ, table_path
+
+Progress = Callable[[str, float], None]
+FEW_LAYERS = 4, 8
+"""Numbers of layers to measure of a deeper model: times of more grow by their difference. Layers repeat with a period
+of at most four, and dense layers before experts are at most four."""
+
+
+def configs(candidate: Candidate, load: ClientLoad, layers: int) -> list[EngineConfig]:
+    """Return the configuration of each server with made-up weights of the first `layers` layers."""
+    config, (_, mixed) = candidate.config, grids(candidate, load)
+    rows = max(int(decode) + -(-int(prompt) // load.input_len) for decode, prompt, _ in mixed)
+    config = replace(config, load_format="dummy", num_layers=layers, max_running=max(rows, config.batch_sequences))
+    config = replace(config, max_batch_tokens=max(rows, candidate.config.batch_tokens))
+    return [replace(config, cpu_bind=config.cpu_bind if b == "auto" else b) for b in candidate.cores]
+
+
+def grids(candidate: Candidate, load: ClientLoad) -> tuple[list[Place], list[Place]]:
+    """Return the grids of decode steps and of steps with prompts that cover a load."""
+    config = candidate.config
+    load = load.per_server(candidate.replicas)
+    groups, limit = config.attn_dp, config.batch_sequences
+    rows = min(load.concurrency, limit, 2 * -(-load.concurrency // groups))  # groups may differ in requests
+    largest = min(config.batch_tokens, rows * load.input_len)
+    recorded = MAX_ROWS // groups  # beyond it steps on CPUs are eager
+    decode = sorted({*_powers(rows, 4), rows, *(n for n in (recorded, recorded + 1) if n < rows)})
+    prompts = sorted({*_powers(largest, 16), min(load.input_len, largest), largest})
+    contexts, cached = (load.input_len, load.tokens), (0, load.tokens - 1)
+    return (
+        [(n, context) for n in decode for context in contexts],
+        [(n, prompt, tokens) for n in (0, rows) for prompt in prompts for tokens in cached],
+    )
+
+
+def _powers(limit: int, base: int) -> list[int]:
+    return [base**i for i in range(int(math.log(limit, base)) + 1) if base**i <= limit]
+
+
+def described(candidate: Candidate) -> dict[str, Any]:
+    """Return what a candidate's times depend on: host, versions, model shape, dtype, layout and sizes of steps."""
+    config, host = candidate.config, describe_host()
+    names = "attn_dp attn_tp ep moe_tp dcp kv_dtype transport attention_backend threads cuda_graphs split_vocabulary"
+    shape = json.loads(config_file(config.model).read_text()) if config.model.is_dir() else str(config.model)
+    return {
+        "host": {name: host[name] for name in ("cpu", "cores", "torch", "weft", "gpu") if name in host},
+        "model": hashlib.blake2b(json.dumps(shape, sort_keys=True).encode(), digest_size=8).hexdigest(),
+        "layers": candidate.model.num_layers,
+        "dtype": str(dtype_of(config)),
+        "device": device_of(config, 0).type,
+        "layout": {name: str(getattr(config, name)) for name in names.split()},
+        "replicas": candidate.replicas,
+    }
+
+
+def step_times(
+    candidate: Candidate, load: ClientLoad, progress: Progress | None = None, again: bool = False
+) -> StepTable:
+    """Return the times of a candidate's steps under a load: kept ones if they cover it, else measured and kept.
+
+    progress: called with (what, fraction); None: nothing is measured. again: measure even if times are kept. Raises
+    NotMeasured if none are kept and none may be measured, and errors of a start.
+    """
+    path = table_path(about := described(candidate))
+    decode, mixed = grids(candidate, load)
+    kept = None if again else StepTable.read(path)
+    if kept is not None and kept.holds(decode, mixed):
+        return kept
+    if progress is None:
+        raise NotMeasured(f"no times of {candidate} under this load are kept on this host")
+    table = measure(candidate, load, progress)
+    table.about = about
+    table.write(path)
+    return table
+
+
+def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepTable:
+    """Return the measured times of a candidate's steps, extrapolated by the number of layers for a deep model."""
+    decode, mixed = grids(candidate, load)
+    shapes = [StepShape(int(n), context) for n, context in decode]
+    shapes += [StepShape(int(n), load.input_len, int(prompt), cached) for n, prompt, cached in mixed]
+    checks = _between(decode, mixed, load)
+    layers = candidate.model.num_layers
+    counts = FEW_LAYERS if layers > FEW_LAYERS[1] + FEW_LAYERS[0] else (layers,)
+    found: list[list[float]] = []
+    table, steps = StepTable(), len(counts) * (len(shapes) + len(checks))
+    for number in counts:
+        with started_ranks(configs(candidate, load, number), candidate.model, progress) as ranks:
+            medians = []
+            for shape in (*shapes, *checks):
+                times = ranks.times(shape, load.input_len)
+                medians.append(statistics.median(times))
+                table.residuals.append(halves_differ(times))
+                progress(f"measuring {candidate}", (sum(map(len, found)) + len(medians)) / steps)
+            found.append(medians)
+    whole = found[0]
+    if len(counts) > 1:
+        more = (layers - counts[0]) / (counts[1] - counts[0])
+        whole = [few + max(0.0, many - few) * more for few, many in zip(*found, strict=True)]
+    table.decode = dict(zip(decode, whole, strict=False))
+    table.mixed = dict(zip(mixed, whole[len(decode) :], strict=False))
+    predicted = [table.us(shape) for shape in checks]
+    table.residuals += [us / ours - 1 for us, ours in zip(whole[len(shapes) :], predicted, strict=True)]
+    return table
+
+
+def _between(decode: Sequence[Place], mixed: Sequence[Place], load: ClientLoad) -> list[StepShape]:
+    """Return steps between the points of both grids, to see how far interpolation errs."""
+    rows, prompts = (sorted({int(place[axis]) for place in grid}) for grid, axis in ((decode, 0), (mixed, 1)))
+    middle = load.input_len + load.output_len / 2
+    found = [StepShape((a + b + 1) // 2, middle) for a, b in zip(rows[-2:], rows[-1:], strict=False)]
+    found += [StepShape(0, 0, (a + b) // 2, 0) for a, b in zip(prompts[-2:], prompts[-1:], strict=False)]
+    return [*found, StepShape((rows[-1] + 1) // 2, middle, prompts[len(prompts) // 2], 0)]

@@ -1,0 +1,102 @@
+"""The simulated load is the engine's: it has the steps of a real engine, and its clock sums their times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.stub import World
+from weft.engine.advise.candidates import ClientLoad
+from weft.engine.advise.simulate import Clients, LoadFigures, simulate
+from weft.engine.config.config import EngineConfig
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.tune.step_table import NotMeasured, StepShape
+
+LOADS = [
+    ClientLoad(20, 9, 3),
+    ClientLoad(30, 12, 9),  # more clients than rows
+    ClientLoad(60, 40, 6),  # the cache holds five requests, so some are preempted
+    ClientLoad(40, 5, 4, 0.75),
+]
+
+
+def config_of(directory: Path, **changes: object) -> EngineConfig:
+    values = dict(kv_tokens=512, page_size=4, max_batch_tokens=16, max_running=8)
+    return EngineConfig(**dict(model=directory) | values | changes)  # type: ignore[arg-type]
+
+
+def simulated(config: EngineConfig, load: ClientLoad, requests: int, us: float = 1000.0) -> LoadFigures:
+    groups = (CacheGroup(Rule(), config.num_pages),)
+    return simulate(config, groups, load, lambda shapes: us, requests)
+
+
+@pytest.mark.parametrize("load", LOADS, ids=str)
+@pytest.mark.parametrize("attn_dp", [1, 2])
+def test_steps_are_those_of_an_engine(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, load: ClientLoad, attn_dp: int
+) -> None:
+    requests = 4 * load.concurrency
+    world = World(model_dir, monkeypatch)
+    with world.engine(attn_dp=attn_dp, max_choices=64) as engine:
+        clients = Clients(load, requests, engine.model_config.vocab_size, lambda: 0.0)
+        clients.submit = engine.submit_all
+        clients.begin()
+        assert clients.ended.wait(60)
+        preemptions = engine.stats().preemptions
+    found = simulated(config_of(model_dir, attn_dp=attn_dp), load, requests)
+    assert (found.steps, found.preemptions) == (len(world.steps), preemptions)
+
+
+def test_one_load_preempts(model_dir: Path) -> None:
+    """The comparison above is worth something only if this happens in it."""
+    assert simulated(config_of(model_dir), LOADS[2], 24).preemptions > 0
+
+
+def test_the_clock_sums_the_steps(model_dir: Path) -> None:
+    """A client alone: three chunks of its prompt, then a step per token."""
+    found = simulated(config_of(model_dir), ClientLoad(40, 5, 1), 4, us=2000.0)
+    assert found.ttft_ms == (pytest.approx(6.0), pytest.approx(6.0)) and found.itl_ms[1] == pytest.approx(2.0)
+    assert found.seconds == pytest.approx(found.steps * 2e-3) and found.steps == 4 * (3 + 4)
+    assert found.tokens_s == pytest.approx(4 * 5 / found.seconds)
+
+
+def test_slower_steps_and_more_clients_raise_latencies(model_dir: Path) -> None:
+    config = config_of(model_dir)
+    one, twice = (simulated(config, LOADS[0], 12, us) for us in (1000.0, 2000.0))
+    assert twice.tokens_s == pytest.approx(one.tokens_s / 2) and twice.ttft_ms[0] == pytest.approx(2 * one.ttft_ms[0])
+    crowded = simulated(config, replace(LOADS[0], concurrency=20), 40)
+    assert crowded.ttft_ms[0] > one.ttft_ms[0] and crowded.tokens_s > one.tokens_s
+
+
+def test_a_shared_prefix_saves_steps(model_dir: Path) -> None:
+    config, load = config_of(model_dir), LOADS[3]
+    shared, own = (simulated(config, each, 16) for each in (load, replace(load, shared_prefix=0.0)))
+    assert shared.steps < own.steps
+    assert simulated(replace(config, prefix_cache=False), load, 16).steps == own.steps
+
+
+def test_steps_have_the_rows_and_tokens_of_their_sequences(model_dir: Path) -> None:
+    seen: list[StepShape] = []
+
+    def us(shapes: Sequence[StepShape]) -> float:
+        seen.extend(shapes)
+        return 1.0
+
+    config = config_of(model_dir)
+    simulate(config, (CacheGroup(Rule(), config.num_pages),), ClientLoad(20, 4, 1), us, 1)
+    chunks = [StepShape(0, 0.0, 16, 0.0), StepShape(0, 0.0, 4, 16.0)]
+    assert seen == [*chunks, *(StepShape(1, float(context)) for context in (20, 21, 22))]
+
+
+def test_a_step_without_a_time_makes_the_figures_unknown(model_dir: Path) -> None:
+    def us(shapes: Sequence[StepShape]) -> float:
+        if shapes[0].prompt:
+            raise NotMeasured(str(shapes[0]))
+        return 1.0
+
+    config = config_of(model_dir)
+    found = simulate(config, (CacheGroup(Rule(), config.num_pages),), ClientLoad(20, 4, 1), us, 1)
+    assert "prompt rows" in found.unknown

@@ -11,13 +11,14 @@ COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",
     "generate": "complete prompts on the terminal",
     "plan": "print the collectives of a layout and their predicted times",
+    "advise": "choose a layout for a model, this host and a load",
     "tune": "measure this host's transports for the planner",
     "doctor": "check this host: what is missing, what will be slow, and why",
     "diff": "compare two layouts and find the first value that differs",
 }
 GROUPS = {
     "serve a model": ("serve", "generate", "demo"),
-    "plan and tune": ("plan", "tune", "doctor", "diff"),
+    "plan and tune": ("advise", "plan", "tune", "doctor", "diff"),
     "measure": ("bench", "profile", "reproduce", "eval"),
 }
 """Headings of `weft --help`, with the first words of their commands; the last one also has all other commands."""

@@ -1,0 +1,181 @@
+"""Choice among layouts by their simulated figures under a load, with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from weft.engine.advise.candidates import Candidate, ClientLoad, KvDtype, find_candidates
+from weft.engine.advise.measure import Progress, step_times
+from weft.engine.advise.simulate import LoadFigures, simulate
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.tune.step_table import NotMeasured, StepShape, StepTable
+
+ROUNDS, MIN_REQUESTS, MAX_TOKENS = 4, 16, 200_000
+"""Size of a simulation: requests of each client, minimum requests, and output tokens above which clients send fewer."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a load's median latencies, in ms; None: no limit."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    def excess(self, figures: LoadFigures) -> float:
+        """Return by which factor the figures exceed their limits at worst; 1 or less: they keep to them."""
+        pairs = (figures.ttft_ms[0], self.ttft_ms), (figures.itl_ms[0], self.itl_ms)
+        return max((value / limit for value, limit in pairs if limit is not None), default=0.0)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A layout's predicted figures under a load."""
+
+    candidate: Candidate
+    figures: LoadFigures  # of all servers; tokens per second are their sum
+    error: float  # relative half-width of the interval of each figure, from the residuals of measured steps
+    step_us: float  # time of a decode step of all clients in the middle of their outputs
+    exchanges_us: float  # its exchanges, by the cost table
+    collectives: int  # in a step
+    excess: float  # see `Limits.excess`
+
+    @property
+    def why(self) -> str:
+        """The parts of a decode step, in one line."""
+        compute = (self.step_us - self.exchanges_us) / 1e3
+        moved = "no collectives"
+        if self.collectives:
+            share = self.exchanges_us / self.step_us
+            moved = f"{self.collectives} collectives {self.exchanges_us / 1e3:.2f} ms ({share:.0%})"
+        return f"a decode step takes {self.step_us / 1e3:.2f} ms: {compute:.2f} ms of compute, {moved}"
+
+    @property
+    def text(self) -> str:
+        """The figures, in one line."""
+        (ttft, ttft_p99), (itl, itl_p99) = self.figures.ttft_ms, self.figures.itl_ms
+        return (
+            f"{self.figures.tokens_s:,.0f} tokens/s, TTFT {ttft:,.1f} ms (p99 {ttft_p99:,.1f}), ITL {itl:,.2f} ms "
+            f"(p99 {itl_p99:,.2f}), each ± {self.error:.0%}"
+        )
+
+    def against(self, best: Prediction) -> str:
+        """Return why this layout loses to the best, in one line."""
+        less = 1 - self.figures.tokens_s / best.figures.tokens_s
+        step, prompts = self.step_us / best.step_us, self.figures.ttft_ms[0] / max(best.figures.ttft_ms[0], 1e-9)
+        sure = "" if abs(less) > self.error + best.error else ", within the error: measure both"
+        return f"loses: {less:.0%} fewer tokens/s, decode steps × {step:.2f}, TTFT × {prompts:.2f}{sure}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON. Each figure has its interval: low and high."""
+
+        def interval(value: float) -> dict[str, float]:
+            low, high = value * (1 - self.error), value * (1 + self.error)
+            return {name: round(each, 3) for name, each in (("value", value), ("low", max(0.0, low)), ("high", high))}
+
+        found, candidate = self.figures, self.candidate
+        latencies = {
+            name: {"median": interval(median), "p99": interval(p99)}
+            for name, (median, p99) in (("ttft_ms", found.ttft_ms), ("itl_ms", found.itl_ms))
+        }
+        step = {"us": round(self.step_us, 1), "exchanges_us": round(self.exchanges_us, 1)}
+        return {
+            "layout": str(candidate.config.mesh),
+            "replicas": candidate.replicas,
+            "kv_dtype": candidate.config.kv_dtype,
+            "tokens_s": interval(found.tokens_s),
+            **latencies,
+            "error": round(self.error, 3),
+            "meets_limits": self.excess <= 1,
+            "decode_step": step | {"collectives": self.collectives},
+            "steps": found.steps,
+            "preemptions": found.preemptions,
+        }
+
+
+@dataclass
+class Advice:
+    """Layouts, the best first: the ones within the limits by tokens per second, then the nearest to the limits."""
+
+    predictions: list[Prediction] = field(default_factory=list)
+    not_known: dict[str, str] = field(default_factory=dict)  # reason why a layout has no figures
+    refused: dict[str, str] = field(default_factory=dict)  # reason why a layout does not start
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        layouts = [each.as_dict() for each in self.predictions]
+        return {"layouts": layouts, "not_known": self.not_known, "refused": self.refused}
+
+    def lines(self, commands: Sequence[Sequence[str]]) -> list[str]:
+        """Return the best three as text. commands: command lines of the servers of each prediction."""
+        lines: list[str] = []
+        for number, (each, servers) in enumerate(zip(self.predictions[:3], commands, strict=False), 1):
+            lines += [f"{number}. {each.candidate}", f"   {each.text}", f"   {each.why}"]
+            if each.excess > 1:
+                lines.append(f"   nearest to the limits, which it exceeds {each.excess:.2f} times")
+            if number > 1:
+                lines.append(f"   {each.against(self.predictions[0])}")
+            lines += [f"   {line}" for line in servers]
+        lines += [f"not known: {layout}: {why}" for layout, why in self.not_known.items()]
+        if self.refused:
+            lines.append(f"{len(self.refused)} other layouts do not start; --json says why")
+        return lines
+
+
+def advise(
+    base: EngineConfig,
+    ranks: int,
+    load: ClientLoad,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+    again: bool = False,
+    kv_dtypes: Sequence[KvDtype] = ("auto",),
+    requests: int | None = None,
+) -> Advice:
+    """Return the advice for a model on `ranks` ranks of this host.
+
+    base: the model, and options that all layouts share. load, kv_dtypes: as in `find_candidates`. limits: of medians.
+    progress: called with (what, fraction) while steps are measured; None: nothing is measured. again: measure all steps
+    again. requests: number of all requests to simulate; None: some for each client. Raises ModelError, LayoutError.
+    """
+    candidates, refused = find_candidates(base, ranks, load, kv_dtypes=kv_dtypes)
+    advice = Advice(refused=refused)
+    for candidate in candidates:
+        try:
+            table = step_times(candidate, load, progress, again)
+            prediction = predict(candidate, table, load, limits or Limits(), requests)
+        except (NotMeasured, EngineError) as error:
+            advice.not_known[str(candidate)] = str(error)
+        else:
+            advice.predictions.append(prediction)
+    advice.predictions.sort(key=lambda each: (max(1.0, each.excess), -each.figures.tokens_s))
+    return advice
+
+
+def predict(
+    candidate: Candidate, table: StepTable, load: ClientLoad, limits: Limits, requests: int | None = None
+) -> Prediction:
+    """Return a candidate's figures by a table of its steps. Arguments are as in `advise`. Raises NotMeasured."""
+    own = load.per_server(candidate.replicas)
+    count = max(own.concurrency, min(max(MIN_REQUESTS, ROUNDS * own.concurrency), MAX_TOKENS // load.output_len))
+    if requests is not None:
+        count = -(-requests // candidate.replicas)
+    given = replace(candidate.config, cpu_bind="off", threads=1)
+    figures = simulate(given, candidate.groups, own, partial(step_us, table.us), count)
+    if figures.unknown:
+        raise NotMeasured(f"times of {figures.unknown} were not measured")
+    figures = replace(figures, tokens_s=figures.tokens_s * candidate.replicas)
+    groups = candidate.config.attn_dp
+    rows = min(-(-own.concurrency // groups), candidate.config.batch_sequences)
+    plan = candidate.planner.plan((rows,) * groups)
+    us = table.us(StepShape(rows, load.input_len + load.output_len / 2))
+    collectives = sum(len(op.collectives) for _, op in plan.ops(optional=False))
+    moved = sum(op.us for _, op in plan.ops(optional=False) if op.collectives)
+    return Prediction(candidate, figures, table.error, us, min(us, moved), collectives, limits.excess(figures))
+
+
+def step_us(us: Callable[[StepShape], float], shapes: Sequence[StepShape]) -> float:
+    """Return the µs of a step: of its slowest DP group, as if all groups had these rows."""
+    return max(us(shape) for shape in shapes if shape.decode or shape.prompt)

@@ -1,0 +1,235 @@
+"""`weft advise`: order, reasons, commands and errors, on times that are given, and once on measured ones."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.here import weft_here
+from weft.engine.advise import advice as advice_module
+from weft.engine.advise.advice import Limits, advise
+from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
+from weft.engine.advise.measure import grids, measure, step_times
+from weft.engine.config.config import EngineConfig
+from weft.planner.cost import cache_folder
+from weft.planner.spec import Mesh
+from weft.serve.cli import main
+from weft.serve.cli.cmd_serve import Command as Serve
+from weft.serve.cli.command import parse
+from weft.serve.cli.other_engines import command_of
+from weft.tune.step_table import NotMeasured, StepShape, StepTable
+
+LOAD = ClientLoad(32, 16, 4)
+SIZES = ["--device=cpu", "--ranks=2", "--input-len=32", "--output-len=16", "--concurrency=4"]
+Times = Callable[[Candidate, StepShape], float]
+
+
+@pytest.fixture
+def no_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep no times of steps; compiled kernels stay."""
+    kernels = cache_folder() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "weft").mkdir()
+    (tmp_path / "weft" / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def given(monkeypatch: pytest.MonkeyPatch, us: Times, error: float = 0.05) -> None:
+    """Let layouts have these times on their grids."""
+
+    def table_of(candidate: Candidate, load: ClientLoad, *more: Any) -> StepTable:
+        decode, mixed = grids(candidate, load)
+        decode_us = {place: us(candidate, StepShape(int(place[0]), place[1])) for place in decode}
+        mixed_us = {p: us(candidate, StepShape(int(p[0]), load.input_len, int(p[1]), p[2])) for p in mixed}
+        return StepTable(decode_us, mixed_us, [error])
+
+    monkeypatch.setattr(advice_module, "step_times", table_of)
+    monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [0, 1]})
+
+
+def by_layout(candidate: Candidate, shape: StepShape) -> float:
+    """Tensor parallelism decodes fastest, and prompts are slow there."""
+    rows = shape.decode + shape.prompt * (20 if candidate.config.attn_tp == 2 else 1)
+    base = 1000 if candidate.config.attn_tp == 2 else 1500 * candidate.replicas
+    return base + 10 * rows + shape.context
+
+
+def found(*options: str) -> dict[str, Any]:
+    code, out, err = weft_here("advise", *SIZES, "--json", *options)
+    assert code == 0 and not err, err
+    return json.loads(out)  # type: ignore[no-any-return]
+
+
+def test_the_best_is_first_and_limits_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, by_layout)
+    free = found()["layouts"]
+    assert [each["tokens_s"]["value"] for each in free] == sorted((e["tokens_s"]["value"] for e in free), reverse=True)
+    assert all(each["meets_limits"] for each in free)
+    itl = min(each["itl_ms"]["median"]["value"] for each in free)
+    tight = found("--itl-ms", str(itl * 1.01))["layouts"]
+    assert tight[0]["itl_ms"]["median"]["value"] == itl and not all(each["meets_limits"] for each in tight)
+    impossible = found("--itl-ms", str(itl / 2))["layouts"]
+    assert impossible[0]["itl_ms"]["median"]["value"] == itl and not impossible[0]["meets_limits"]
+
+
+def test_the_text_has_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, by_layout)
+    code, out, err = weft_here("advise", *SIZES, "--itl-ms", "0.001")
+    lines = out.splitlines()
+    assert code == 0 and not err and [line[:2] for line in lines if line[0] != " "][:3] == ["1.", "2.", "3."]
+    assert out.count("each ± 5%") == 3 and out.count("a decode step takes") == 3 and out.count("   loses: ") == 2
+    assert out.count("nearest to the limits, which it exceeds") == 3
+    assert "collectives" in out and lines[-1].endswith("other layouts do not start; --json says why")
+
+
+def test_json_has_intervals_commands_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, by_layout, error=0.25)
+    report = found()
+    assert report.keys() == {"load", "ranks", "device", "layouts", "not_known", "refused"} and report["ranks"] == 2
+    assert report["load"] == {"input_len": 32, "output_len": 16, "concurrency": 4, "shared_prefix": 0.0}
+    for each in report["layouts"]:
+        assert each["tokens_s"]["low"] == pytest.approx(0.75 * each["tokens_s"]["value"], rel=1e-3)
+        assert each["itl_ms"]["p99"]["high"] == pytest.approx(1.25 * each["itl_ms"]["p99"]["value"], abs=1e-2)
+        assert each["decode_step"]["exchanges_us"] <= each["decode_step"]["us"] and each["error"] == 0.25
+        assert (each["decode_step"]["collectives"] > 0) == ("attn_dp=1 attn_tp=1" not in each["layout"])
+        assert len(each["commands"]) == each["replicas"]
+    assert report["refused"] and all("dcp" in why for why in report["refused"].values())
+
+
+def test_commands_start_the_layouts_that_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, by_layout)
+    for each in found("--dtype", "bfloat16")["layouts"]:
+        for number, line in enumerate(each["commands"]):
+            weft, serve, *arguments = shlex.split(line)
+            command = parse(Serve, "serve", arguments)
+            assert (weft, serve, str(command.engine.mesh)) == ("weft", "serve", each["layout"])
+            assert command.engine.dtype == "bfloat16" and command.engine.device == "cpu"
+            if each["replicas"] > 1:
+                assert (command.port, command.engine.cpu_bind) == (8000 + number, str(number))
+
+
+def test_a_preset_is_served_with_dummy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, by_layout)
+    code, out, _ = weft_here("advise", *SIZES, "--ranks", "1", "--preset", "llama-3.2-1b", "--json")
+    assert code == 0 and "--preset llama-3.2-1b --load-format dummy" in json.loads(out)["layouts"][0]["commands"][0]
+
+
+@pytest.mark.parametrize(
+    "engine, mesh, text",
+    [
+        ("vllm", Mesh(1, 2, 1, 2), "vllm serve DIR --tensor-parallel-size 2"),
+        ("vllm", Mesh(2, 1, 2, 1), "--tensor-parallel-size 1 --data-parallel-size 2 --enable-expert-parallel"),
+        ("vllm", Mesh(1, 4, 1, 4, 2), "--tensor-parallel-size 4 --decode-context-parallel-size 2"),
+        ("vllm", Mesh(1, 4, 2, 2), "vllm has no layout with ep=2 of 4 ranks"),
+        ("sglang", Mesh(2, 2, 2, 2), "--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 2"),
+        ("sglang", Mesh(1, 4, 1, 4, 2), "sglang has no layout with dcp=2"),
+    ],
+)
+def test_flags_of_other_engines(engine: str, mesh: Mesh, text: str) -> None:
+    assert text in command_of(engine, "DIR", mesh)
+    assert ("--kv-cache-dtype fp8_e4m3" in command_of(engine, "DIR", mesh, "fp8_e4m3")) == ("has no" not in text)
+
+
+def test_other_engines_are_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, by_layout)
+    for engine, start in (("vllm", "vllm serve "), ("sglang", "python -m sglang.launch_server ")):
+        assert all(each["commands"][0].startswith(start) for each in found("--for", engine)["layouts"])
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ("nonesuch", "nonesuch has no config.json"),
+        ("--preset nonesuch", "there is no preset 'nonesuch'"),
+        ("--ranks 4096", "4096 ranks require a core each"),
+        ("--ranks 0", "0 ranks require"),
+        ("--gpus 4096", "4096 ranks require a GPU each"),
+        ("--gpus 2 --ranks 2", "give one of them"),
+        ("--ranks 1 --input-len 1000 --output-len 100", "beyond the 1024 tokens of the model's context"),
+        ("--concurrency 0", "concurrency is 0; it must be 1 or more"),
+        ("--shared-prefix 1", "shared_prefix is 1.0; it must be from 0 to below 1"),
+    ],
+)
+def test_bad_input_ends_in_one_line(arguments: str, text: str) -> None:
+    code, out, err = weft_here("advise", *arguments.split())
+    assert code == 2 and not out and text in err and err.startswith("weft: ") and err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_times")
+def test_what_is_not_measured_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [0, 1]})
+    code, out, err = weft_here("advise", *SIZES, "--no-measure")
+    assert code == 1 and not err and all(line.startswith("not known: ") for line in out.splitlines()[:-1])
+    code, out, _ = weft_here("advise", *SIZES, "--no-measure", "--json")
+    report = json.loads(out)
+    assert code == 1 and not report["layouts"] and len(report["not_known"]) == 5
+
+
+@pytest.mark.usefixtures("no_times")
+def test_kept_times_serve_smaller_loads_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, measured = EngineConfig(device="cpu"), list[ClientLoad]()
+
+    def fake(candidate: Candidate, load: ClientLoad, progress: Any) -> StepTable:
+        measured.append(load)
+        decode, mixed = grids(candidate, load)
+        return StepTable(dict.fromkeys(decode, 5.0), dict.fromkeys(mixed, 9.0), [0.1])
+
+    monkeypatch.setattr("weft.engine.advise.measure.measure", fake)
+
+    def times(load: ClientLoad, again: bool = False, measures: bool = True) -> None:
+        [candidate], _ = find_candidates(base, 1, load)
+        step_times(candidate, load, (lambda what, part: None) if measures else None, again)
+
+    small, large = ClientLoad(32, 16, 2), ClientLoad(32, 32, 4)
+    times(LOAD)
+    times(small)
+    assert measured == [LOAD]
+    with pytest.raises(NotMeasured, match="no times of attn_dp=1"):
+        times(large, measures=False)
+    times(large)
+    times(large, measures=False)
+    times(large, again=True)
+    assert measured == [LOAD, large, large]
+
+
+def test_ranks_are_measured_on_both_grids() -> None:
+    """Each point of both grids has a time, and progress ends at 1. Ranks are threads, so nothing is exchanged."""
+    shown = list[float]()
+    load = ClientLoad(20, 8, 3)
+    [candidate, *_], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 2, load)
+    table = measure(candidate, load, lambda what, part: shown.append(part))
+    assert table.holds(*grids(candidate, load)) and min(*table.decode.values(), *table.mixed.values()) > 0
+    assert shown[-1] == 1.0 and len(table.residuals) > 4
+    with pytest.raises(NotMeasured):
+        table.us(StepShape(4, 20))
+
+
+def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers beyond the measured ones cost the difference of the two measurements."""
+    monkeypatch.setattr("weft.engine.advise.measure.FEW_LAYERS", (1, 2))
+    monkeypatch.setattr(
+        "weft.engine.controller.step_runner.StepRunner.times", lambda self, *_: [10.0 + 5 * self._config.num_layers]
+    )
+    load = ClientLoad(20, 8, 1)
+    [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
+    table = measure(candidate, load, lambda what, part: None)
+    assert candidate.model.num_layers == 4 and set(table.decode.values()) == {10.0 + 5 * 4}
+
+
+def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers with half of the clients each have twice the tokens of one with half."""
+    given(monkeypatch, lambda candidate, shape: 1000.0)
+    base = EngineConfig(device="cpu")
+    two = next(p for p in advise(base, 2, ClientLoad(32, 16, 8), requests=16).predictions if p.candidate.replicas == 2)
+    [one] = advise(base, 1, ClientLoad(32, 16, 4), Limits(), requests=8).predictions
+    assert two.figures.tokens_s == pytest.approx(2 * one.figures.tokens_s)
+    assert two.figures.ttft_ms == one.figures.ttft_ms
+
+
+def test_help_has_the_command() -> None:
+    assert "advise" in main.usage()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weft.planner.cost import cache_folder
-from weft.tune.step_table import NotMeasured, StepShape, StepTable, halves_differ, interpolate, table_path
+from weft.tune.step_table import NotMeasured, StepShape, StepTable, best_of, interpolate, table_path
 
 
 def decode_us(rows: float, context: float) -> float:
@@ -79,7 +79,7 @@ def test_the_error_is_that_of_nine_residuals_in_ten() -> None:
     assert StepTable().error == 0.0
     assert StepTable(residuals=[0.01 * (-1) ** i for i in range(19)] + [3.0]).error == pytest.approx(0.01)
     assert StepTable(residuals=[-0.3, 0.1]).error == pytest.approx(0.3)
-    assert halves_differ([1.0, 1.0, 2.0, 2.0]) == pytest.approx(-0.5) and halves_differ([1.0]) == 0.0
+    assert best_of([3.0, 2.0, 2.5]) == (2.0, pytest.approx(0.25)) and best_of([2.0]) == (2.0, 0.0)
 
 
 def test_each_layout_and_version_has_a_file() -> None:

@@ -6,7 +6,6 @@ import bisect
 import hashlib
 import json
 import socket
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +54,8 @@ class StepTable:
     Attributes:
         decode: µs by (decode rows, context).
         mixed: µs by (decode rows, prompt rows, cached tokens).
-        residuals: relative errors: of interpolated steps that were also measured, and between two halves of a
-            measurement.
+        residuals: relative errors: of interpolated steps that were also measured, and between the two best
+            measurements of a step.
         about: what was measured, in words.
     """
 
@@ -119,10 +118,12 @@ def table_path(about: Mapping[str, Any]) -> Path:
     return cache_folder() / f"steps-{socket.gethostname()}-{digest}.json"
 
 
-def halves_differ(times: Sequence[float]) -> float:
-    """Return the relative difference of the medians of the first and second half of a measurement."""
-    middle = len(times) // 2
-    return statistics.median(times[:middle]) / statistics.median(times[middle:]) - 1 if middle else 0.0
+def best_of(rounds: Sequence[float]) -> tuple[float, float]:
+    """Return the least of several measurements, as other work of the host only adds to them, and its relative distance
+    from the next.
+    """
+    ordered = sorted(rounds)
+    return ordered[0], ordered[min(1, len(ordered) - 1)] / ordered[0] - 1
 
 
 def interpolate(points: Mapping[Place, float], at: Sequence[float]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +16,14 @@ from weft.engine.controller.step_runner import started_ranks
 from weft.engine.models.config_json.directory import config_file
 from weft.kernels.cpu_rows import MAX_ROWS
 from weft.tune.host import describe_host
-from weft.tune.step_table import NotMeasured, Place, StepShape, StepTable, halves_differ, table_path
+from weft.tune.step_table import NotMeasured, Place, StepShape, StepTable, best_of, table_path
 
 Progress = Callable[[str, float], None]
 FEW_LAYERS = 4, 8
 """Numbers of layers to measure of a deeper model: times of more grow by their difference. Layers repeat with a period
 of at most four, and dense layers before experts are at most four."""
+ROUNDS = 3
+"""Measurements of each step."""
 
 
 def configs(candidate: Candidate, load: ClientLoad, layers: int) -> list[EngineConfig]:
@@ -100,17 +101,17 @@ def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepT
     checks = _between(decode, mixed, load)
     layers = candidate.model.num_layers
     counts = FEW_LAYERS if layers > FEW_LAYERS[1] + FEW_LAYERS[0] else (layers,)
-    found: list[list[float]] = []
-    table, steps = StepTable(), len(counts) * (len(shapes) + len(checks))
-    for number in counts:
+    found, table, points = list[list[float]](), StepTable(), [*shapes, *checks]
+    for done, number in enumerate(counts):
         with started_ranks(configs(candidate, load, number), candidate.model, progress) as ranks:
-            medians = []
-            for shape in (*shapes, *checks):
-                times = ranks.times(shape, load.input_len)
-                medians.append(statistics.median(times))
-                table.residuals.append(halves_differ(times))
-                progress(f"measuring {candidate}", (sum(map(len, found)) + len(medians)) / steps)
-            found.append(medians)
+            rounds: list[list[float]] = [[] for _ in points]
+            for at in range(ROUNDS * len(points)):  # in turns, as a busy host is slow for seconds
+                times = ranks.times(points[at % len(points)], load.input_len)
+                rounds[at % len(points)].append(sorted(times)[len(times) // 4])
+                progress(f"measuring {candidate}", (done + (at + 1) / len(points) / ROUNDS) / len(counts))
+        best = [best_of(times) for times in rounds]
+        found.append([us for us, _ in best])
+        table.residuals += [residual for _, residual in best]
     whole = found[0]
     if len(counts) > 1:
         more = (layers - counts[0]) / (counts[1] - counts[0])

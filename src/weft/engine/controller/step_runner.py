@@ -16,7 +16,7 @@ from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.worker.memory import dummy_tables
 from weft.tune.step_table import StepShape
 
-WARM_STEPS, MIN_STEPS, MAX_STEPS, POINT_S = 1, 2, 16, 0.1
+WARM_STEPS, MIN_STEPS, MAX_STEPS, POINT_S = 1, 2, 12, 0.05
 """Steps of a measurement: before it, minimum, maximum, and seconds between these two."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from weft.engine.advise.candidates import Candidate, ClientLoad
 from weft.engine.config.config import EngineConfig
-from weft.engine.config.device import device_of, dtype_of
+from weft.engine.config.device import device_of, dtype_of, on_gpus
 from weft.engine.controller.step_runner import started_ranks
 from weft.engine.models.config_json.directory import config_file
 from weft.kernels.cpu_rows import MAX_ROWS
@@ -22,17 +22,18 @@ Progress = Callable[[str, float], None]
 FEW_LAYERS = 4, 8
 """Numbers of layers to measure of a deeper model: times of more grow by their difference. Layers repeat with a period
 of at most four, and dense layers before experts are at most four."""
-ROUNDS = 3
-"""Measurements of each step."""
+ROUNDS = 3  # measurements of each step
 
 
 def configs(candidate: Candidate, load: ClientLoad, layers: int) -> list[EngineConfig]:
     """Return the configuration of each server with made-up weights of the first `layers` layers."""
     config, (_, mixed) = candidate.config, grids(candidate, load)
     rows = max(int(decode) + -(-int(prompt) // load.input_len) for decode, prompt, _ in mixed)
-    config = replace(config, load_format="dummy", num_layers=layers, max_running=max(rows, config.batch_sequences))
-    config = replace(config, max_batch_tokens=max(rows, candidate.config.batch_tokens))
-    return [replace(config, cpu_bind=config.cpu_bind if b == "auto" else b) for b in candidate.cores]
+    config = replace(config, load_format="dummy", num_layers=layers, kv_tokens=candidate.given.kv_tokens)
+    rows, tokens = max(rows, config.batch_sequences), max(rows, config.batch_tokens)
+    config = replace(config, max_running=rows, max_batch_tokens=tokens)
+    servers = candidate.cores[:1] if on_gpus(config) else candidate.cores  # servers share no GPU, so one tells for all
+    return [replace(config, cpu_bind=config.cpu_bind if cores == "auto" else cores) for cores in servers]
 
 
 def grids(candidate: Candidate, load: ClientLoad) -> tuple[list[Place], list[Place]]:

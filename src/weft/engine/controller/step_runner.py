@@ -104,4 +104,4 @@ def started_ranks(
             executor.prepare()
         for executor in executors:
             executor.start(progress)
-        yield StepRunner(executors, configs[0], model)
+        yield StepRunner(executors, executors[0].config, model)

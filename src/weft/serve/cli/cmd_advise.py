@@ -110,5 +110,7 @@ class Command:
         for number, cores in enumerate(prediction.candidate.cores):
             own = [] if cores == "auto" else ["--cpu-bind", cores]
             port = ["--port", str(8000 + number)] if prediction.candidate.replicas > 1 else []
-            lines.append(shlex.join(["weft", "serve", *model, *options, *own, *port]))
+            gpus = ",".join(str(number * mesh.world + rank) for rank in range(mesh.world))
+            alone = f"CUDA_VISIBLE_DEVICES={gpus} " * (given.device == "cuda" and prediction.candidate.replicas > 1)
+            lines.append(alone + shlex.join(["weft", "serve", *model, *options, *own, *port]))
         return lines

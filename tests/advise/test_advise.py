@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from weft.serve.cli.command import parse
 from weft.serve.cli.other_engines import command_of
 from weft.tune.step_table import NotMeasured, StepShape, StepTable
 
+ROOT = Path(__file__).parents[2]
 LOAD = ClientLoad(32, 16, 4)
 SIZES = ["--device=cpu", "--ranks=2", "--input-len=32", "--output-len=16", "--concurrency=4"]
 Times = Callable[[Candidate, StepShape], float]
@@ -233,3 +235,19 @@ def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_has_the_command() -> None:
     assert "advise" in main.usage()
+
+
+def test_the_grid_has_regret_and_errors() -> None:
+    """Regret compares the layout of the best prediction with the best measurement."""
+    table = runpy.run_path(str(ROOT / "bench" / "scripts" / "advisor_grid.py"))["table"]
+    cell = {"model": "m", "ranks": 2, "load": "4x8x8", "http": True}
+    rows = [
+        cell | {"layout": name, "predicted": dict(tokens_s=a, ttft_ms=9, itl_ms=1), "measured": measured}
+        for name, a, measured in [
+            ("one", 100, dict(tokens_s=80, ttft_ms=10, itl_ms=2)),
+            ("two", 90, dict(tokens_s=100, ttft_ms=10, itl_ms=2)),
+        ]
+    ]
+    lines = table(rows)
+    assert lines[0] == "m, 2 rank(s), 4x8x8, over HTTP: regret 1.25" and lines[1].startswith("  * one")
+    assert lines[-1] == "median errors: tokens_s 18%, ttft_ms 10%, itl_ms 50%"

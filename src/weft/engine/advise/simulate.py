@@ -114,9 +114,9 @@ class Clients:
     requests: number of all requests. vocabulary: number of its tokens. now: returns the seconds of the clock.
     """
 
-    def __init__(self, load: ClientLoad, requests: int, vocabulary: int, now: Callable[[], float]):
+    def __init__(self, load: ClientLoad, requests: int, vocabulary: int, now: Callable[[], float], seed: int = 0):
         self._load, self._left, self._now, self._vocabulary = load, requests, now, vocabulary
-        self._random, self._open, self.ended = Random(0), requests, threading.Event()
+        self._random, self._open, self.ended = Random(seed), requests, threading.Event()
         self._shared = self._tokens(load.shared)
         self._params = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
         self.times: list[list[float]] = []  # seconds of each request: of its sending, and of its tokens
@@ -170,16 +170,16 @@ def simulate(
         if not clients.ended.wait(WAIT_S):
             raise TimeoutError(f"the simulation of {requests} requests did not end in {WAIT_S:.0f} s")
         preemptions = engine.stats().preemptions
-    return _figures(clients.times, ranks[0], preemptions)
+    ttft, itl, rate = figures(clients.times, 0.0)
+    return LoadFigures(rate, ttft, itl, ranks[0].now, ranks[0].steps, preemptions, ranks[0].unknown)
 
 
-def _figures(times: Sequence[Sequence[float]], ranks: ModelledRanks, preemptions: int) -> LoadFigures:
-    tokens = sum(len(request) - 1 for request in times)
+def figures(times: Sequence[Sequence[float]], began: float) -> tuple[tuple[float, float], tuple[float, float], float]:
+    """Return TTFT and ITL, as in `LoadFigures`, and output tokens per second. times: of `Clients`, from `began` on."""
     ttft = [request[1] - request[0] for request in times]
     itl = [b - a for request in times for a, b in pairwise(request[1:])]
-    seconds = max(request[-1] for request in times)
-    rate = tokens / max(seconds, 1e-9)
-    return LoadFigures(rate, _ms(ttft), _ms(itl), seconds, ranks.steps, preemptions, ranks.unknown)
+    tokens, seconds = sum(len(request) - 1 for request in times), max(request[-1] for request in times) - began
+    return _ms(ttft), _ms(itl), tokens / max(seconds, 1e-9)
 
 
 def _ms(seconds: Sequence[float]) -> tuple[float, float]:

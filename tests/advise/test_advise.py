@@ -215,7 +215,7 @@ def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch
     """Layers beyond the measured ones cost the difference of the two measurements."""
     monkeypatch.setattr("weft.engine.advise.measure.FEW_LAYERS", (1, 2))
     monkeypatch.setattr(
-        "weft.engine.controller.step_runner.StepRunner.times", lambda self, *_: [10.0 + 5 * self._config.num_layers]
+        "weft.engine.controller.step_runner.StepRunner.mean_us", lambda self, *_: 10.0 + 5 * self._config.num_layers
     )
     load = ClientLoad(20, 8, 1)
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)

@@ -107,8 +107,8 @@ def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepT
         with started_ranks(configs(candidate, load, number), candidate.model, progress) as ranks:
             rounds: list[list[float]] = [[] for _ in points]
             for at in range(ROUNDS * len(points)):  # in turns, as a busy host is slow for seconds
-                times = ranks.times(points[at % len(points)], load.input_len)
-                rounds[at % len(points)].append(sorted(times)[len(times) // 4])
+                us = ranks.mean_us(points[at % len(points)], load.input_len)
+                rounds[at % len(points)].append(us)
                 progress(f"measuring {candidate}", (done + (at + 1) / len(points) / ROUNDS) / len(counts))
         best = [best_of(times) for times in rounds]
         found.append([us for us, _ in best])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.worker.memory import dummy_tables
 from weft.tune.step_table import StepShape
 
-WARM_STEPS, MIN_STEPS, MAX_STEPS, POINT_S = 1, 2, 12, 0.05
+WARM_STEPS, MIN_STEPS, MAX_STEPS, POINT_S = 2, 3, 16, 0.08
 """Steps of a measurement: before it, minimum, maximum, and seconds between these two."""
 
 
@@ -31,8 +32,11 @@ class StepRunner:
         self._longest = min(config.max_model_len or model.max_position, config.cached_tokens)
         self._number, self._random = 0, Random(0)
 
-    def times(self, shape: StepShape, input_len: int) -> list[float]:
-        """Return the µs of steps of this shape in each DP group; prompt rows belong to prompts of `input_len` rows."""
+    def mean_us(self, shape: StepShape, input_len: int) -> float:
+        """Return the mean µs of steps of this shape in each DP group; prompts have `input_len` rows, the last fewer.
+
+        Single steps tell less: after a late result the next one seems early.
+        """
         steps = MAX_STEPS + WARM_STEPS
         start = max(1, min(int(shape.context), self._longest - steps - 1))
         decode_rows = tuple(range(shape.decode))
@@ -52,7 +56,7 @@ class StepRunner:
             counted = found[WARM_STEPS:]
             if len(counted) >= MIN_STEPS and sum(counted) > POINT_S * 1e6:
                 break
-        return found[WARM_STEPS:]
+        return statistics.fmean(found[WARM_STEPS:])
 
     def _join(self, row: int, context: int, more: int) -> Join:
         groups, span = self._executors[0].groups, self._config.interleave.span

@@ -16,7 +16,7 @@ from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import grids, measure, step_times
-from weft.engine.config.config import EngineConfig
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.planner.cost import cache_folder
 from weft.planner.spec import Mesh
 from weft.serve.cli import main
@@ -231,6 +231,21 @@ def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     [one] = advise(base, 1, ClientLoad(32, 16, 4), Limits(), requests=8).predictions
     assert two.figures.tokens_s == pytest.approx(2 * one.figures.tokens_s)
     assert two.figures.ttft_ms == one.figures.ttft_ms
+
+
+def test_a_layout_that_fails_to_run_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have figures."""
+    given(monkeypatch, by_layout)
+    times = advice_module.step_times
+
+    def fails(candidate: Candidate, *more: Any) -> StepTable:
+        if candidate.config.attn_tp == 2:
+            raise EngineError("rank 1 was killed")
+        return times(candidate, *more)
+
+    monkeypatch.setattr(advice_module, "step_times", fails)
+    report = found()
+    assert set(report["not_known"].values()) == {"rank 1 was killed"} and len(report["layouts"]) == 3
 
 
 def test_help_has_the_command() -> None:

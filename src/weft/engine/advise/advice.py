@@ -11,6 +11,7 @@ from weft.engine.advise.candidates import Candidate, ClientLoad, KvDtype, find_c
 from weft.engine.advise.measure import Progress, step_times
 from weft.engine.advise.simulate import LoadFigures, simulate
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.models.config_json.fields import ModelError
 from weft.tune.step_table import NotMeasured, StepShape, StepTable
 
 ROUNDS, MIN_REQUESTS, MAX_TOKENS = 4, 16, 200_000
@@ -146,7 +147,7 @@ def advise(
         try:
             table = step_times(candidate, load, progress, again)
             prediction = predict(candidate, table, load, limits or Limits(), requests)
-        except (NotMeasured, EngineError) as error:
+        except (NotMeasured, EngineError, ModelError) as error:
             advice.not_known[str(candidate)] = str(error)
         else:
             advice.predictions.append(prediction)

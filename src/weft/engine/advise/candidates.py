@@ -50,11 +50,6 @@ class ClientLoad:
         """Tokens of a request: prompt and output."""
         return self.input_len + self.output_len
 
-    @property
-    def shared(self) -> int:
-        """Tokens of the shared prefix."""
-        return int(self.input_len * self.shared_prefix)
-
     def per_server(self, replicas: int) -> ClientLoad:
         """Return the load of the busiest of several equal servers."""
         return replace(self, concurrency=-(-self.concurrency // replicas))
@@ -88,7 +83,8 @@ def choose_ranks(ranks: int | None, device: str) -> tuple[int, Literal["cpu", "c
     have, what = (gpus, "GPU") if cuda else (cores, "core")
     ranks = max(1, have) if ranks is None else ranks
     if not 1 <= ranks <= have:
-        raise LayoutError(f"{ranks} ranks require a {what} each, and this host has {have}: choose from 1 to {have}")
+        remedy = f"choose from 1 to {have}" if have else "use --device cpu"
+        raise LayoutError(f"{ranks} ranks require a {what} each, and this host has {have}: {remedy}")
     return ranks, "cuda" if cuda else "cpu"
 
 

@@ -117,7 +117,7 @@ class Clients:
     def __init__(self, load: ClientLoad, requests: int, vocabulary: int, now: Callable[[], float], seed: int = 0):
         self._load, self._left, self._now, self._vocabulary = load, requests, now, vocabulary
         self._random, self._open, self.ended = Random(seed), requests, threading.Event()
-        self._shared = self._tokens(load.shared)
+        self._shared = self._tokens(int(load.input_len * load.shared_prefix))
         self._params = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
         self.times: list[list[float]] = []  # seconds of each request: of its sending, and of its tokens
         self.submit: Callable[[Sequence[Request]], object] = lambda requests: None
@@ -142,7 +142,7 @@ class Clients:
                 if not self._open:
                     self.ended.set()
 
-        own = self._tokens(self._load.input_len - self._load.shared)
+        own = self._tokens(self._load.input_len - len(self._shared))
         return [*self._shared, *own], self._params, callback
 
     def _tokens(self, count: int) -> list[int]:

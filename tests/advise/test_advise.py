@@ -75,6 +75,8 @@ def test_the_best_is_first_and_limits_decide(monkeypatch: pytest.MonkeyPatch) ->
     itl = min(each["itl_ms"]["median"]["value"] for each in free)
     tight = found("--itl-ms", str(itl * 1.01))["layouts"]
     assert tight[0]["itl_ms"]["median"]["value"] == itl and not all(each["meets_limits"] for each in tight)
+    _, out, _ = weft_here("advise", *SIZES, "--itl-ms", str(itl * 1.01))
+    assert "more tokens/s, beyond the limits" in out or tight[0]["tokens_s"] == free[0]["tokens_s"]
     impossible = found("--itl-ms", str(itl / 2))["layouts"]
     assert impossible[0]["itl_ms"]["median"]["value"] == itl and not impossible[0]["meets_limits"]
 
@@ -85,7 +87,7 @@ def test_the_text_has_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = out.splitlines()
     assert code == 0 and not err and [line[:2] for line in lines if line[0] != " "][:3] == ["1.", "2.", "3."]
     assert out.count("each ± 5%") == 3 and out.count("a decode step takes") == 3 and out.count("   loses: ") == 2
-    assert out.count("nearest to the limits, which it exceeds") == 3
+    assert out.count("nearest possible: exceeds the limits") == 1 and out.count("exceeds the limits") == 3
     assert "collectives" in out and lines[-1].endswith("other layouts do not start; --json says why")
 
 

@@ -67,7 +67,8 @@ class Prediction:
         less = 1 - self.figures.tokens_s / best.figures.tokens_s
         step, prompts = self.step_us / best.step_us, self.figures.ttft_ms[0] / max(best.figures.ttft_ms[0], 1e-9)
         sure = "" if abs(less) > self.error + best.error else ", within the error: measure both"
-        return f"loses: {less:.0%} fewer tokens/s, decode steps × {step:.2f}, TTFT × {prompts:.2f}{sure}"
+        rate = f"{less:.0%} fewer tokens/s" if less >= 0 else f"{-less:.0%} more tokens/s, beyond the limits"
+        return f"loses: {rate}, decode steps × {step:.2f}, TTFT × {prompts:.2f}{sure}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON. Each figure has its interval: low and high."""
@@ -115,7 +116,8 @@ class Advice:
         for number, (each, servers) in enumerate(zip(self.predictions[:3], commands, strict=False), 1):
             lines += [f"{number}. {each.candidate}", f"   {each.text}", f"   {each.why}"]
             if each.excess > 1:
-                lines.append(f"   nearest to the limits, which it exceeds {each.excess:.2f} times")
+                nearest = "nearest possible: " * (number == 1)
+                lines.append(f"   {nearest}exceeds the limits {each.excess:.2f} times")
             if number > 1:
                 lines.append(f"   {each.against(self.predictions[0])}")
             lines += [f"   {line}" for line in servers]

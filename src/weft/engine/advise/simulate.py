@@ -111,7 +111,8 @@ class LoadFigures:
 class Clients:
     """Closed loop of a load's clients against one engine.
 
-    requests: number of all requests. vocabulary: number of its tokens. now: returns the seconds of the clock.
+    requests: number of all requests. vocabulary: number of its tokens. now: returns the seconds of the clock. seed: of
+    the prompts.
     """
 
     def __init__(self, load: ClientLoad, requests: int, vocabulary: int, now: Callable[[], float], seed: int = 0):

@@ -238,7 +238,7 @@ BAD = [
     ),
     (["plan", "--transport", "peer", "--max-bytes", "1000", "--tokens", "1"], "give it max_bytes=1024"),
     (["plan", "--transport", "shm", "--cost", "h200x4"], "h200x4 has no times of shm, only of peer, torchdist/nccl"),
-    (["plan", "--attn-tp", "3"], "do not divide over"),
+    (["plan", "--attn-tp", "15"], "are too few for"),
     (
         ["plan", "--moe-exchange", "dispatch", "--transport", "nccl"],
         "nccl has no all_to_allv with row counts on the device",

@@ -51,7 +51,7 @@ def refused(kind: type[Exception], text: str, **changes: Any) -> None:
 @pytest.mark.parametrize("executor", ["thread", "process"])
 def test_a_model_or_layout_that_cannot_be(model_dir: Path, tmp_path: Path, executor: str) -> None:
     refused(ModelError, r"no config\.json", model_dir=tmp_path, executor=executor)
-    refused(LayoutError, "8 do not divide over (attn_tp|ep)=3", model_dir=model_dir, executor=executor, attn_tp=3, ep=3)
+    refused(LayoutError, "8 are too few for (attn_tp|ep)=16", model_dir=model_dir, executor=executor, attn_tp=16, ep=16)
     both = dict(moe_exchange="dispatch", plan="naive", attn_dp=2, ep=2)
     refused(
         LayoutError, "the naive plan uses all-reduces, by which exp", model_dir=model_dir, executor=executor, **both

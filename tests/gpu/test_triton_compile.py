@@ -378,7 +378,7 @@ def norm_over_ranks(rows: int, ranks: int) -> None:
     qkv, sizes = empty(rows, 8192 // ranks), (6144 // ranks, 1024 // ranks)
     split_norm.sums_of_squares(qkv, sizes)
     squares = empty(ranks, rows, 2, dtype=FLOAT)
-    split_norm.norm_by_squares(qkv, squares, empty(sum(sizes)), sizes, (6144, 1024), 1e-6)
+    split_norm.norm_by_squares(qkv, squares, empty(sum(sizes)), sizes, (6144, 1024), (ranks, min(ranks, 8)), 1e-6)
 
 
 def norm_latents(rows: int, heads: int, in_float8: bool = False) -> None:
@@ -440,7 +440,7 @@ def merge_shards(ranks: int, heads: int, dim: int) -> None:
 
 def dispatch_rows(rows: int, ranks: int, width: int) -> None:
     weight, expert = empty(rows, 8, dtype=FLOAT), empty(rows, 8, dtype=INT)
-    place, counts = dispatch.places(expert, ranks, 16, 1)
+    place, counts = dispatch.places(expert, ranks, 16 * ranks, 1)
     packed = empty(ranks * rows, width + 32)
     dispatch.pack(empty(rows, width), weight, expert, place, counts, packed)
     dispatch.lists(packed, width, 8, counts)

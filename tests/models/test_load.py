@@ -72,8 +72,8 @@ def test_directories_that_cannot_be_served(directory: Path, tmp_path_factory: py
     with pytest.raises(ModelError, match=r"has no config\.json; give the directory"):
         load_config(tmp_path_factory.mktemp("empty"))
     good = load_config(directory)
-    with pytest.raises(LayoutError, match=r"experts.*8 do not divide over ep=3; choose ep among the divisors of 8"):
-        load_model(directory, good, Mesh(3, 1, 3, 1), 0)
+    with pytest.raises(LayoutError, match=r"experts.*8 are too few for ep=9; choose ep of at most 8"):
+        load_model(directory, good, Mesh(9, 1, 9, 1), 0)
     change_config(directory, vocab_size=62)
     with pytest.raises(
         ModelError, match=r"embed_tokens\.weight .* is \(61, 32\), but config\.json asks for \(62, 32\)"

@@ -634,9 +634,9 @@ OWN = [
     ),
     Fault(
         "key-value heads that are replicated lie in another order",
-        "engine/models/layers/basic.py",
-        "at = place * units // ranks",
-        "at = place % units",
+        "planner/shards.py",
+        "unit = -(-(place + 1) * units // ranks) - 1",
+        "unit = place % units",
         (f"{LOGITS}[qwen3_moe-attn_dp=1 attn_tp=4 ep=4 moe_tp=1]",),
     ),
     Fault(
@@ -751,6 +751,20 @@ OWN = [
         "return value if str(value) == digits and number_words(value) == words else None",
         "return value if str(value) == digits else None",
         ("tests/bench/test_word_problems.py::test_an_answer_counts_only_where_digits_and_words_agree",),
+    ),
+    Fault(
+        "shares overlap by one head",
+        "planner/shards.py",
+        "return range(-(-place * units // ranks), -(-(place + 1) * units // ranks))",
+        "return range(-(-place * units // ranks), min(units, -(-(place + 1) * units // ranks) + units % ranks))",
+        ("tests/models/test_any_ranks.py", "-m", "not nightly"),
+    ),
+    Fault(
+        "the last features of uneven shares are on no rank",
+        "engine/models/layers/basic.py",
+        "units = -(-size // unit)\n",
+        "units = size // unit\n",
+        ("tests/models/test_any_ranks.py", "-m", "not nightly"),
     ),
 ]
 """Drawn over the whole tree."""

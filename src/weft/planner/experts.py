@@ -83,7 +83,7 @@ class Dispatch:
     @property
     def share(self) -> float:
         """Probability that a row goes to a given rank: 1 minus that none of its k experts is there."""
-        elsewhere = self.experts - self.experts // self.ep
+        elsewhere = self.experts + -self.experts // self.ep  # of the largest share
         return 1 - math.comb(elsewhere, self.k) / math.comb(self.experts, self.k)
 
     def parts(self, ranks: int, tokens: int) -> tuple[tuple[Permute | Kernel, int], ...]:

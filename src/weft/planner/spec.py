@@ -373,9 +373,14 @@ class Mesh:
         return sum(self.row_count(Rows.OWN, peer, counts) for peer in self.peers(rows.over, rank))
 
 
+def divisors(whole: int) -> list[int]:
+    """Return the numbers that divide `whole`, ascending."""
+    return [n for n in range(1, whole + 1) if whole % n == 0]
+
+
 def _check_divides(name: str, part: int, of: str, whole: int) -> None:
     if whole % part:
-        divisors = [n for n in range(1, whole + 1) if whole % n == 0]
-        below, above = (max(n for n in divisors if n < part), [n for n in divisors if n > part][:1])
+        found = divisors(whole)
+        below, above = max(n for n in found if n < part), [n for n in found if n > part][:1]
         legal = " and ".join(map(str, [below, *above]))
         raise LayoutError(f"{name}={part} does not divide {of}; nearest that do: {legal}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
 from weft.planner.experts import COUNTS, RETURN, SEND, listed_bytes
+from weft.planner.shards import owner
 from weft.planner.spec import Mesh
 
 Carry = Callable[[str, Tensor, Sizes | LiveSizes], Tensor]
@@ -60,7 +61,7 @@ def on_host(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts: 
     """
     mesh, carry, (rows, width), (_, k), n = by.mesh, by.carry, x.shape, expert.shape, by.mesh.world
     goes = torch.zeros(rows, mesh.ep, dtype=torch.bool, device=x.device)
-    goes.scatter_(1, expert // (experts // mesh.ep), True)
+    goes.scatter_(1, owner(expert, experts, mesh.ep), True)
     goes = goes.repeat_interleave(mesh.moe_tp, dim=1)  # by rank
     row = goes.t().nonzero()[:, 1]  # rank by rank, a rank's rows in order
     counts = goes.sum(0, dtype=torch.int32)[:, None]
@@ -90,7 +91,7 @@ def on_device(by: Exchanging, x: Tensor, weight: Tensor, expert: Tensor, experts
     from weft.kernels.triton import moe_permute as kernels  # GPUs only: a CPU need not have Triton
 
     mesh, carry, (rows, width), k, n = by.mesh, by.carry, x.shape, expert.shape[1], by.mesh.world
-    place, sent = kernels.places(expert, n, experts // mesh.ep, mesh.moe_tp)
+    place, sent = kernels.places(expert, n, experts, mesh.moe_tp)
     received = carry(COUNTS, sent[:, None], (1,) * n**2).flatten()
     packed = x.new_empty(n * rows, width + listed_bytes(k) // x.element_size())
     kernels.pack(x, weight, expert, place, sent, packed)

@@ -24,6 +24,7 @@ from weft.engine.models.weights.float8_weights import Float8Format
 from weft.kernels import stream_ops
 from weft.kernels.triton import moe_permute as kernels
 from weft.planner.exchange import all_to_allv
+from weft.planner.shards import owner
 from weft.planner.spec import Mesh
 from weft.stream.dispatch import Exchanging, on_device
 
@@ -46,6 +47,8 @@ def chosen(rows: int, live: int, skewed: bool) -> Tensor:
         pytest.param(2, 16, torch.float32, [(5, 0), (4, 4), (1, 1), (2, 2)], False, id="shared experts"),
         pytest.param(1, 1100, torch.float32, [(4, 4), (3, 3)], True, id="all to one"),
         pytest.param(1, 8, torch.float16, [(2, 0), (1, 0)], False, id="none live"),
+        pytest.param(1, 20, torch.bfloat16, [(3, 3), (7, 2), (9, 8)], False, id="uneven shares"),
+        pytest.param(2, 16, torch.float32, [(5, 5), (4, 4), (1, 1), (2, 2), (3, 3), (6, 4)], False, id="shared uneven"),
     ],
 )
 def test_rows_go_and_come_back(
@@ -54,7 +57,7 @@ def test_rows_go_and_come_back(
     """Every rank's part, with the exchanges between them done here. What is not to be read is NaN."""
     torch.manual_seed(3)
     ranks = len(sizes)
-    held, listed = EXPERTS * span // ranks, 8 * K // dtype.itemsize
+    parts, listed = ranks // span, 8 * K // dtype.itemsize
     space = sum(rows for rows, _ in sizes)
     nan = {"fill_value": torch.nan, "dtype": dtype, "device": device}
     given, packs = [], []
@@ -62,14 +65,14 @@ def test_rows_go_and_come_back(
         x, weight, expert = torch.randn(rows, width).to(dtype), torch.rand(rows, K), chosen(rows, live, skewed)
         x[live:] = torch.nan
         x, weight, expert = x.to(device), weight.to(device), expert.to(device)
-        place, counts = kernels.places(expert, ranks, held, span)
+        place, counts = kernels.places(expert, ranks, EXPERTS, span)
         packed = torch.full((ranks * rows, width + listed), **nan)
         kernels.pack(x, weight, expert, place, counts, packed)
         given.append((x, weight, expert, place, counts))
         packs.append(packed)
     sent = torch.stack([counts for *_, counts in given]).cpu()  # by source, by reader
     goes = [
-        torch.stack([((e.cpu() // held == r // span) & (e.cpu() >= 0)).any(1) for r in range(ranks)], 1)
+        torch.stack([((owner(e.cpu(), EXPERTS, parts) == r // span) & (e.cpu() >= 0)).any(1) for r in range(ranks)], 1)
         for _, _, e, *_ in given
     ]
     assert torch.equal(sent, torch.stack([g.sum(0) for g in goes]).int())
@@ -106,7 +109,7 @@ def test_rows_go_and_come_back(
 def test_places_of_more_rows_than_a_block(device: torch.device) -> None:
     torch.manual_seed(5)
     expert = chosen(600, 590, False)
-    place, counts = kernels.places(expert.to(device), 4, 2, 1)
+    place, counts = kernels.places(expert.to(device), 4, EXPERTS, 1)
     goes = torch.stack([(expert // 2 == rank).any(1) & (expert >= 0).any(1) for rank in range(4)], 1)
     assert torch.equal(place.cpu(), (goes.cumsum(0) - 1).where(goes, -1).int())
     assert torch.equal(counts.cpu(), goes.sum(0).int())

@@ -18,6 +18,7 @@ from weft.engine.models.layers.rotary import RotaryTable
 from weft.kernels import float8
 from weft.kernels.torch_reference import rms_norm as rms_norm_of_torch
 from weft.kernels.triton import rms_norm
+from weft.planner.shards import replicated
 
 NAN = float("nan")
 
@@ -215,26 +216,27 @@ def test_gate_heads(gate: str | None, sinks: bool, device: torch.device) -> None
         gate_heads.gate_heads(out, behind, *more)
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_norms_of_parts_that_are_split_over_ranks(copies: int, seed: int, device: torch.device) -> None:
-    """Together the ranks have the norm of the whole parts; of the second, `copies` ranks have the same features."""
+@pytest.mark.parametrize("shares", [6, 3, 4, 1])
+def test_norms_of_parts_that_are_split_over_ranks(shares: int, seed: int, device: torch.device) -> None:
+    """Together the ranks have the norm of the whole parts; several ranks may have the same share of the second."""
     rows, ranks, sizes, behind = 3, 6, (20, 12), 12
-    whole = [torch.randn(rows, ranks * sizes[0], device=device), torch.randn(rows, ranks // copies * 12, device=device)]
+    whole = [torch.randn(rows, n, device=device) for n in (ranks * sizes[0], shares * sizes[1])]
     weights = [torch.randn(part.shape[1], device=device) for part in whole]
     wanted = [rms_norm_of_torch(part.double(), w.double(), 1e-3) for part, w in zip(whole, weights, strict=True)]
-    features = [part.shape[1] for part in whole]
+    parts = [part.shape[1] for part in whole], (ranks, shares)
 
     def of_rank(parts: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
-        return [parts[0][..., rank * 20 :][..., :20], parts[1][..., rank // copies * 12 :][..., :12]]
+        share = replicated(shares, ranks, rank).start
+        return [parts[0][..., rank * 20 :][..., :20], parts[1][..., share * 12 :][..., :12]]
 
     rest = torch.randn(rows, behind, device=device)
     given = [torch.cat((*of_rank(whole, rank), rest), dim=1) for rank in range(ranks)]
     squares = torch.stack([split_norm.sums_of_squares(x, sizes) for x in given])
     for rank, x in enumerate(given):
-        split_norm.norm_by_squares(x, squares, torch.cat(of_rank(weights, rank)), sizes, features, 1e-3)
+        split_norm.norm_by_squares(x, squares, torch.cat(of_rank(weights, rank)), sizes, *parts, 1e-3)
         assert torch.allclose(x[:, :32].double(), torch.cat(of_rank(wanted, rank), dim=1), rtol=1e-5, atol=1e-5)
         assert torch.equal(x[:, 32:], rest)
     with pytest.raises(ValueError, match="squares"):
-        split_norm.norm_by_squares(x, squares[:, 1:], torch.cat(of_rank(weights, 0)), sizes, features, 1e-3)
+        split_norm.norm_by_squares(x, squares[:, 1:], torch.cat(of_rank(weights, 0)), sizes, *parts, 1e-3)
     with pytest.raises(ValueError, match="for parts of 20 and 40"):
         split_norm.sums_of_squares(x, (20, 40))

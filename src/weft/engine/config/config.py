@@ -15,6 +15,7 @@ from weft.engine.assets import embedded_model_dir
 from weft.engine.attention.backend_registry import ANY_BACKEND, backends
 from weft.engine.config.engine_options import EngineOptions
 from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.planner.spec import divisors
 from weft.stream.interleave import Interleave
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class EngineConfig(EngineOptions, ModelDirectory):
     def _check_interleave(self) -> None:
         run = self.page_size if self.dcp_interleave is None else self.dcp_interleave
         if run < 1 or self.page_size % run:
-            divisors = [n for n in range(1, self.page_size + 1) if self.page_size % n == 0]
-            near = [max((n for n in divisors if n < run), default=1), *[n for n in divisors if n > run][:1]]
+            whole = divisors(self.page_size)
+            near = [max((n for n in whole if n < run), default=1), *[n for n in whole if n > run][:1]]
             raise ValueError(
                 f"dcp_interleave is {run}; it must divide a page of {self.page_size} tokens; nearest that do: "
                 + " and ".join(map(str, dict.fromkeys(near)))

@@ -23,7 +23,13 @@ def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def norm_by_squares(
-    x: Tensor, squares: Tensor, weight: Tensor, sizes: Sequence[int], features: Sequence[int], eps: float
+    x: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    sizes: Sequence[int],
+    features: Sequence[int],
+    shares: Sequence[int],
+    eps: float,
 ) -> Tensor:
     """Apply `rms_norm` in place to two parts of each row, which are split over ranks.
 
@@ -31,14 +37,15 @@ def norm_by_squares(
         x: `[T, features]`: this rank's sizes[0] features of the first part and sizes[1] of the second, then others.
         squares: `[ranks, T, 2]`, each rank's `sums_of_squares`.
         weight: `[sum(sizes)]`, of x's dtype.
-        features: features of the whole parts. If the ranks' features add up to more, neighbours have the same ones, and
-            only the first of them counts.
+        features: features of the whole parts.
+        shares: number of different shares of each part. If they are fewer than ranks, neighbours have the same one
+            (`weft.planner.shards.replicated`), and only the first of them counts.
     """
     begin, ranks = 0, len(squares)
-    for part, (size, whole) in enumerate(zip(sizes, features, strict=True)):
-        at, copies = slice(begin, begin + size), ranks * size // whole
+    for part, (size, whole, count) in enumerate(zip(sizes, features, shares, strict=True)):
+        at, firsts = slice(begin, begin + size), [rank for rank in range(ranks) if -rank * count % ranks < count]
         wide = x[:, at].to(squares.dtype)
-        normed = wide * torch.rsqrt(squares[::copies, :, part].sum(0)[:, None] / whole + eps)
+        normed = wide * torch.rsqrt(squares[firsts, :, part].sum(0)[:, None] / whole + eps)
         x[:, at] = weight[at] * normed.to(x.dtype)
         begin += size
     return x

@@ -23,7 +23,8 @@ from weft.planner.op import BlockValue
 from weft.planner.plan import Choice, Planner
 from weft.planner.prices import Recipes
 from weft.planner.recipes import RECIPES
-from weft.planner.spec import LayoutError, Mesh
+from weft.planner.shards import in_groups, replicated, shard
+from weft.planner.spec import LayoutError, Mesh, divisors
 from weft.planner.vocabulary import SplitHead, SplitStep, best_tokens, logit_rows, split_step
 from weft.stream.group import context_group
 from weft.stream.interleave import Interleave
@@ -65,20 +66,29 @@ def _head(config: ModelConfig, mesh: Mesh) -> list[BlockValue]:
 
 
 def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None:
-    """Raise LayoutError if the ranks of a dcp group would hold different key-value heads.
+    """Raise LayoutError if the ranks of a dcp group would hold different key-value heads, or unequal numbers of query
+    heads.
 
     Neighbours hold the same heads only if attn_tp exceeds the number of key-value heads. A latent cache is the same on
     all ranks.
     """
-    copies = max(1, mesh.attn_tp // config.num_kv_heads)
-    if mesh.dcp == 1 or copies % mesh.dcp == 0 or not any(isinstance(spec, PagedKV) for spec in caches):
+    kinds, ranks = set(map(type, caches)), mesh.attn_tp
+    if mesh.dcp == 1 or not kinds & {PagedKV, Latent}:
         return
-    legal = [n for n in range(1, copies + 1) if copies % n == 0]
-    near = sorted(legal, key=lambda n: (abs(n - mesh.dcp), n))[0]
+    heads, kv_heads = config.num_heads, config.num_kv_heads if PagedKV in kinds else 1
+    if PagedKV not in kinds:
+        held = [(range(1), len(shard(heads, ranks, place))) for place in range(ranks)]
+    else:
+        both = ((replicated(kv_heads, ranks, p), in_groups(heads, kv_heads, ranks, p)) for p in range(ranks))
+        held = [(keys, len(queries)) for keys, queries in both]
+    legal = [n for n in divisors(ranks) if all(len(set(held[at : at + n])) == 1 for at in range(0, ranks, n))]
+    if mesh.dcp in legal:
+        return
+    near = min(legal, key=lambda n: (abs(n - mesh.dcp), n))
     raise LayoutError(
-        f"dcp={mesh.dcp}: the ranks of a dcp group must hold the same key-value heads, but attn_tp={mesh.attn_tp} over "
-        f"{config.num_kv_heads} of them gives each to {copies} rank(s); the nearest dcp is {near}, or take attn_tp="
-        f"{config.num_kv_heads * mesh.dcp}"
+        f"dcp={mesh.dcp}: the ranks of a dcp group must hold the same key-value heads and equally many query heads, "
+        f"which {heads} heads with {kv_heads} key-value heads on attn_tp={ranks} do not allow; the nearest dcp is "
+        f"{near}, or choose attn_tp={kv_heads * mesh.dcp}"
     )
 
 

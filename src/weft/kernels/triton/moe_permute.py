@@ -15,18 +15,20 @@ from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 
 @kernel(do_not_specialize=["rows"])
 def _places(
-    expert, place, counts, rows, K: tl.constexpr, RANKS: tl.constexpr, HELD: tl.constexpr, SPAN: tl.constexpr,
+    expert, place, counts, rows, K: tl.constexpr, RANKS: tl.constexpr, EXPERTS: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0)
-    first = rank // SPAN * HELD
+    parts = RANKS // SPAN
+    first = (rank // SPAN * EXPERTS + parts - 1) // parts
+    behind = ((rank // SPAN + 1) * EXPERTS + parts - 1) // parts
     count = 0
     for begin in range(0, rows, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         goes = tl.zeros([BLOCK], tl.int32)
         for j in tl.static_range(K):
             e = tl.load(expert + row.to(tl.int64) * K + j, mask=row < rows, other=-1)
-            goes = tl.where((e >= first) & (e < first + HELD), 1, goes)
+            goes = tl.where((e >= first) & (e < behind), 1, goes)
         at = tl.where(goes > 0, count + tl.cumsum(goes, 0) - 1, -1)
         tl.store(place + row.to(tl.int64) * RANKS + rank, at, mask=row < rows)
         count += tl.sum(goes, 0)
@@ -86,15 +88,15 @@ def _add(back, place, counts, out, width, RANKS: tl.constexpr, BLOCK: tl.constex
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-def places(expert: Tensor, ranks: int, held: int, span: int) -> tuple[Tensor, Tensor]:
+def places(expert: Tensor, ranks: int, experts: int, span: int) -> tuple[Tensor, Tensor]:
     """Return (place int32 `[T, ranks]`, counts int32 `[ranks]`): a row's place among a rank's rows, and their numbers.
 
-    −1: the row does not go to the rank. expert: int32 `[T, k]`, contiguous, −1 for none. `held` consecutive experts are
-    on `span` consecutive of `ranks` ranks.
+    −1: the row does not go to the rank. expert: int32 `[T, k]`, contiguous, −1 for none. A share of
+    `experts` (`weft.planner.shards.shard`) is on each `span` consecutive ranks of `ranks`.
     """
     (rows, k), counts = expert.shape, expert.new_empty(ranks)
     place = expert.new_empty(rows, ranks)
-    _places[(ranks,)](expert, place, counts, rows, K=k, RANKS=ranks, HELD=held, SPAN=span, BLOCK=256, num_warps=4)
+    _places[(ranks,)](expert, place, counts, rows, K=k, RANKS=ranks, EXPERTS=experts, SPAN=span, BLOCK=256, num_warps=4)
     return place, counts
 
 

@@ -27,7 +27,8 @@ def _sums_of_squares(x, sums, x_row, FIRST: tl.constexpr, SECOND: tl.constexpr, 
 def _rms_norm_by_squares(
     x, squares, weight, rows, x_row, eps,
     FIRST: tl.constexpr, SECOND: tl.constexpr, FIRST_WHOLE: tl.constexpr, SECOND_WHOLE: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_RANKS: tl.constexpr,
+    FIRST_SHARES: tl.constexpr, SECOND_SHARES: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     row = tl.program_id(0).to(tl.int64)
@@ -35,7 +36,8 @@ def _rms_norm_by_squares(
     size = tl.where(part == 0, FIRST, SECOND)
     whole = tl.where(part == 0, FIRST_WHOLE, SECOND_WHOLE)
     rank = tl.arange(0, BLOCK_RANKS)
-    counts = (rank < RANKS) & (rank % (RANKS * size // whole) == 0)
+    shares = tl.where(part == 0, FIRST_SHARES, SECOND_SHARES)
+    counts = (rank < RANKS) & ((RANKS - rank * shares % RANKS) % RANKS < shares)  # the first rank of each share
     square = tl.sum(tl.load(squares + 2 * (rank * rows + row) + part, mask=counts, other=0.0), 0)
     i = tl.arange(0, BLOCK)
     at = x + row * x_row + part * FIRST + i
@@ -58,7 +60,13 @@ def sums_of_squares(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def norm_by_squares(
-    x: Tensor, squares: Tensor, weight: Tensor, sizes: Sequence[int], features: Sequence[int], eps: float
+    x: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    sizes: Sequence[int],
+    features: Sequence[int],
+    shares: Sequence[int],
+    eps: float,
 ) -> Tensor:
     """Compute `weft.engine.kernels.model_reference.norm_by_squares` in float32, rounded once. Raises ValueError if
     shapes do not match."""
@@ -69,8 +77,8 @@ def norm_by_squares(
         block = next_power_of_2(max(first, second))
         _rms_norm_by_squares[(rows, 2)](
             x, squares, weight, rows, x.stride(0), eps, FIRST=first, SECOND=second, FIRST_WHOLE=features[0],
-            SECOND_WHOLE=features[1], RANKS=ranks, BLOCK=block, BLOCK_RANKS=next_power_of_2(ranks),
-            num_warps=_warps(block), **overlap.options(),
+            SECOND_WHOLE=features[1], FIRST_SHARES=shares[0], SECOND_SHARES=shares[1], RANKS=ranks, BLOCK=block,
+            BLOCK_RANKS=next_power_of_2(ranks), num_warps=_warps(block), **overlap.options(),
         )  # fmt: skip
     return x
 

@@ -70,9 +70,10 @@ class WholeNorms(Layer):
     def __init__(self, b: Builder, path: str, outs: Sequence[Out], eps: float):
         super().__init__(path)
         self.eps, self.ranks = eps, b.mesh.size("attn_tp")
-        shares = [b.share(o.name, o.features, "attn_tp", o.unit, o.replicate, o.shared_by) for o in outs]
+        shares = [out.share(b, "attn_tp") for out in outs]
         self.sizes = tuple(share.stop - share.start for share in shares)
         self.features = tuple(out.features for out in outs)
+        self.shares = tuple(min(out.features // out.unit, self.ranks) if out.replicate else self.ranks for out in outs)
         self.weight = b.empty(sum(self.sizes))
         self.sources["weight"], start = [], 0
         for name, out, share, size in zip(("q_norm", "k_norm"), outs, shares, self.sizes, strict=True):
@@ -87,7 +88,7 @@ class WholeNorms(Layer):
             assert x.exchanges is not None
             squares = x.exchanges.gather(SQUARES, "attn_tp", squares, (len(qkv),) * self.ranks)
         of_ranks = squares.view(self.ranks, len(qkv), 2)
-        return norm_by_squares(qkv, of_ranks, self.weight, self.sizes, self.features, self.eps)
+        return norm_by_squares(qkv, of_ranks, self.weight, self.sizes, self.features, self.shares, self.eps)
 
 
 class Attention(Layer):
@@ -108,12 +109,13 @@ class Attention(Layer):
                 unit=heads.dim,
                 views=(PartOfGroups(0, heads.dim, 2 * heads.dim),) if gate_per_element else (),
                 shared_by=shared_by,
+                groups=heads.kv,
             ),
             Out(f"{path}.k_proj", values, unit=heads.dim, replicate=True),
             Out(f"{path}.v_proj", values, unit=heads.dim, replicate=True),
         ]
         if heads.gate == "head":
-            outs.append(Out(f"{path}.g_proj", heads.query))
+            outs.append(Out(f"{path}.g_proj", heads.query, groups=heads.kv))
         elif gate_per_element:
             outs.append(
                 Out(
@@ -121,6 +123,7 @@ class Attention(Layer):
                     queries,
                     unit=heads.dim,
                     views=(PartOfGroups(heads.dim, heads.dim, 2 * heads.dim),),
+                    groups=heads.kv,
                 )
             )
         self.qkv = ColumnLinear(b, f"{path}.qkv", width, outs, over="attn_tp", bias=heads.bias)
@@ -128,11 +131,18 @@ class Attention(Layer):
         kv = self.sizes[1] // heads.dim
         self.cache = PagedKV(kv, heads.dim) if heads.window is None else Window(heads.window, kv, heads.dim)
         self.out = RowLinear(
-            b, f"{path}.o_proj", queries, width, over="attn_tp", unit=heads.dim, bias=heads.output_bias
+            b,
+            f"{path}.o_proj",
+            queries,
+            width,
+            over="attn_tp",
+            unit=heads.dim,
+            bias=heads.output_bias,
+            groups=heads.kv,
         )
         self.sinks = None
         if heads.sinks:
-            share = b.share(f"{path} (heads)", heads.query, "attn_tp")
+            share = b.share(f"{path} (heads)", heads.query, "attn_tp", groups=heads.kv)
             self.sinks = b.empty(share.stop - share.start)
             self.sources["sinks"] = [Source(f"{path}.sinks", (heads.query,), (share,))]
         self.q_norm = self.k_norm = self.whole_norms = None

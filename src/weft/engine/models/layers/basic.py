@@ -27,6 +27,7 @@ from weft.engine.models.weights.source import OffsetFromOne, Source, View
 from weft.engine.models.weights.weight_format import KeptWeight, WeightFormat
 from weft.kernels.stream_ops import rms_norm
 from weft.planner.experts import Forms
+from weft.planner.shards import in_groups, replicated, shard
 from weft.planner.spec import LayoutError, Mesh, Placement, PlacementError, Rows
 from weft.stream.hidden import Hidden
 
@@ -84,32 +85,39 @@ class Builder:
         unit: int = 1,
         replicate: bool = False,
         shared_by: int = 1,
-        uneven: bool = False,
+        cut: bool = False,
+        groups: int | None = None,
     ) -> slice:
-        """Return this rank's share of `size` features, which a group splits in whole `unit`s. Raises LayoutError if the
-        units do not divide among the ranks.
+        """Return this rank's share of `size` features, which a group splits in whole `unit`s (`weft.planner.shards`).
+        Raises LayoutError if there are fewer units than ranks.
 
         Args:
+            what: name of the features in the error.
+            over: group of ranks; None: the rank alone.
             replicate: with fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
             shared_by: number of neighbouring ranks that hold the same share.
-            uneven: shares may differ, in units of `share_unit` features. The first rank has one of the
-                largest.
+            cut: features may be cut anywhere; if they do not divide, in units of `share_unit`, or fewer if there are
+                fewer of these units than ranks.
+            groups: groups of neighbouring units with a common key-value head, which the group of ranks splits first.
         """
         ranks = self.mesh.size(self.mesh.canonical(over)) // shared_by
         place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank) // shared_by
-        units = size // unit
-        if units % ranks == 0:
-            each = size // ranks
-            return slice(place * each, (place + 1) * each)
-        if replicate and ranks % units == 0:
-            at = place * units // ranks
-            return slice(at * unit, (at + 1) * unit)
-        runs = -(-size // (run := self.share_unit))
-        if uneven and runs >= ranks:
-            return slice(-(-place * runs // ranks) * run, min(size, -(-(place + 1) * runs // ranks) * run))
-        raise LayoutError(
-            f"{what}: {units} do not divide over {over}={ranks}; choose {over} among the divisors of {units}"
-        )
+        if cut and size % ranks:
+            unit = self.share_unit
+            while unit > 1 and -(-size // unit) < ranks:
+                unit //= 2
+        units = -(-size // unit)
+        if units < ranks and not replicate:
+            raise LayoutError(f"{what}: {units} are too few for {over}={ranks}; choose {over} of at most {units}")
+        if groups is not None:
+            own = in_groups(units, groups, ranks, place)
+        else:
+            own = (replicated if replicate else shard)(units, ranks, place)
+        if not own:
+            raise LayoutError(
+                f"{what}: {units} in {groups} groups leave a rank of {over}={ranks} without any; choose another {over}"
+            )
+        return slice(own.start * unit, min(size, own.stop * unit))
 
 
 class Layer(nn.Module):
@@ -168,7 +176,7 @@ class Out:
         unit: features that are never split (a head).
         views: transformations from the weight to its stored form.
         shared_by: number of neighbouring ranks that hold the same features.
-        replicate, uneven: as in `Builder.share`.
+        replicate, cut, groups: as in `Builder.share`.
     """
 
     name: str
@@ -177,7 +185,12 @@ class Out:
     replicate: bool = False
     views: tuple[View, ...] = ()
     shared_by: int = 1
-    uneven: bool = False
+    cut: bool = False
+    groups: int | None = None
+
+    def share(self, b: Builder, over: str | None) -> slice:
+        """Return a rank's share of the features."""
+        return b.share(self.name, self.features, over, self.unit, self.replicate, self.shared_by, self.cut, self.groups)
 
 
 class ColumnLinear(Layer):
@@ -192,7 +205,7 @@ class ColumnLinear(Layer):
     def __init__(self, b: Builder, path: str, inputs: int, outs: Sequence[Out], over: str | None, bias: bool = False):
         super().__init__(path)
         self.over = over
-        shares = [b.share(o.name, o.features, over, o.unit, o.replicate, o.shared_by, o.uneven) for o in outs]
+        shares = [out.share(b, over) for out in outs]
         self.sizes = [s.stop - s.start for s in shares]
         self.bias = b.empty(sum(self.sizes)) if bias else None
         if bias:
@@ -258,11 +271,12 @@ class RowLinear(Layer):
         over: str,
         unit: int = 1,
         bias: bool = False,
-        uneven: bool = False,
+        cut: bool = False,
+        groups: int | None = None,
     ):
         super().__init__(path)
         self.over, self.workspace = over, b.workspace
-        share = b.share(path, inputs, over, unit, uneven=uneven)
+        share = b.share(path, inputs, over, unit, cut=cut, groups=groups)
         source = Source(f"{path}.weight", (outputs, inputs), (slice(None), share))
         self.declare(b, "weight", (outputs, share.stop - share.start), [source])
         self.bias = None
@@ -312,9 +326,9 @@ def _norm_source(path: str, width: int, less_one: bool) -> Source:
 
 
 def vocabulary_share(mesh: Mesh, rank: int, vocabulary: int) -> slice:
-    """Return the rank's tokens of a vocabulary split over attn_tp. Shares differ by at most one token."""
-    place, ranks = mesh.peers("attn_tp", rank).index(rank), mesh.attn_tp
-    return slice(vocabulary * place // ranks, vocabulary * (place + 1) // ranks)
+    """Return the rank's tokens of a vocabulary split over attn_tp."""
+    own = shard(vocabulary, mesh.attn_tp, mesh.peers("attn_tp", rank).index(rank))
+    return slice(own.start, own.stop)
 
 
 class Embedding(Layer):

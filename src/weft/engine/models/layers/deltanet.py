@@ -52,18 +52,20 @@ class GatedDeltaNet(Layer):
         self.sources["conv"] = []
         start = 0
         for out, view in zip(outs[:3], fused, strict=True):
-            share = b.share(out.name, out.features, "attn_tp", out.unit, out.replicate)
+            share = out.share(b, "attn_tp")
             at = (slice(start, start + share.stop - share.start),)
             shape = (out.features, 1, heads.window)
             self.sources["conv"].append(Source(f"{path}.conv1d.weight", shape, (share,), at, (view,)))
             start = at[0].stop
-        mine = b.share(f"{path} (heads)", heads.value, "attn_tp")
+        mine = b.share(f"{path} (heads)", heads.value, "attn_tp", groups=heads.key)
         held = mine.stop - mine.start
         self.decay, self.bias = (b.empty(held, dtype=torch.float32) for _ in range(2))
         self.sources["decay"] = [Source(f"{path}.A_log", (heads.value,), (mine,))]
         self.sources["bias"] = [Source(f"{path}.dt_bias", (heads.value,), (mine,))]
         self.norm = HeadNorm(b, f"{path}.norm", heads.value_dim, eps)
-        self.out = RowLinear(b, f"{path}.out_proj", values, width, over="attn_tp", unit=heads.value_dim)
+        self.out = RowLinear(
+            b, f"{path}.out_proj", values, width, over="attn_tp", unit=heads.value_dim, groups=heads.key
+        )
         self.cache = Recurrent(((held, heads.key_dim, heads.value_dim), (features, heads.window - 1)), by_starts=True)
 
     def forward(self, x: Hidden, rotary: RotaryTable, caches: StepCaches) -> Hidden:
@@ -98,10 +100,10 @@ def _consecutive(path: str, heads: DeltaHeads, fused: list[Fused]) -> list[Out]:
     return [
         Out(name, keys, heads.key_dim, replicate=True, views=(fused[0],)),
         Out(name, keys, heads.key_dim, replicate=True, views=(fused[1],)),
-        Out(name, values, heads.value_dim, views=(fused[2],)),
-        Out(f"{path}.in_proj_z", values, heads.value_dim),
-        Out(f"{path}.in_proj_b", heads.value),
-        Out(f"{path}.in_proj_a", heads.value),
+        Out(name, values, heads.value_dim, views=(fused[2],), groups=heads.key),
+        Out(f"{path}.in_proj_z", values, heads.value_dim, groups=heads.key),
+        Out(f"{path}.in_proj_b", heads.value, groups=heads.key),
+        Out(f"{path}.in_proj_a", heads.value, groups=heads.key),
     ]
 
 
@@ -114,8 +116,8 @@ def _by_key_head(path: str, heads: DeltaHeads) -> list[Out]:
     return [
         Out(qkvz, keys, heads.key_dim, replicate=True, views=(q,)),
         Out(qkvz, keys, heads.key_dim, replicate=True, views=(k,)),
-        Out(qkvz, values, heads.value_dim, views=(v,)),
-        Out(qkvz, values, heads.value_dim, views=(z,)),
-        Out(ba, heads.value, views=(PartOfGroups(0, share, 2 * share),)),
-        Out(ba, heads.value, views=(PartOfGroups(share, share, 2 * share),)),
+        Out(qkvz, values, heads.value_dim, views=(v,), groups=heads.key),
+        Out(qkvz, values, heads.value_dim, views=(z,), groups=heads.key),
+        Out(ba, heads.value, views=(PartOfGroups(0, share, 2 * share),), groups=heads.key),
+        Out(ba, heads.value, views=(PartOfGroups(share, share, 2 * share),), groups=heads.key),
     ]

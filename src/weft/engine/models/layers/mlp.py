@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from weft.engine.kernels.ops import gated
@@ -29,9 +31,9 @@ class GatedMLP(FeedForward):
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
         super().__init__(path)
         self.limit = limit
-        outs = [Out(f"{path}.{name}_proj", inner, uneven=True) for name in ("gate", "up")]
+        outs = [Out(f"{path}.{name}_proj", inner, cut=True) for name in ("gate", "up")]
         self.gate_up = ColumnLinear(b, f"{path}.gate_up", width, outs, over="world")
-        self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world", uneven=True)
+        self.down = RowLinear(b, f"{path}.down_proj", inner, width, over="world", cut=True)
 
     def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
         by = _score(x, score)
@@ -42,22 +44,29 @@ class WholeMLP(Layer):
     """Gated MLP with all features on all ranks, for both exchanges of rows (`weft.planner.experts`).
 
     For rows that all ranks hold, a rank computes its share of the features: the result owes a sum over the world. For
-    its own rows it computes all features: complete. gate_up: rank by rank, the rank's features of gate, then of up.
+    its own rows it computes all features: complete. gate_up has each rank's features of gate, then of up, both padded
+    with zeros to the largest share.
     """
 
     def __init__(self, b: Builder, path: str, width: int, inner: int, limit: float | None = None):
         super().__init__(path)
         self.limit, self.workspace = limit, b.workspace
-        mine = b.share(path, inner, "world")
-        self.size, self.ranks = mine.stop - mine.start, b.mesh.world
-        self.mine = mine
-        self.gate_up, self.down = b.empty(2 * inner, width), b.empty(width, inner)
-        self.sources["gate_up"] = [
-            Source(f"{path}.{name}.weight", (inner, width), (slice(at, at + self.size),), (slice(to, to + self.size),))
-            for at in range(0, inner, self.size)
-            for name, to in (("gate_proj", 2 * at), ("up_proj", 2 * at + self.size))
-        ]
-        self.sources["down"] = [Source(f"{path}.down_proj.weight", (width, inner), (slice(None), slice(None)))]
+        self.rank, self.ranks = b.rank, b.mesh.world
+        shares = [replace(b, rank=rank).share(path, inner, "world", cut=True) for rank in range(self.ranks)]
+        self.size = shares[0].stop
+        padded = self.size * self.ranks
+        self.gate_up, self.down = b.empty(2 * padded, width), b.empty(width, padded)
+        if padded > inner and not b.shape_only:
+            self.gate_up.zero_(), self.down.zero_()
+        self.sources["gate_up"], self.sources["down"] = [], []
+        for rank, share in enumerate(shares):
+            held, start = share.stop - share.start, rank * self.size
+            self.sources["gate_up"] += [
+                Source(f"{path}.{name}.weight", (inner, width), (share,), (slice(to, to + held),))
+                for name, to in (("gate_proj", 2 * start), ("up_proj", 2 * start + self.size))
+            ]
+            to = slice(None), slice(start, start + held)
+            self.sources["down"].append(Source(f"{path}.down_proj.weight", (width, inner), (slice(None), share), to))
 
     def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
         value, by = x.require_complete(self.path), _score(x, score)
@@ -65,9 +74,10 @@ class WholeMLP(Layer):
             both = product(value, self.gate_up, value).unflatten(1, (self.ranks, 2 * self.size))
             out = product(gated(both, self.limit, score=by).flatten(1), self.down, value)
             return Hidden(out, x.placement, x.mesh, self.path)
-        both = product(value, self.gate_up[2 * self.mine.start : 2 * self.mine.stop], value)
+        mine = slice(self.rank * self.size, (self.rank + 1) * self.size)
+        both = product(value, self.gate_up[2 * mine.start : 2 * mine.stop], value)
         out = self.workspace(*value.shape, like=value)
-        product(gated(both, self.limit, score=by), self.down[:, self.mine], out, out)
+        product(gated(both, self.limit, score=by), self.down[:, mine], out, out)
         return Hidden(out, x.mesh.placement(x.placement.rows, owes="world"), x.mesh, self.path)
 
 

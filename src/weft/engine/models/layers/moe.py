@@ -62,7 +62,7 @@ class Experts(Layer):
     ):
         super().__init__(path)
         mine = b.share(f"{path} (experts)", experts, "ep")
-        cut = b.share(f"{path} (inner features)", inner, "moe_tp")
+        cut = b.share(f"{path} (inner features)", inner, "moe_tp", cut=True)
         size, step = cut.stop - cut.start, 16 // b.dtype.itemsize
         if b.device.type == "cuda" and (size % step or width % step):
             raise LayoutError(

@@ -73,7 +73,9 @@ class WholeNorms(Layer):
         shares = [out.share(b, "attn_tp") for out in outs]
         self.sizes = tuple(share.stop - share.start for share in shares)
         self.features = tuple(out.features for out in outs)
-        self.shares = tuple(min(out.features // out.unit, self.ranks) if out.replicate else self.ranks for out in outs)
+        self.shares = tuple(
+            min(o.features // o.unit, self.ranks) if o.replicate else self.ranks // o.shared_by for o in outs
+        )
         self.weight = b.empty(sum(self.sizes))
         self.sources["weight"], start = [], 0
         for name, out, share, size in zip(("q_norm", "k_norm"), outs, shares, self.sizes, strict=True):

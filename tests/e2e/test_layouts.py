@@ -16,7 +16,7 @@ LAYOUTS = {
     "1x1": dict(executor="thread"),
     "2x2": dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2),
     "4x1": dict(attn_dp=4, attn_tp=1, ep=4, moe_tp=1),
-    "1x4": dict(attn_dp=1, attn_tp=4, ep=1, moe_tp=4, executor="thread"),
+    "1x3": dict(attn_tp=3),
 }
 PROBLEMS = word_problems.generate("heldout", 4, seed=11)
 

@@ -105,7 +105,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Build the model without weights and plan every possible step. Returns the configuration for the ranks: experts
     may dispatch only if that is quicker for some step.
 
-    Raises ModelError for impossible sizes, LayoutError if the model does not divide over the layout, or if the cost
+    Raises ModelError for impossible sizes, LayoutError if the layout has too many ranks for the model, or if the cost
     table lacks a required edge.
     """
     check_packages(config)

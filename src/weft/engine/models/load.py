@@ -49,7 +49,7 @@ def build_model(
         shape_only: build weights without memory, for a pass over zero rows.
         stored: checkpoint that has the weights to keep in the storage format; None: as in config.json.
 
-    Raises LayoutError if heads, experts or features do not divide over the layout, ModelError for impossible sizes.
+    Raises LayoutError if heads, experts or features are fewer than the ranks, ModelError for impossible sizes.
     """
     queries = mesh.dcp if config.replicate_queries else 1
 

@@ -27,7 +27,7 @@ CACHE_SHARE = 0.5
 def with_batch_limits(config: EngineConfig) -> EngineConfig:
     """Return the configuration with max_batch_tokens and max_running, if omitted, for ranks on GPUs.
 
-    Raises ModelError, and LayoutError if the model does not divide over the layout.
+    Raises ModelError, and LayoutError if the layout has too many ranks for the model.
     """
     if not on_gpus(config) or None not in (config.max_batch_tokens, config.max_running):
         return config

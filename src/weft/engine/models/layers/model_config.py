@@ -62,7 +62,8 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def build(self, b: Builder) -> LanguageModel:
-        """Build one rank's model with unfilled weights. Raises LayoutError if it does not divide over the layout."""
+        """Build one rank's model with unfilled weights. Raises LayoutError if the layout has too many
+        ranks for it."""
 
 
 class LanguageModel(Layer):

@@ -102,7 +102,8 @@ def _status_routes(service: Service) -> APIRouter:
         state = "draining" if engine_client.closed else engine.state
         if state == "failed":
             return ApiError(503, engine.error or "the engine has failed").response()
-        return JSONResponse({"status": "ok" if state == "serving" else state}, 200 if state == "serving" else 503)
+        serves = state in ("serving", "degraded")
+        return JSONResponse({"status": "ok" if state == "serving" else state}, 200 if serves else 503)
 
     @made.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine cannot start or go on: one line that names the rank and the cause."""
+    """The engine cannot start or go on: one line that names the rank and the cause. rank: the one that failed first;
+    None: not known."""
+
+    rank: int | None = None
 
 
 class QueueFull(EngineError):

@@ -232,9 +232,15 @@ class RankOptions(OptionGroup):
     """Seconds over which failures are counted."""
     restart_backoff_s: float = 1.0
     """Seconds to wait after a second failure without a step in between; each further failure doubles it, to 60 s."""
+    shrink: bool = False
+    """Go on with fewer ranks if max_restarts do not help as the same rank fails each time (on CPUs of one host only so
+    far)."""
+    shrink_to: int = 1
+    """Least number of ranks that --shrink goes on with."""
 
     def check(self) -> None:
         self._above_zero("step_timeout_s", "restart_window_s", *() if self.threads == "auto" else ("threads",))
+        self._above_zero("shrink_to")
         self._not_negative("max_restarts", "restart_backoff_s")
 
 

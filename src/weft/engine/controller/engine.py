@@ -15,17 +15,18 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from weft.comm.forks import ProcessBound
-from weft.engine.config.config import EngineConfig, EngineError, QueueFull
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.config.threads import name_thread
 from weft.engine.controller.event_publisher import EventPublisher, KvEventsConfig, open_publisher
 from weft.engine.controller.executor import Executor
-from weft.engine.controller.fault_window import FaultWindow, one_line
+from weft.engine.controller.fault_window import one_line
 from weft.engine.controller.output_processor import OutputProcessor
 from weft.engine.controller.rank_executors import make_executor
+from weft.engine.controller.recovery import Recovery
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
 from weft.engine.messages.rank_messages import Step
-from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParams, Sequence, Sharing
+from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.output.text_processor import TextProcessor
@@ -34,7 +35,7 @@ from weft.stream.stats import StepStat
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-EngineState = Literal["starting", "serving", "restarting", "draining", "failed", "stopped"]
+EngineState = Literal["starting", "serving", "degraded", "restarting", "draining", "failed", "stopped"]
 IDLE_CHECK_S = 1.0
 """Interval at which an idle engine checks that its ranks are alive."""
 NEWCOMERS_PER_STEP = 64
@@ -63,12 +64,12 @@ class Engine(ProcessBound):
         kv_events: KvEventsConfig | None = None,
         executor: Callable[[EngineConfig], Executor] | None = None,
     ):
-        self.config = config = resolve_defaults(config)
+        given, self.config = config, (config := resolve_defaults(config))
         self.error: str | None = None
         self._phase: EngineState = "starting"
-        self._faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
+        self._recovery = Recovery(given, config, executor or make_executor)
         self.kv_events: EventPublisher | None = None
-        self._executor: Executor = (executor or make_executor)(config)
+        self._executor = self._recovery.executor
         try:
             self.kv_events = open_publisher(kv_events, config)
             self.model_config = read_model(config)
@@ -103,9 +104,11 @@ class Engine(ProcessBound):
 
     @property
     def state(self) -> EngineState:
-        """State: serving, restarting (after a failure of ranks; requests wait), draining (new requests are refused),
-        failed (see `error`), or stopped."""
-        return "draining" if self._draining and self._phase == "serving" else self._phase
+        """State: serving, degraded (it serves, with fewer ranks), restarting (after a failure of ranks; requests wait),
+        draining (new requests are refused), failed (see `error`), or stopped."""
+        if self._phase != "serving":
+            return self._phase
+        return "draining" if self._draining else "degraded" if self._recovery.lost_ranks else "serving"
 
     @property
     def eager(self) -> str:
@@ -115,7 +118,7 @@ class Engine(ProcessBound):
     @property
     def healthy(self) -> bool:
         """True while requests are served."""
-        return self.state == "serving"
+        return self.state in ("serving", "degraded")
 
     def submit(
         self,
@@ -169,19 +172,8 @@ class Engine(ProcessBound):
     def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
         """Complete any number of prompts and wait for all. Raises errors of `submit`, and EngineError if one ends with
         "error"."""
-
-        def submit(prompt: Seq[int], callback_for: OutputCallback) -> None:
-            while True:
-                try:
-                    self.submit(prompt, params, callback_for)
-                    return
-                except QueueFull:
-                    self._requests.wait_for_capacity(IDLE_CHECK_S)
-
-        results = gather(prompts, submit)
-        if failed := next((result for result in results if result.finish_reason == "error"), None):
-            raise EngineError(failed.error or "the engine failed")
-        return results
+        wait = partial(self._requests.wait_for_capacity, IDLE_CHECK_S)
+        return gather(prompts, lambda prompt, callback: self.submit(prompt, params, callback), wait)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
@@ -202,7 +194,8 @@ class Engine(ProcessBound):
             rejected=self._requests.refused,
             timeouts=self._outputs.timeouts,
             queue_seconds=self._outputs.queue_seconds,
-            failures=self._faults.total,
+            failures=self._recovery.faults.total,
+            lost_ranks=self._recovery.lost_ranks,
         )
 
     def comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
@@ -302,25 +295,39 @@ class Engine(ProcessBound):
         """
         self._outputs.notify()
         while not self._closing.is_set():
-            pause = self._faults.add(one_line(error))
-            log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._outputs))
             self._phase, began = "restarting", time.monotonic()
+            pause = self._recovery.failed(error, self.model_config)
+            self._executor = self._recovery.executor
+            self.config = self._executor.config
+            log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._outputs))
             # Restart all ranks: others may wait in a collective that never ends, or hold a device with a fault.
-            self._schedulers = self._make_schedulers()
-            self._in_flight.clear()
-            for output in sorted(self._outputs, key=lambda a: a.sequence.admitted is None):
-                output.sequence.forget_pages()
-                self._place(output)
+            self._place_all()
             try:
                 self._requests.pause(pause, self._admit_or_stop)
+                groups = self._executor.groups
                 self._executor.start(poll=self._admit_or_stop)
             except Exception as another:
                 error = another
                 continue
+            self.config = self._executor.config
+            if self._executor.groups != groups:
+                self._place_all()
             self._phase = "serving"
             log.warning("the ranks are back after %.1f s", time.monotonic() - began)
             return
         self._stopping = True
+
+    def _place_all(self) -> None:
+        """Begin with empty caches, and compute every request again from its prompt and its tokens so far."""
+        self._schedulers = self._make_schedulers()
+        self._in_flight.clear()
+        for output in sorted(self._outputs, key=lambda a: a.sequence.admitted is None):
+            output.scheduler = None
+            output.sequence.forget_pages()
+            try:
+                self._place(output)
+            except ValueError as error:  # a smaller layout has smaller caches
+                self._outputs.end(output, "error", str(error))
 
     def _admit(self) -> None:
         """Run commands of callers, then admit new requests, then end overdue ones. Called between two steps."""
@@ -360,16 +367,13 @@ class Engine(ProcessBound):
         return make_schedulers(self.config, self._executor.groups, self.kv_events.recorded if self.kv_events else ())
 
     def _place(self, output: RequestOutput) -> None:
-        output.scheduler = self._choose_group(output.sequence)
-        output.scheduler.add(output.sequence)
-
-    def _choose_group(self, sequence: Sequence) -> Scheduler:
-        """Return the DP group with the fewest rows until the first token: queued rows and uncached prompt rows."""
-        tokens, salt = sequence.tokens, sequence.sharing.cache_salt
-        return min(
+        """Queue a sequence in the DP group with the fewest rows until its first token: queued and uncached ones."""
+        tokens, salt = output.sequence.tokens, output.sequence.sharing.cache_salt
+        output.scheduler = min(
             self._schedulers,
             key=lambda s: (s.queued_tokens + len(tokens) - s.cached_tokens(tokens, salt), len(s.running)),
         )
+        output.scheduler.add(output.sequence)
 
     def _step(self) -> None:
         """Send the next step, if there is one, then collect the previous step (without overlap, this step)."""
@@ -383,7 +387,7 @@ class Engine(ProcessBound):
         self._outputs.notify()
         if self._in_flight and not (rows and self.config.overlap and len(self._in_flight) == 1):
             results = self._executor.collect()
-            self._faults.worked()
+            self._recovery.faults.worked()
             for of_group, result in zip(self._in_flight.popleft(), results, strict=True):
                 self._outputs.take(of_group, result)
             if not self._outputs:

@@ -33,6 +33,8 @@ from weft.engine.models.config_json.fields import ModelError
 from weft.engine.processes.rank_processes import POLL_S
 from weft.planner.chain import Counts
 
+Gone = tuple[int | None, str]
+"""Rank that has ended, if it is known, and one line about it."""
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 LOAD_TIMEOUT_S = 600.0
 REPORT_S = 5.0
@@ -157,7 +159,7 @@ class Executor(ABC):
     def check(self) -> None:
         """Raise EngineError if a rank is gone."""
         if dead := self._dead():
-            raise EngineError(dead)
+            raise _of_rank(*dead)
 
     def idle(self) -> None:
         """Check the ranks and refresh the report. Call it now and then while no step is sent."""
@@ -204,7 +206,7 @@ class Executor(ABC):
         cause = min(failures, key=lambda f: f.lost_peer)
         if cause.user:
             return ModelError(cause.text)
-        return EngineError(self._dead(killed=True) or f"rank {cause.rank} failed: {cause.text}")
+        return _of_rank(*(self._dead(killed=True) or (cause.rank, f"rank {cause.rank} failed: {cause.text}")))
 
     @abstractmethod
     def _launch(self, poll: Callable[[], None]) -> None: ...
@@ -224,12 +226,18 @@ class Executor(ABC):
         """Return the next message; None after POLL_S."""
 
     @abstractmethod
-    def _dead(self, *, killed: bool = False) -> str | None:
-        """Return one line about a rank that has ended, or None. killed: only ranks ended by a signal count."""
+    def _dead(self, *, killed: bool = False) -> Gone | None:
+        """Return a rank that has ended, or None. killed: only ranks ended by a signal count."""
 
     def close(self, grace_s: float = 5.0) -> None:
         """Stop every rank. May be called twice. grace_s: maximum seconds for ranks to exit by themselves."""
         self._stop_ranks(grace_s)
+
+
+def _of_rank(rank: int | None, line: str) -> EngineError:
+    error = EngineError(line)
+    error.rank = rank
+    return error
 
 
 def _compare_plans(ready: dict[int, Ready]) -> None:

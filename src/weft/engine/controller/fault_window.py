@@ -26,7 +26,7 @@ class FaultWindow:
     ):
         self._max_failures, self._window_s, self._clock, self._backoff_s = max_failures, window_s, clock, backoff_s
         self._in_a_row = 0
-        self._failures: deque[tuple[float, str]] = deque()
+        self._failures: deque[tuple[float, str, int | None]] = deque()
         self.total = 0
         """Failures so far, also outside the window."""
 
@@ -34,26 +34,33 @@ class FaultWindow:
         """Note that a step has succeeded, so the next failure is a new one."""
         self._in_a_row = 0
 
-    def add(self, cause: str) -> float:
+    def forget(self) -> None:
+        """Forget the failures of the window, because other ranks run from now on."""
+        self._failures.clear()
+        self._in_a_row = 0
+
+    def add(self, cause: str, rank: int | None = None) -> float:
         """Note a failure. Returns the seconds to wait before ranks are restarted: 0 after the first failure.
 
-        Raises EngineError, with every failure of the window, if the limit is exceeded.
+        Raises EngineError, with every failure of the window, if the limit is exceeded. Its `rank` is the rank that
+        failed each time, if it is the same. rank: the one that failed; None: not known.
         """
         now = self._clock()
         self.total += 1
-        self._failures.append((now, cause))
+        self._failures.append((now, cause, rank))
         while self._failures[0][0] < now - self._window_s:
             self._failures.popleft()
         if len(self._failures) > self._max_failures:
-            causes = Counter(cause for _, cause in self._failures)
+            causes = Counter(cause for _, cause, _ in self._failures)
             listed = "; ".join(f"{cause} ({n} times)" if n > 1 else cause for cause, n in causes.items())
-            if self._max_failures == 0:
-                raise EngineError(listed)
-            raise EngineError(
+            final = EngineError(
                 f"gave up after {len(self._failures)} failures in {self._window_s:g} s "
-                f"(max_restarts={self._max_failures}): "
-                f"{listed}"
+                f"(max_restarts={self._max_failures}): {listed}"
+                if self._max_failures
+                else listed
             )
+            final.rank = rank if all(each == rank for _, _, each in self._failures) else None
+            raise final
         self._in_a_row += 1
         doublings = min(self._in_a_row - 2, 62)
         return 0.0 if doublings < 0 else min(self._backoff_s * 2.0**doublings, MAX_BACKOFF_S)

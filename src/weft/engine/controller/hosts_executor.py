@@ -12,7 +12,7 @@ import zmq
 
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import on_gpus
-from weft.engine.controller.executor import LOAD_TIMEOUT_S
+from weft.engine.controller.executor import LOAD_TIMEOUT_S, Gone
 from weft.engine.controller.process_executor import ProcessExecutor
 from weft.engine.hosts import addresses, digests
 from weft.engine.hosts.agents import SILENT_S, Agents
@@ -102,10 +102,12 @@ class HostsExecutor(ProcessExecutor):
             if (encoded := self._agents.receive()) is not None:
                 self._received.append(encoded)
 
-    def _dead(self, *, killed: bool = False) -> str | None:
+    def _dead(self, *, killed: bool = False) -> Gone | None:
         assert self._agents is not None
         self._drain()  # a busy controller must not mistake unread messages for silence
-        return self._local.ended(killed=killed) or self._agents.gone(killed=killed)
+        if (gone := self._local.ended(killed=killed)) or (line := self._agents.gone(killed=killed)) is None:
+            return gone
+        return None, line
 
     def _cause(self, first: Failure) -> Exception:
         # Ranks notice a lost connection at once; only the agent's silence shows later that its host is lost. Read that

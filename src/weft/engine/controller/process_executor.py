@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from weft.engine.config.config import EngineConfig
-from weft.engine.controller.executor import LOAD_TIMEOUT_S, Executor
+from weft.engine.controller.executor import LOAD_TIMEOUT_S, Executor, Gone
 from weft.engine.messages.rank_messages import FromRank, ToRank, decode_from_rank, encode
 from weft.engine.processes.fork_client import RankProcess
 from weft.engine.processes.rank_processes import POLL_S, RankProcesses
@@ -51,7 +51,7 @@ class ProcessExecutor(Executor):
         encoded = self._local.receive()
         return None if encoded is None else decode_from_rank(encoded)
 
-    def _dead(self, *, killed: bool = False) -> str | None:
+    def _dead(self, *, killed: bool = False) -> Gone | None:
         return self._local.ended(killed=killed)
 
     def _stop_ranks(self, grace_s: float) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.config.config import EngineConfig
-from weft.engine.controller.executor import Executor
+from weft.engine.controller.executor import Executor, Gone
 from weft.engine.controller.hosts_executor import HostsExecutor
 from weft.engine.controller.process_executor import ProcessExecutor
 from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank
@@ -69,7 +69,7 @@ class ThreadExecutor(Executor):
         except queue.Empty:
             return None
 
-    def _dead(self, *, killed: bool = False) -> str | None:
+    def _dead(self, *, killed: bool = False) -> Gone | None:
         return None  # a failing thread reports itself
 
     def _stop_ranks(self, grace_s: float) -> None:

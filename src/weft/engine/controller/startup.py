@@ -121,6 +121,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise LayoutError("the naive plan uses all-reduces, by which experts gather: drop --moe-exchange or --plan")
     planner = planner_of(config, model)
     check_attention(config, model)
+    if config.shrink and (on_gpus(config) or config.mesh.hosts > 1):
+        raise LayoutError("--shrink runs on the CPUs of one host only so far: drop the option")
     rows, dispatches = 1, False
     while True:
         counts = (min(rows, config.batch_tokens),) * config.mesh.attn_dp

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from weft.engine.config.config import EngineError, QueueFull
 from weft.engine.messages.rank_messages import Stat
 from weft.engine.messages.request import FinishReason, TokenLogprob
 from weft.engine.output.request_output import OutputCallback, RequestOutput
@@ -30,6 +31,7 @@ class EngineStats:
         timeouts: requests ended by their deadline.
         queue_seconds: sum of the requests' waiting times until their first place in a batch.
         failures: failures of ranks, each followed by a restart.
+        lost_ranks: ranks lost for good, without which the engine goes on.
     """
 
     running: int
@@ -48,6 +50,7 @@ class EngineStats:
     timeouts: int
     queue_seconds: float
     failures: int
+    lost_ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,15 @@ class GenerationResult:
 
 
 def gather(
-    prompts: Sequence[Sequence[int]], submit: Callable[[Sequence[int], OutputCallback], None]
+    prompts: Sequence[Sequence[int]],
+    submit: Callable[[Sequence[int], OutputCallback], object],
+    wait: Callable[[], object],
 ) -> list[GenerationResult]:
-    """Submit each prompt with a callback, and wait for all completions."""
+    """Submit each prompt with a callback, and wait for all completions.
+
+    submit: called again after QueueFull. wait: waits for capacity. Raises other errors of `submit`, and EngineError if
+    a completion ends with "error".
+    """
     ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
 
     def callback(at: int, output: RequestOutput) -> None:
@@ -73,9 +82,17 @@ def gather(
             ended.put((at, output))
 
     for at, prompt in enumerate(prompts):
-        submit(prompt, partial(callback, at))
+        while True:
+            try:
+                submit(prompt, partial(callback, at))
+                break
+            except QueueFull:
+                wait()
     outputs = dict(ended.get() for _ in prompts)
-    return [whole(outputs[at]) for at in range(len(prompts))]
+    results = [whole(outputs[at]) for at in range(len(prompts))]
+    if failed := next((result for result in results if result.finish_reason == "error"), None):
+        raise EngineError(failed.error or "the engine failed")
+    return results
 
 
 def whole(output: RequestOutput) -> GenerationResult:

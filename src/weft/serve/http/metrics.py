@@ -157,6 +157,8 @@ class Metrics(Observations, Collector):
             ("weft_requests_running", "Requests in a batch", s.running),
             ("weft_requests_waiting", "Requests in the queue", s.waiting),
             ("weft_healthy", "1 while requests are served", float(self._engine.healthy)),
+            ("weft_ranks", "Ranks that run the model", config.mesh.world),
+            ("weft_ranks_lost", "Ranks lost for good, without which the engine goes on", s.lost_ranks),
             ("weft_max_running", "Sequences of a DP group that run at once, at most", config.batch_sequences),
             ("weft_max_batch_tokens", "Rows of one step of a DP group, at most", config.batch_tokens),
         ):

@@ -68,6 +68,7 @@ class Shared:
             "attention_backend": str(config.attention_backend),
             "cpu_kernels": None if on_gpus(config) else isa(),
             "eager_because": self.engine.eager or None,
+            "ranks": {"layout": str(config.mesh), "running": config.mesh.world, "lost": self.engine.stats().lost_ranks},
             "max_running": config.batch_sequences,
             "max_batch_tokens": config.batch_tokens,
             "kv_tokens": config.cached_tokens,

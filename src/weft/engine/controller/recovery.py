@@ -1,0 +1,96 @@
+"""Recovery from failures of ranks: they start anew after a pause, or with one rank less once that is lost for good."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.executor import Executor
+from weft.engine.controller.fault_window import FaultWindow, one_line
+from weft.engine.controller.startup import check_plans, resolve_defaults
+from weft.engine.models.layers.model_config import ModelConfig
+from weft.planner.spec import LayoutError, divisors
+
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Ranks that may fail.
+
+    Args:
+        given: configuration as it was given.
+        config: configuration with values for `auto`.
+        make: returns the controller's end of ranks.
+
+    Attributes:
+        executor: end of the ranks that run or start next.
+        faults: counter of failures.
+        lost_ranks: number of ranks that are lost for good.
+    """
+
+    def __init__(self, given: EngineConfig, config: EngineConfig, make: Callable[[EngineConfig], Executor]):
+        self._given, self._make = given, make
+        self.executor = make(config)
+        self.faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
+        self.lost_ranks = 0
+
+    def failed(self, error: Exception, model: ModelConfig) -> float:
+        """Note a failure. Returns the seconds to wait before `executor` starts, which is another one if a rank is lost.
+
+        Raises EngineError after too many failures.
+        """
+        try:
+            return self.faults.add(one_line(error), getattr(error, "rank", None))
+        except EngineError as final:
+            if final.rank is None or not self._given.shrink:
+                raise
+            self._go_on_without(final.rank, model)
+            return 0.0
+
+    def _go_on_without(self, rank: int, model: ModelConfig) -> None:
+        self._given = without_rank(self._given, model, rank)
+        self.executor.close(grace_s=0)
+        config, groups = resolve_defaults(self._given), self.executor.groups
+        self.executor = self._make(config)
+        self.executor.prepare()
+        self.executor.groups, self.executor.config = groups, check_plans(config, model)
+        self.faults.forget()
+        self.lost_ranks += 1
+        log.error("rank %d is lost for good; the engine goes on with %s", rank, config.mesh)
+
+
+def without_rank(config: EngineConfig, model: ModelConfig, lost: int) -> EngineConfig:
+    """Return the configuration of as many ranks as possible without one, at least shrink_to.
+
+    config: as it was given. lost: number of the rank. Raises EngineError if no layout is possible.
+    """
+    world, why = config.mesh.world, f"shrink_to={config.shrink_to}"
+    left = [rank for rank in range(world) if rank != lost]
+    for ranks in range(world - 1, config.shrink_to - 1, -1):
+        for smaller in _layouts(config, left[:ranks]):
+            try:
+                check_plans(smaller, model)
+            except LayoutError as error:
+                why = str(error)
+            else:
+                return smaller
+    raise EngineError(f"rank {lost} of {world} is lost for good, and no smaller layout is possible: {why}")
+
+
+def _layouts(config: EngineConfig, left: Sequence[int]) -> Iterator[EngineConfig]:
+    """Yield layouts of the ranks that are left. They keep DP groups, then dcp, as far as these divide the ranks."""
+    mesh, ranks = config.mesh, len(left)
+    attn_dp = _divisor(ranks, mesh.attn_dp)
+    attn_tp = ranks // attn_dp
+    ep = None if config.ep is None else ranks if mesh.moe_tp == 1 else _divisor(ranks, mesh.ep)
+    cores = config.cpu_bind.split("|")
+    cpu_bind = "|".join(cores[rank] for rank in left) if config.cores else config.cpu_bind
+    for dcp in reversed([n for n in divisors(attn_tp) if n <= mesh.dcp]):
+        yield replace(config, attn_dp=attn_dp, attn_tp=attn_tp, ep=ep, moe_tp=None, dcp=dcp, cpu_bind=cpu_bind)
+
+
+def _divisor(ranks: int, limit: int) -> int:
+    """Return the greatest divisor up to a limit."""
+    return max(n for n in divisors(ranks) if n <= limit)

@@ -142,6 +142,31 @@ def test_products_into_parts_of_other_tensors(dtype: torch.dtype, normal: Callab
         assert bool(found[:, :7].isnan().all()) and bool(found[:, 77:].isnan().all())
 
 
+@pytest.mark.parametrize("inputs", [1, 31, 577, 2100])
+@pytest.mark.parametrize("rows", [33, 64, 101])
+def test_products_of_many_rows(rows: int, inputs: int, normal: Callable[..., Tensor]) -> None:
+    """AMX has them for bfloat16, with the bits of few rows. By other instruction sets torch computes them."""
+    for outputs in (1, 77, 300):
+        weight, bias = (normal(*shape).bfloat16() for shape in ((outputs, inputs), (outputs,)))
+        x = normal(rows, inputs + 3).bfloat16()[:, 1:-2]
+        for isa in ISAS:
+            model_kernels().use(isa)
+            assert (cpu_ops.linear(x, weight) is None) == (isa != "amx")
+        if "amx" not in ISAS:
+            continue
+
+        def run(weight: Tensor = weight, bias: Tensor = bias, x: Tensor = x, outputs: int = outputs) -> Tensor:
+            out = torch.full((len(x), outputs + 2), NAN, dtype=torch.bfloat16)
+            ops.linear(x, weight, out[:, 1:-1], bias)
+            return out
+
+        found = everywhere(run, isas=["amx"])
+        assert bool(found[:, [0, -1]].isnan().all())
+        near(found[:, 1:-1], x.double() @ weight.double().t() + bias.double(), torch.bfloat16)
+        few = torch.cat([run(x=part) for part in x.split(16)])
+        assert torch.equal(few[:, 1:-1], found[:, 1:-1]), "a row's bits depend on others"
+
+
 def test_products_that_torch_computes(normal: Callable[..., Tensor]) -> None:
     """The rule: more than 32 rows, no row, other dtypes, mixed dtypes, columns that are not dense."""
     weight = normal(8, 32)
@@ -218,6 +243,70 @@ def test_attention_over_pages(
         wanted, lse = attention(q[row], keys, values, pages[row], length, window, 0.3, page)
         near(outs[row], wanted, dtype)
         near(lses[row], lse, torch.float32, slack=4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 70, 300])
+@pytest.mark.parametrize(("rows", "context"), [(1, 0), (5, 0), (45, 0), (33, 300), (150, 131)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "value_dim"), [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 192, 128)]
+)
+def test_attention_of_prompts(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    value_dim: int,
+    rows: int,
+    context: int,
+    window: int | None,
+    normal: Callable[..., Tensor],
+) -> None:
+    """AMX has it for bfloat16: NaN in all slots that no row sees, and the same bits for a prompt in parts."""
+    tokens, unseen = context + rows, 0 if window is None else max(0, context - window + 1)
+    slots = torch.randperm(tokens + 20)[:tokens].int()
+    keys, values = (torch.full((tokens + 20, kv_heads, n), NAN).bfloat16() for n in (dim, value_dim))
+    for cached in (keys, values):
+        cached[slots[unseen:].long()] = normal(tokens - unseen, *cached.shape[1:]).bfloat16()
+    q = normal(rows, heads, dim).bfloat16()
+
+    def attend(first: int, last: int) -> tuple[Tensor, Tensor] | None:
+        begin = 0 if window is None else max(0, context + first - window + 1)
+        limits = torch.arange(context + first + 1, context + last + 1, dtype=torch.int32) - begin
+        out = torch.full((last - first, heads, value_dim + 1), NAN).bfloat16()[..., :-1]
+        lse = torch.full((last - first, heads), NAN)
+        at = slots[begin : context + last]
+        ran = cpu_ops.attend_prompt(q[first:last], keys, values, at, limits, out, lse, 0.3, window, begin)
+        return (out, lse) if ran else None
+
+    for isa in ISAS:
+        model_kernels().use(isa)
+        assert (attend(0, rows) is None) == (isa != "amx")
+    if "amx" not in ISAS:
+        return
+    out, lse = everywhere(lambda: attend(0, rows), isas=["amx"])
+    for i in range(rows):
+        begin = 0 if window is None else max(0, context + i - window + 1)
+        k, v = (x[slots[begin : context + i + 1].long()].double() for x in (keys, values))
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+        scores = torch.einsum("hd,thd->ht", q[i].double(), k) * 0.3
+        near(lse[i], scores.logsumexp(-1), torch.float32, slack=of_sums(dim))
+        near(out[i], torch.einsum("ht,thd->hd", scores.softmax(-1), v), torch.bfloat16)
+    cut = rows // 3
+    parts = [part for part in (attend(0, cut) if cut else None, attend(cut, rows)) if part is not None]
+    assert all(
+        torch.equal(torch.cat(each), whole) for each, whole in zip(zip(*parts, strict=True), (out, lse), strict=True)
+    )
+
+
+def test_rows_of_prompts_that_see_nothing(normal: Callable[..., Tensor]) -> None:
+    """Rows with no token of theirs on this rank, and tokens that are not in slots."""
+    q, keys, values = (normal(40, n, 64).bfloat16() for n in (4, 2, 2))
+    limits = torch.tensor([0] * 3 + [1] * 37, dtype=torch.int32)
+    out, lse = torch.full((40, 4, 64), NAN).bfloat16(), torch.full((40, 4), NAN)
+    if not cpu_ops.attend_prompt(q, keys, values, None, limits, out, lse, 1.0, None, 0):
+        assert "amx" not in ISAS
+        return
+    assert bool((out[:3] == 0).all()) and bool((lse[:3] == -torch.inf).all())
+    assert torch.equal(out[3:], values[:1].repeat_interleave(2, dim=1).expand(37, -1, -1))
 
 
 @each_dtype
@@ -303,7 +392,7 @@ def test_gated(inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]) ->
         near(found, model_reference.gated(x.double(), **wide), dtype, slack=1 + 2 * ("score" in options))
 
 
-@in_pairs("tokens, shape, dtype", [1, 2, 5, 16, 29], [(64, 48), (33, 7), (130, 100)], DTYPES)
+@in_pairs("tokens, shape, dtype", [1, 2, 5, 16, 29, 100], [(64, 48), (33, 7), (130, 100)], DTYPES)
 def test_grouped_experts(
     tokens: int, shape: tuple[int, int], dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:
@@ -336,6 +425,8 @@ def test_grouped_experts(
             return found
 
         for isas in of_equal_bits(dtype):
+            if tokens > cpu_rows.MAX_ROWS and isas != ["amx"]:
+                continue
             found = everywhere(run, isas=isas)
             near(found, wanted, dtype, slack=4)
             alone = torch.cat([run(slice(i, i + 1)) for i in range(tokens)])
@@ -548,3 +639,30 @@ def test_a_steps_bits_depend_on_no_other_sequence(dtype: torch.dtype) -> None:
         torch.set_num_threads(threads)
         assert torch.equal(step(list(range(count)), rows[:count]), alone[:count])
     assert not torch.equal(alone[0], alone[1])
+
+
+def test_a_prompts_bits_depend_on_no_other_row() -> None:
+    """Check whole prompts in bfloat16 by AMX: alone, in parts, and after others."""
+    if "amx" not in ISAS:
+        return
+    fields = dict(vocab_size=300, hidden_size=96, intermediate_size=200, num_hidden_layers=2, num_attention_heads=6)
+    config = read_config(LlamaConfig(**fields, num_key_value_heads=2, max_position_embeddings=512).to_dict())
+    model, page = build_model(config, Mesh(), 0, torch.bfloat16, torch.device("cpu")), 16
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.1)
+    transport = ReferenceTransport(ReferenceWorld(1), 0)
+    runner = ModelRunner(model, Mesh(), 0, [transport], [CacheGroup(Rule(), 40)], page, attention=NATIVE)
+    tokens, tables = torch.randint(300, (200,)).tolist(), [[list(range(20))], [list(range(20, 40))]]
+
+    def step(*seqs: tuple[int, int, int]) -> Tensor:
+        """Run (table, begin, end) of the tokens, and return the logits of the last row of the last sequence."""
+        rows = [SeqRows(end - begin, begin, tables[table], 1) for table, begin, end in seqs]
+        fed = [token for _, begin, end in seqs for token in tokens[begin:end]]
+        return runner.forward(build_batch(fed, rows, page), (len(fed),))[-1]
+
+    whole = step((0, 0, 200))
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        step((0, 0, 70))
+        assert torch.equal(step((0, 70, 200)), whole)
+        assert torch.equal(step((1, 0, 77), (0, 0, 200)), whole)

@@ -23,7 +23,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL = "weft kernel "
 """First characters of a kernel's range in torch's profiler."""
 BLOCK, MAX_ROWS = 16, 32
-"""Rows that kernels multiply at a time, and maximum rows of a product. Torch multiplies more rows faster."""
+"""Rows that kernels multiply at a time, and maximum rows of a product, unless AMX multiplies bfloat16."""
 MAX_COLUMNS = 1024
 """Maximum columns of FP8 values that share a scale."""
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def missing() -> str | None:
 
 def covers(x: Tensor, *others: Tensor | None) -> bool:
     """Return True if kernels run for these tensors: on a CPU, not empty, in one dtype of DTYPES, with a dense last
-    dimension. Products run for at most MAX_ROWS rows."""
+    dimension. Products run for rows that `multiplies` allows."""
     dtype = x.dtype
     if dtype not in DTYPES or not x.is_cpu or not x.numel() or x.stride(-1) != 1:
         return False
@@ -60,6 +60,11 @@ def covers(x: Tensor, *others: Tensor | None) -> bool:
         if y is not None and (y.dtype != dtype or y.stride(-1) != 1):
             return False
     return missing() is None
+
+
+def multiplies(x: Tensor) -> bool:
+    """Return True if kernels multiply this number of rows: up to MAX_ROWS, or by AMX any number of bfloat16 rows."""
+    return len(x) <= MAX_ROWS or (x.dtype == torch.bfloat16 and isa() == "amx")
 
 
 def isa() -> str | None:

@@ -196,8 +196,8 @@ def _flashinfer_lacks(needs: Needs) -> str | None:
 
 
 TORCH = BackendEntry("torch", "any", *_kernels("sdpa", "Torch"), _torch_lacks, float8=True)
-NATIVE = BackendEntry("native", "cpu", _kernels("cpu_decode", "Native")[0], TORCH.prompts, _native_lacks, float8=True)
-"""Backend with Weft's CPU kernels for sequences of one row."""
+NATIVE = BackendEntry("native", "cpu", *_kernels("cpu_decode", "Native"), _native_lacks, float8=True)
+"""Backend with Weft's CPU kernels."""
 TRITON = BackendEntry("triton", "cuda", *_kernels("paged_triton", "Triton"), float8=True)
 FA3 = BackendEntry("fa3", "cuda", *_kernels("fa3", "Fa3"), _fa3_lacks)
 MIXED = BackendEntry(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -45,17 +48,35 @@ class TorchDecode(DecodeKernel):
         return None if inputs.lse is None else _lse(q, keys, mask, scale)[:, 0]
 
 
-class TorchPromptPlan(NamedTuple):
-    """Prompts that attend to cached or to expanded vectors: their rows, slots of the tokens that they see, and the mask
-    `[rows, tokens]`."""
+@dataclass(frozen=True)
+class SeenTokens:
+    """Tokens of a sequence from `begin` on that a prompt's rows see. slots: int32 `[T]`. limits: int32 `[rows]`; a row
+    sees the first `limits` of them, or the last `window` of these."""
 
-    cached: list[tuple[slice, Tensor, Tensor]]
-    expanded: list[tuple[slice, Tensor, Tensor]]
+    slots: Tensor
+    limits: Tensor
+    window: int | None
+    begin: int
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """The rows' mask, bool `[rows, T]`."""
+        tokens = torch.arange(len(self.slots), device=self.slots.device)
+        return _sees(tokens, self.limits[:, None] - 1, self.window)
+
+
+class TorchPromptPlan(NamedTuple):
+    """Prompts that attend to cached or to expanded vectors: their rows and the tokens that they see."""
+
+    cached: list[tuple[slice, SeenTokens]]
+    expanded: list[tuple[slice, SeenTokens]]
     absorbed_rows: Tensor | None
 
 
 class TorchPrompts(PromptKernel):
     """Gathers the tokens that a prompt sees and calls torch, prompt by prompt."""
+
+    linear: Callable[..., Tensor] = staticmethod(F.linear)
 
     def __init__(self, cache: KVCache):
         self.cache = cache
@@ -69,9 +90,9 @@ class TorchPrompts(PromptKernel):
             tokens = tokens if rows.held is None else rows.held(tokens)
             slots = slots_of(rows.pages[sequence], rows.page_size, tokens)
             begin = 0 if window is None else max(0, context - window + 1)
-            mask = _sees(torch.arange(begin, tokens, device=slots.device), limits[at, None] - 1, window)
+            seen = SeenTokens(slots[begin:], limits[at] - begin, window, begin)
             expands = latent is not None and pays(latent, count, tokens)
-            (plan.expanded if expands else plan.cached).append((at, slots[begin:], mask))
+            (plan.expanded if expands else plan.cached).append((at, seen))
         if not plan.expanded:
             return plan
         absorbed_rows = torch.ones(len(limits), dtype=torch.bool, device=limits.device)
@@ -80,34 +101,42 @@ class TorchPrompts(PromptKernel):
         return plan._replace(absorbed_rows=absorbed_rows)
 
     def run(self, plan: TorchPromptPlan, inputs: AttentionInputs) -> TorchPromptPlan:
-        q, out, lse, scale = inputs.q, inputs.out, inputs.lse, inputs.scale
-        for at, slots, mask in plan.cached:
-            if not len(slots):  # all tokens are on other ranks
+        lse = inputs.lse
+        for at, seen in plan.cached:
+            if len(seen.slots):
+                self.attend(inputs.part(at), seen, seen.slots)
+            else:  # all tokens are on other ranks
                 assert lse is not None
                 lse[at] = float("-inf")
-                continue
-            keys, values = (take(x, slots[None], q.dtype) for x in (inputs.keys, inputs.values))
-            out[at] = _attend(q[None, at], keys, values, mask, scale)[0]
-            if lse is not None:
-                lse[at] = _lse(q[None, at], keys, mask, scale)[0]
         return plan
+
+    def attend(self, inputs: AttentionInputs, seen: SeenTokens, slots: Tensor | None) -> None:
+        """Fill the output of a prompt's rows. slots: of tokens in keys and values; None: these are the tokens'."""
+        (q, keys, values), scale = (inputs.q, inputs.keys, inputs.values), inputs.scale
+        if slots is not None:
+            keys, values = (take(x, slots, q.dtype) for x in (keys, values))
+        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+        inputs.out.copy_(_attend(q[None], keys[None], values[None], seen.mask, scale)[0])
+        if inputs.lse is not None:
+            inputs.lse.copy_(_lse(q[None], keys[None], seen.mask, scale)[0])
 
     def absorbed_rows(self, plan: TorchPromptPlan) -> Tensor | None:
         return plan.absorbed_rows
 
     def expand(self, plan: TorchPromptPlan, inputs: AttentionInputs, plain: Tensor, up: Tensor, out: Tensor) -> None:
         width, n = up.shape[2], plain.shape[2]
-        for at, slots, mask in plan.expanded:
-            latent, rotated = take(inputs.keys, slots, out.dtype).tensor_split([width], dim=-1)
+        for at, seen in plan.expanded:
+            latent, rotated = take(inputs.keys, seen.slots, out.dtype).tensor_split([width], dim=-1)
             q = torch.cat((plain[at], inputs.q[at, :, width:]), dim=-1)
-            heads = max(1, MAX_ELEMENTS // (len(slots) * up.shape[1]))
+            heads = max(1, MAX_ELEMENTS // (len(seen.slots) * up.shape[1]))
             for i in range(0, q.shape[1], heads):
                 part = up[i : i + heads]
-                both = F.linear(latent[:, 0], part.flatten(0, 1)).unflatten(1, part.shape[:2])
+                both = self.linear(latent[:, 0], part.flatten(0, 1)).unflatten(1, part.shape[:2])
                 own, values = both.tensor_split([n], dim=-1)
                 keys = torch.cat((own, rotated.expand(-1, len(part), -1)), dim=-1)
-                output = _attend(q[None, :, i : i + heads], keys[None], values[None], mask, inputs.scale)
-                out[at, i : i + heads] = output[0]
+                of_heads = slice(i, i + heads)
+                shares = AttentionInputs(q[:, of_heads], keys, values, inputs.scale, out[at, of_heads], None)
+                self.attend(shares, seen, None)
 
 
 def _sees(position: Tensor, row: Tensor, window: int | None) -> Tensor:

@@ -15,16 +15,18 @@ from weft.engine.kernels.model_reference import Chosen
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kernels.step_inputs import StepInputs, TablePieces, unfilled_inputs
-from weft.kernels.cpu_rows import BLOCK, MAX_COLUMNS, MAX_ROWS, covers, run
+from weft.kernels.cpu_rows import BLOCK, MAX_COLUMNS, MAX_ROWS, covers, isa, multiplies, run
 from weft.kernels.float8 import Fp8Rows, Fp8Weight, Stored
 from weft.stream.formats import QuantisedWeight
 
+EXPERT_ROWS = 1024
+"""Rows of a call of `experts`, which needs memory for each of a row's experts."""
 MAX_DIM = 1024
 """Maximum elements of a head that is rotated."""
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
-    if x.dim() != 2 or len(x) > MAX_ROWS or not covers(x, weight, out, bias):
+    if x.dim() != 2 or not covers(x, weight, out, bias) or not multiplies(x):
         return None
     if out is None:
         out = torch.empty((len(x), len(weight)), dtype=x.dtype)
@@ -91,7 +93,7 @@ def experts(
     add: bool = False,
     wait: Callable[[], None] = nothing,
 ) -> Tensor | None:
-    if len(out) > MAX_ROWS or not covers(out):
+    if not covers(out) or not (len(out) <= MAX_ROWS or (isinstance(gate_up, Tensor) and multiplies(out))):
         return None
     scales: tuple[Any, ...] = None, None, None, 0, 0, 0, 0
     if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
@@ -103,8 +105,10 @@ def experts(
     elif not isinstance(gate_up, Tensor) or not covers(x, gate_up, down, out, gate_up_bias, down_bias):
         return None
     wait()
-    options = _or_nan(limit), _or_nan(alpha), add
-    run("experts", x, *chosen, gate_up, down, gate_up_bias, down_bias, out, *options, *scales)
+    options, weights = (_or_nan(limit), _or_nan(alpha), add), (gate_up, down, gate_up_bias, down_bias)
+    for i in range(0, len(out), EXPERT_ROWS):
+        at = slice(i, i + EXPERT_ROWS)
+        run("experts", x[at], *(each[at] for each in chosen), *weights, out[at], *options, *scales)
     return out
 
 
@@ -175,6 +179,29 @@ def attend(
     run("decode", q, k, v, pages, lengths, to, lse, scale, window or 0, page_size, k_exponents, v_exponents)
     if to is not out:
         out.copy_(to)
+
+
+def attend_prompt(
+    q: Tensor,
+    keys: Stored,
+    values: Stored,
+    slots: Tensor | None,
+    limits: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    window: int | None,
+    begin: int,
+) -> bool:
+    """Fill out and lse with attention of a prompt's rows: see `weft.engine.attention.sdpa.SeenTokens`, which has the
+    same `limits`, `window` and `begin`. slots: of tokens in keys and values; None: these are the tokens'. False: not
+    covered."""
+    if not (isinstance(keys, Tensor) and isinstance(values, Tensor) and covers(q, keys, values, out)):
+        return False
+    if q.dtype != torch.bfloat16 or isa() != "amx":
+        return False
+    run("prompt", q, keys, values, slots, limits, out, lse, scale, window or 0, begin)
+    return True
 
 
 def step_in(state: Sequence[Tensor], pieces: TablePieces, page_size: int) -> StepInputs:

@@ -1,4 +1,4 @@
-// Part of model.cc: grouped experts of few rows. A step reads the weights of each chosen expert once, for all its rows.
+// Part of model.cc: grouped experts. A step reads the weights of each chosen expert once, for all its rows.
 #pragma once
 
 namespace weft::model {
@@ -16,7 +16,7 @@ struct Pairs {
   std::vector<int32_t> ends, numbers;
 
   template <class Integer>
-  void sort(const Integer* chosen, int64_t rows, int64_t choices, int64_t stride, int64_t experts) {
+  void sort(const Integer* chosen, int64_t rows, int64_t choices, int64_t stride, int64_t experts, int64_t group_rows) {
     ends.assign(size_t(experts) + 1, 0), of_choices.assign(size_t(rows * choices), -1), groups.clear();
     const auto each = [&](const auto& function) {
       for (int64_t i = 0; i < rows * choices; ++i)
@@ -25,8 +25,8 @@ struct Pairs {
     };
     each([&](int64_t, size_t e) { ++ends[e + 1]; });
     for (size_t e = 0; e < size_t(experts); ++e) {
-      for (int64_t i = 0; i < ends[e + 1]; i += kMaxRows)
-        groups.push_back({int64_t(e), ends[e] + i, std::min<int64_t>(kMaxRows, ends[e + 1] - i)});
+      for (int64_t i = 0; i < ends[e + 1]; i += group_rows)
+        groups.push_back({int64_t(e), ends[e] + i, std::min<int64_t>(group_rows, ends[e + 1] - i)});
       ends[e + 1] += ends[e];
     }
     tokens.resize(size_t(ends.back()));
@@ -65,17 +65,21 @@ void experts(TensorView x, TensorView weight, TensorView chosen, TensorView gate
     check(bias.value().size(0) == held && bias.value().size(1) == size && bias.value().IsContiguous(), "whole biases");
   };
   check_bias(gate_up_bias, 2 * inner), check_bias(down_bias, width);
+  const bool many = packs(weight_dtype, rows * choices / std::max<int64_t>(1, held));
+  const int64_t group_rows = many ? rows * choices : kMaxRows;
   static thread_local Pairs own;
   if (chosen.dtype().bits == 64)
-    own.sort(static_cast<const int64_t*>(chosen.data_ptr()), rows, choices, chosen.strides()[0], held);
+    own.sort(static_cast<const int64_t*>(chosen.data_ptr()), rows, choices, chosen.strides()[0], held, group_rows);
   else
-    own.sort(static_cast<const int32_t*>(chosen.data_ptr()), rows, choices, chosen.strides()[0], held);
+    own.sort(static_cast<const int32_t*>(chosen.data_ptr()), rows, choices, chosen.strides()[0], held, group_rows);
   const auto& groups = own.groups;
   const auto* tokens = own.tokens.data();
   const auto pairs = int64_t(own.tokens.size()), element = bytes_of(between);
-  float* wide = scratch(pairs * (padded(width) + 3 * padded(inner) + padded(inner) + padded(width)));
-  float *both = wide + pairs * padded(width), *hidden = both + pairs * 2 * padded(inner);
-  float *wide_hidden = hidden + pairs * padded(inner), *values = wide_hidden + pairs * padded(inner);
+  // Of many rows there are no wide copies, and other values are in bf16.
+  const int64_t in = padded(width), mid = padded(inner), units = many ? 1 : 2;
+  float* wide = scratch(pairs * (many ? (3 * mid + in) / 2 : 2 * in + 4 * mid));
+  float *both = many ? wide : wide + pairs * in, *hidden = both + pairs * mid * units;
+  float *wide_hidden = hidden + pairs * mid * units / 2, *values = many ? wide_hidden : wide_hidden + pairs * mid;
   own.numbers.resize(size_t(pairs));
   std::iota(own.numbers.begin(), own.numbers.end(), 0);
   // The product of all pairs with w; `of` has a group's part of it.
@@ -103,16 +107,23 @@ void experts(TensorView x, TensorView weight, TensorView chosen, TensorView gate
   const auto widen = [&](const Linear& c) { kernels->widen_rows(c, const_cast<float*>(c.wide)); };
   const Gated gate = gate_of(between, inner, both, hidden, limit, alpha);
   const auto count = int64_t(groups.size());
-  parallel(int(threads), count, [&](int64_t i) { widen(of(all_up, i)); });
-  over_outputs(threads, count, 2 * inner, width * bytes_of(weight_dtype),
-               [&](int64_t i, int64_t begin, int64_t end) { compute(of(all_up, i), begin, end); });
-  parallel(int(threads), count, [&](int64_t i) {
+  const auto multiply = [&](const Linear& all, int64_t outputs) {
+    if (many)
+      over_panels(threads, count, outputs, all.inputs,
+                  [&](int64_t i, int64_t begin, int64_t end) { compute_panel(of(all, i), begin, end); });
+    else
+      over_outputs(threads, count, outputs, all.inputs * bytes_of(weight_dtype),
+                   [&](int64_t i, int64_t begin, int64_t end) { compute(of(all, i), begin, end); });
+  };
+  if (!many) parallel(int(threads), count, [&](int64_t i) { widen(of(all_up, i)); });
+  multiply(all_up, 2 * inner);
+  if (many) over_rows(threads, pairs, inner, [&](int64_t row) { kernels->gated(gate, row); });
+  parallel(int(threads), many ? 0 : count, [&](int64_t i) {
     const ExpertRows& part = groups[size_t(i)];
     for (int64_t row = part.first; row < part.first + part.rows; ++row) kernels->gated(gate, row);
     widen(of(all_down, i));
   });
-  over_outputs(threads, count, width, inner * bytes_of(weight_dtype),
-               [&](int64_t i, int64_t begin, int64_t end) { compute(of(all_down, i), begin, end); });
+  multiply(all_down, width);
   Combine sum{dtype, between, choices, width, out.strides()[0]};
   sum.weights = static_cast<const float*>(weight.data_ptr()), sum.pairs = own.of_choices.data();
   sum.values = values, sum.out = out.data_ptr(), sum.add = add;

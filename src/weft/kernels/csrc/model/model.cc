@@ -21,6 +21,7 @@ namespace {
 
 constexpr int64_t kChunkBytes = 32 << 10;    // of weights that a thread reads at a time
 constexpr int64_t kChunkElements = 4 << 10;  // of rows
+constexpr int64_t kManyRows = 32;            // up to these, weights are not packed
 
 const ModelKernels* kernels = &kernels_for("auto");
 
@@ -59,7 +60,8 @@ int8_t* exponents_of(const MaybeTensor& exponents, TensorView vectors) {
 
 const void* data_of(const MaybeTensor& x) { return x.has_value() ? x.value().data_ptr() : nullptr; }
 
-// Memory of the calling thread, kept between calls.
+// Memory of the calling thread, kept between calls, for each use.
+template <int kUse = 0>
 float* scratch(int64_t floats) {
   static thread_local std::unique_ptr<char[]> memory;
   static thread_local int64_t held = 0;
@@ -117,6 +119,25 @@ void set_types(Product* c, DType out, const MaybeTensor& x_scales, const MaybeTe
   c->unit_rows = unit_rows, c->columns = columns;
 }
 
+// Checks if a product of so many rows packs its weights.
+bool packs(DType weight, int64_t rows) { return kernels->many_rows && weight == DType::bf16 && rows > kManyRows; }
+
+// Calls function(product, begin, end) for panels of the outputs of each product; smaller ones keep all threads at work.
+template <class Function>
+void over_panels(int64_t threads, int64_t products, int64_t outputs, int64_t inputs, const Function& function) {
+  const int64_t shares = threads > 1 ? (2 * threads + products - 1) / products : 1;
+  const int64_t share = (outputs + 32 * shares - 1) / (32 * shares) * 32;
+  const int64_t size = std::min(share, kernels->panel_outputs(inputs)), parts = (outputs + size - 1) / size;
+  parallel(int(threads), products * parts, [&](int64_t chunk) {
+    const int64_t begin = chunk % parts * size;
+    function(chunk / parts, begin, std::min(outputs, begin + size));
+  });
+}
+
+void compute_panel(const Linear& c, int64_t begin, int64_t end) {
+  kernels->many_rows(c, begin, end, scratch<1>(kernels->panel_floats(c, end - begin)));
+}
+
 // Computes outputs begin … end − 1 of c.
 void compute(const Linear& c, int64_t begin, int64_t end, decltype(ModelKernels::product) product = kernels->product) {
   alignas(64) float found[kMaxRows * kMaxChunk];
@@ -157,8 +178,13 @@ void multiply(TensorView x, TensorView weight, const MaybeTensor& bias, TensorVi
   }
   c.weight = weight.data_ptr(), c.bias = data_of(bias), c.weight_stride = weight.strides()[0];
   c.out_stride = out.strides()[0];
-  float* wide = scratch(rows * c.padded);
   c.from = nullptr, c.x_stride = x.strides()[0];
+  if (packs(c.weight_dtype, rows)) {
+    c.rows = rows, c.x = x.data_ptr(), c.out = out.data_ptr();
+    return over_panels(threads, 1, outputs, c.inputs,
+                       [&](int64_t, int64_t begin, int64_t end) { compute_panel(c, begin, end); });
+  }
+  float* wide = scratch(rows * c.padded);
   const auto of = [&](int64_t block) {
     const int64_t first = block * kMaxRows;
     Linear each = c;
@@ -279,6 +305,45 @@ void decode(TensorView q, TensorView keys, TensorView values, TensorView pages, 
   over_rows(threads, sequences * c.heads, 8 * c.padded_value, [&](int64_t row) {
     const int64_t b = row / c.heads, head = row % c.heads, count = (first_parts[b + 1] - first_parts[b]) / c.kv_heads;
     kernels->merge(c, b, head, states + (first_parts[b] + head / group * count) * stride, stride, count);
+  });
+}
+
+// Fills out [rows, heads, value dim] and lse [rows, heads] with attention of q [rows, heads, dim], in bf16, to keys and
+// values [slots, kv heads, dim] of the tokens in `slots` [T]; null: all. A row sees the first limits [rows] of them, or the
+// last `window` of these if it is not 0. begin: number of the first token in its sequence.
+void prompt(TensorView q, TensorView keys, TensorView values, MaybeTensor slots, TensorView limits, TensorView out,
+            MaybeTensor lse, double scale, int64_t window, int64_t begin, int64_t threads) {
+  Prompt c;
+  for (const auto& x : {q, keys, values, out}) check_tensor(x, DType::bf16, 3, "three dimensions of bfloat16");
+  c.rows = q.size(0), c.heads = q.size(1), c.dim = q.size(2), c.kv_heads = keys.size(1), c.value_dim = values.size(2);
+  c.slots = slots.has_value() ? static_cast<const int32_t*>(slots.value().data_ptr()) : nullptr;
+  c.skipped = begin % kSeen, c.tokens = c.skipped + (slots.has_value() ? slots.value().size(0) : keys.size(0));
+  const auto integers = [](TensorView x) {
+    return x.ndim() == 1 && x.dtype().code == kDLInt && x.dtype().bits == 32 && x.IsContiguous();
+  };
+  check(kernels->attend_rows && integers(limits) && (!slots.has_value() || integers(slots.value())),
+        "AMX, and contiguous int32 limits and slots");
+  check(keys.size(2) == c.dim && values.size(1) == c.kv_heads && c.kv_heads > 0 && c.heads % c.kv_heads == 0 &&
+            out.size(0) == c.rows && out.size(1) == c.heads && out.size(2) == c.value_dim && limits.size(0) == c.rows &&
+            (slots.has_value() || values.size(0) == keys.size(0)),
+        "matching shapes");
+  c.padded = padded(c.dim), c.padded_value = padded(c.value_dim), c.window = window ? window : INT32_MAX;
+  c.q_row = q.strides()[0], c.q_head = q.strides()[1], c.out_row = out.strides()[0], c.out_head = out.strides()[1];
+  c.key_slot = keys.strides()[0], c.key_head = keys.strides()[1];
+  c.value_slot = values.strides()[0], c.value_head = values.strides()[1];
+  c.q = q.data_ptr(), c.keys = keys.data_ptr(), c.values = values.data_ptr(), c.out = out.data_ptr();
+  c.limits = static_cast<const int32_t*>(limits.data_ptr()), c.lse = nullptr, c.lse_row = 0, c.scale = float(scale);
+  if (lse.has_value()) {
+    check_tensor(lse.value(), DType::f32, 2, "float32 lse [rows, heads]");
+    check(lse.value().size(0) == c.rows && lse.value().size(1) == c.heads, "matching shapes");
+    c.lse = static_cast<float*>(lse.value().data_ptr()), c.lse_row = lse.value().strides()[0];
+  }
+  const int64_t blocks = (c.tokens + 31) / 32;
+  float* packed = scratch(kernels->prompt_floats(c, true));
+  parallel(int(threads), c.kv_heads * blocks,
+           [&](int64_t i) { kernels->pack_tokens(c, i / blocks, i % blocks * 32, packed); });
+  parallel(int(threads), c.heads * ((c.rows + 31) / 32), [&](int64_t i) {
+    kernels->attend_rows(c, i % c.heads, i / c.heads * 32, packed, scratch<1>(kernels->prompt_floats(c, false)));
   });
 }
 
@@ -403,6 +468,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_float8, weft::model::linear_float8)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply_heads, weft::model::multiply_heads)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts, weft::model::experts)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, weft::model::decode)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(prompt, weft::model::prompt)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(norm, weft::model::norm)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope, weft::model::rope)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated, weft::model::gated)

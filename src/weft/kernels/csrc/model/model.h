@@ -42,6 +42,7 @@ inline void narrow(float x, f8* out) {
 constexpr int kTokens = 64;      // of a softmax's block
 constexpr int kAheadTokens = 8;  // from a key to the one that is prefetched
 constexpr int64_t kPart = 128;   // tokens that one thread attends to, of one key-value head
+constexpr int64_t kSeen = 128;   // tokens of a prompt's block, counted from the sequence's first
 constexpr int64_t kMaxDim = 1024;
 constexpr int64_t kMaxRows = 16;  // of a product
 constexpr int64_t kChunk = 48;    // outputs of a product that one thread computes at least
@@ -87,6 +88,18 @@ struct Decode {
 // Tokens begin … end − 1 of a sequence and a key-value head.
 struct Part {
   int64_t sequence, kv, begin, end;
+};
+
+// Attention of a prompt's rows in bf16; see `prompt`. The first `skipped` of `tokens` are not there, and nothing sees them.
+struct Prompt {
+  int64_t rows, heads, kv_heads, skipped, tokens, dim, value_dim, padded, padded_value, window;
+  int64_t q_row, q_head, key_slot, key_head, value_slot, value_head, out_row, out_head, lse_row;
+  const void *q, *keys, *values;
+  const int32_t* slots;  // of tokens; null: keys and values begin with them
+  const int32_t* limits;
+  void* out;
+  float* lse;
+  float scale;
 };
 
 struct Norm {
@@ -170,6 +183,14 @@ struct ModelKernels {
   void (*gated)(const Gated&, int64_t row);
   void (*combine)(const Combine&, int64_t token);
   void (*quantise)(const Quantise&, int64_t row);
+  // Outputs begin … end − 1 of many rows of bf16, which are read without `widen_rows`; null: there is none.
+  void (*many_rows)(const Linear&, int64_t begin, int64_t end, float* memory) = nullptr;
+  int64_t (*panel_outputs)(int64_t inputs) = nullptr;  // of one call
+  int64_t (*panel_floats)(const Product&, int64_t outputs) = nullptr;
+  // Attention of prompts: packs 32 tokens of a key-value head, and attends by 32 rows of a head.
+  void (*pack_tokens)(const Prompt&, int64_t kv, int64_t first, float* memory) = nullptr;
+  void (*attend_rows)(const Prompt&, int64_t head, int64_t first, const float* packed, float* memory) = nullptr;
+  int64_t (*prompt_floats)(const Prompt&, bool packed) = nullptr;
 };
 
 #define WEFT_FN WEFT_TARGET static inline
@@ -223,8 +244,11 @@ namespace model_amx {
 #define WEFT_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c,amx-tile,amx-bf16")))
 using namespace model_avx512;
 #include "amx.inl"
+#include "amx_rows.inl"
+#include "amx_attend.inl"
 #undef WEFT_TARGET
-inline constexpr ModelKernels kKernels{"amx", rows_of_tiles, product_by_tiles, WEFT_KERNELS};
+inline constexpr ModelKernels kKernels{"amx",         rows_of_tiles, product_by_tiles, WEFT_KERNELS, many_rows,
+                                       panel_outputs, panel_floats,  pack_tokens,      attend_rows,  prompt_floats};
 
 // Linux lets a process use tiles once it has asked.
 inline bool permitted() {

@@ -75,13 +75,19 @@ inline void norm(const Norm& c, int64_t row) {
 template <class T>
 WEFT_TARGET void rotate(const Rope& c, const T* x, const T* cos, const T* sin, T* out) {
   const int64_t step = c.interleaved ? 2 : 1, across = c.interleaved ? 1 : c.half;
-  for (int64_t i = 0; i < c.half; ++i) {
+  int64_t i = 0;
+  for (; !c.interleaved && i + 16 <= c.half; i += 16) {
+    const F left = load16(x + i), right = load16(x + i + c.half), by = load16(cos + i), with = load16(sin + i);
+    store16(out + i, sub(mul(left, by), mul(right, with)));
+    store16(out + i + c.half, add(mul(right, by), mul(left, with)));
+  }
+  for (; i < c.half; ++i) {
     const float left = widen(x[i * step]), right = widen(x[i * step + across]);
     const float by = widen(cos[i]), with = widen(sin[i]);
     narrow(left * by - right * with, out + i * step);
     narrow(right * by + left * with, out + i * step + across);
   }
-  for (int64_t i = 2 * c.half; i < c.dim; ++i) out[i] = x[i];
+  for (i = 2 * c.half; i < c.dim; ++i) out[i] = x[i];
 }
 
 // Stores x as weft.kernels.float8.to_vectors does, and returns its power of two.

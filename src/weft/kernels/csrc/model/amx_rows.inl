@@ -1,0 +1,160 @@
+// Products of many rows of bfloat16 numbers by AMX, with the bits of `product_tiles`. A panel of weights is packed in
+// pairs of elements, as large as the second cache holds; blocks of rows, in the first cache, are multiplied with it.
+
+constexpr int64_t kPanel = 1 << 19;     // elements of a panel
+constexpr int64_t kPanelInputs = 2048;  // its elements of an output
+constexpr int64_t kBlockInputs = 288;   // elements of a row in a block
+constexpr int64_t kTile = 16 * 32;      // elements of a tile
+constexpr int64_t kSums = 32 * 32;      // of 32 rows and 32 outputs
+
+// Outputs of a panel.
+inline int64_t panel_outputs(int64_t inputs) { return kPanel / std::min(inputs + 31, kPanelInputs) / 32 * 32; }
+
+// Floats of memory for `many_rows`.
+inline int64_t panel_floats(const Product& c, int64_t outputs) {
+  const int64_t blocks = c.inputs > kPanelInputs ? (c.rows + 31) / 32 : 1, width = (outputs + 31) / 32 * 32;
+  return (width * std::min(c.padded, kPanelInputs) + 32 * kBlockInputs) / 2 + blocks * 32 * width;
+}
+
+WEFT_FN __mmask32 first_words(int64_t count) {
+  return count >= 32 ? ~__mmask32{0} : count <= 0 ? __mmask32{0} : __mmask32((uint32_t{1} << count) - 1);
+}
+
+// Stores the transpose of 16 × 16 numbers of 32 bits.
+WEFT_TARGET inline void store_transposed(__m512i* x, bf16* to) {
+  __m512i y[16];
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+      x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+    }
+  for (int i = 0; i < 4; ++i) {  // x[4 · n + i]: columns i, i + 4, … of rows 4 · n …
+    const __m512i a = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88), b = _mm512_shuffle_i32x4(x[i], x[i + 4], 0xdd);
+    const __m512i c = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0x88);
+    const __m512i d = _mm512_shuffle_i32x4(x[i + 8], x[i + 12], 0xdd);
+    _mm512_storeu_si512(to + i * 32, _mm512_shuffle_i32x4(a, c, 0x88));
+    _mm512_storeu_si512(to + (i + 4) * 32, _mm512_shuffle_i32x4(b, d, 0x88));
+    _mm512_storeu_si512(to + (i + 8) * 32, _mm512_shuffle_i32x4(a, c, 0xdd));
+    _mm512_storeu_si512(to + (i + 12) * 32, _mm512_shuffle_i32x4(b, d, 0xdd));
+  }
+}
+
+// Fills a tile [16 pairs of elements, 16 rows] with elements of up to `rows` rows, and zeros.
+WEFT_TARGET inline void pack_tile(const bf16* from, int64_t stride, int64_t rows, __mmask32 elements, bf16* to) {
+  __m512i x[16];
+  for (int64_t i = 0; i < 16; ++i)
+    x[i] = i < rows ? _mm512_maskz_loadu_epi16(elements, from + i * stride) : _mm512_setzero_si512();
+  store_transposed(x, to);
+}
+
+// Fills tiles [elements / 32, 2, 16 rows, 32] with elements begin … end − 1 of up to 32 rows, and zeros.
+WEFT_TARGET inline void copy_rows(const Product& c, int64_t first, int64_t begin, int64_t end, bf16* to) {
+  for (int64_t i = 0; i < 32; ++i, to += i == 16 ? kTile - 15 * 32 : 32) {
+    const int64_t row = std::min(first + i, c.rows - 1);
+    const bf16* x = static_cast<const bf16*>(c.x) + (c.from ? c.from[row] : row) * c.x_stride;
+    for (int64_t k = begin; k < end; k += 32)
+      _mm512_store_si512(to + (k - begin) * 32, _mm512_maskz_loadu_epi16(first_words(end - k), x + k));
+  }
+}
+
+// Sums [32, 32] of rows first … and outputs begin … end − 1, which `next` writes as `finish` does, some rows at a time.
+struct Finished {
+  const Linear& c;
+  int64_t first = 0, begin = 0, end = 0, row = 32;
+  const float* sums = nullptr;
+
+  WEFT_TARGET inline void next(int64_t rows) {
+    const __m512i high = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
+                                          25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    const __mmask32 outputs = first_words(end - begin);
+    for (const int64_t stop = std::min(std::min<int64_t>(32, c.rows - first), row + rows); row < stop; ++row) {
+      F a = load(sums + row * 32), b = load(sums + row * 32 + 16);
+      if (c.bias) {
+        const __m512i bias = _mm512_maskz_loadu_epi16(outputs, static_cast<const bf16*>(c.bias) + begin);
+        a = add(a, wide(_mm512_castsi512_si256(bias))), b = add(b, wide(_mm512_extracti64x4_epi64(bias, 1)));
+      }
+      bf16* out = static_cast<bf16*>(c.out) + (first + row) * c.out_stride + begin;
+      _mm512_mask_storeu_epi16(out, outputs, _mm512_permutex2var_epi16(rounded_bf16(a), high, rounded_bf16(b)));
+    }
+  }
+  WEFT_TARGET static inline F wide(__m256i x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+};
+
+// Adds the products of `tiles` tiles of 32 rows and of 32 outputs to sums [32, 32], and finishes earlier sums meanwhile.
+// fresh: the sums are not read.
+WEFT_TARGET inline void add_tiles(const bf16* x, const bf16* weight, int64_t tiles, bool fresh, float* sums,
+                                  Finished& earlier) {
+  asm volatile("" ::: "memory");  // GCC's intrinsics do not say that they read memory
+  if (fresh) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, 128);
+    _tile_loadd(1, sums + 16, 128);
+    _tile_loadd(2, sums + kSums / 2, 128);
+    _tile_loadd(3, sums + kSums / 2 + 16, 128);
+  }
+  const int64_t each = (32 + tiles - 1) / tiles;
+  for (; tiles; --tiles, x += 2 * kTile, weight += 2 * kTile) {
+    _tile_loadd(4, x, 64);
+    _tile_loadd(6, weight, 64);
+    _tile_loadd(7, weight + kTile, 64);
+    _tile_loadd(5, x + kTile, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    earlier.next(each);
+  }
+  _tile_stored(0, sums, 128);
+  _tile_stored(1, sums + 16, 128);
+  _tile_stored(2, sums + kSums / 2, 128);
+  _tile_stored(3, sums + kSums / 2 + 16, 128);
+  asm volatile("" ::: "memory");
+}
+
+// Computes outputs begin … end − 1 of all rows. They are a panel's; memory: see `panel_floats`.
+WEFT_TARGET inline void many_rows(const Linear& c, int64_t begin, int64_t end, float* memory) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.rows[tile] = 16, shapes.bytes[tile] = 64;
+  _tile_loadconfig(&shapes);
+  const int64_t pairs = (end - begin + 31) / 32;
+  const bool deep = c.inputs > kPanelInputs;
+  bf16* x = static_cast<bf16*>(static_cast<void*>(memory));
+  bf16* panel = x + 32 * kBlockInputs;
+  float* sums = memory + (32 * kBlockInputs + pairs * 32 * std::min(c.padded, kPanelInputs)) / 2;
+  for (int64_t k = 0; k < c.inputs; k += kPanelInputs) {
+    const int64_t stop = std::min(c.inputs, k + kPanelInputs), tiles = (stop - k + 31) / 32;
+    const int64_t parts = (tiles * 32 + kBlockInputs - 1) / kBlockInputs, part = (tiles + parts - 1) / parts;
+    for (int64_t o = 0; o < 32 * pairs; o += 16) {
+      bf16* to = panel + o / 32 * tiles * 2 * kTile + o / 16 % 2 * kTile;
+      const bf16* weight = static_cast<const bf16*>(c.weight) + (begin + o) * c.weight_stride;
+      for (int64_t at = k; at < stop; at += 32, to += 2 * kTile)
+        pack_tile(weight + at, c.weight_stride, end - begin - o, first_words(stop - at), to);
+    }
+    for (int64_t first = 0; first < c.rows; first += 32) {
+      float* found = sums + (deep ? first * pairs * 32 : 0);
+      for (int64_t tile = 0; tile < tiles; tile += part) {
+        const int64_t last = std::min(tiles, tile + part);
+        copy_rows(c, first, k + tile * 32, std::min(stop, k + last * 32), x);
+        Finished earlier{c};
+        for (int64_t p = 0; p < pairs; ++p) {
+          float* each = found + p * kSums;
+          add_tiles(x, panel + (p * tiles + tile) * 2 * kTile, last - tile, !k && !tile, each, earlier);
+          if (stop < c.inputs || last < tiles) continue;
+          earlier.first = first, earlier.begin = begin + p * 32, earlier.end = std::min(end, earlier.begin + 32);
+          earlier.row = 0, earlier.sums = each;
+        }
+        earlier.next(32);
+      }
+    }
+  }
+  _tile_release();
+}

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -21,6 +22,7 @@ from weft.engine.attention.backend_registry import NATIVE, TORCH
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.messages.rank_messages import GroupRows, Join, Sampling
+from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.models.load import build_model
 from weft.engine.models.registry import read_config
 from weft.engine.worker.device_rows import DeviceRows
@@ -42,6 +44,16 @@ def torch_alone() -> Iterator[None]:
     cpu_rows.missing = lambda: "measured without"
     yield
     cpu_rows.missing = missing
+
+
+def made_up_model(fields: dict[str, Any], dtype: str) -> LanguageModel:
+    """Return a model with one rank's made-up weights. fields: of a config.json, or some of a Llama's."""
+    torch.manual_seed(0)
+    config = read_config(fields if "model_type" in fields else LlamaConfig(**fields).to_dict())
+    model = build_model(config, Mesh(), 0, getattr(torch, dtype), torch.device("cpu"))
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.05)
+    return model
 
 
 Step = Callable[[], object]
@@ -80,11 +92,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print torch's profile of the kernels' steps")
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    torch.manual_seed(0)
-    config = read_config(LlamaConfig(**SMOLLM2).to_dict())
-    model = build_model(config, Mesh(), 0, getattr(torch, asked.dtype), torch.device("cpu"))
-    for weight in model.parameters():
-        weight.data.normal_(0, 0.05)
+    model = made_up_model(dict(SMOLLM2), asked.dtype)
     size = sum(weight.nbytes for weight in model.parameters())
     memory = torch.zeros(size // 4)
     for sequences in asked.sequences:

@@ -197,9 +197,11 @@ def test_messages_survive_the_wire() -> None:
         entries=(Entries(4, 0, 2, (8,)),),
         adjust=((2, Adjust(2, (0,), mask=b"\x01")),),
         decode_tokens=(1, 3),
+        drafts=token_bytes([8, 9]),
     )
     step = Step(8, (group, GroupRows()))
     assert decode_to_rank(encode(step)) == step and step.counts == (7, 0) and group.sampled_rows == [4, 2, 2, 2, 3]
+    assert [list(drafts) for drafts in group.drafts_each] == [[], [8, 9]]
     best = (-0.25, ((17, -0.25),))
     result = Result(1, Ran(8, (2, 0), 2**32 - 1, 7), (17, 2, 5), (best, best, None), (Scored(1, (best,)),), (2, 1))
     assert decode_from_rank(encode(result)) == result

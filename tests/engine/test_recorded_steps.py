@@ -237,7 +237,7 @@ LOGPROBS = Adjust(logprobs=4)
 def steps_of(worker: Worker) -> list[Result]:
     """Return the results of prompts and decode steps; every second one asks for logprobs of all rows."""
     groups, config, results = worker.config.attn_dp, worker.config, list[Result]()
-    reads = lambda rows, number: tuple((row, LOGPROBS) for row in rows) if number % 2 else ()  # noqa: E731
+    reads = lambda rows, number: tuple((at, LOGPROBS) for at in range(len(rows))) if number % 2 else ()  # noqa: E731
 
     def run(number: int, *rows: GroupRows) -> None:
         results.append(worker.step(Step(number, rows[:groups]))())

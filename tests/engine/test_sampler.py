@@ -66,7 +66,7 @@ def test_greedy_and_banned() -> None:
 
 
 def test_logprobs_are_of_the_raw_logits_for_those_who_ask() -> None:
-    rows = GroupRows((5, 4, 7), adjust=((4, Adjust(2, banned=(0,))), (7, Adjust(0))))
+    rows = GroupRows((5, 4, 7), adjust=((1, Adjust(2, banned=(0,))), (2, Adjust(0))))
     output = StepOutput(rows, torch.tensor([0, 1, 2], dtype=torch.int32))
     output.note_logprobs(LOGITS.repeat(3, 1))
     output.copy()

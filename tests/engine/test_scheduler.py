@@ -353,11 +353,11 @@ def test_no_row_runs_beyond_the_length_of_an_output(ahead: bool) -> None:
 
 def test_what_sampling_needs_is_sent_in_every_step() -> None:
     driver = make(num_pages=64, page_size=8, ahead=True)
-    driver.add(0, [1, 2], 20, logprobs=0)
-    driver.add(1, [3], 20)
+    driver.add(0, [1, 2], 20)
+    driver.add(1, [3], 20, logprobs=0)
     driver.step()
-    asked = [[row for row, _ in driver.scheduler.schedule().rows.adjust] for _ in range(6)]
-    assert asked == [[driver.live[0].row]] * 6
+    asked = [[at for at, _ in driver.scheduler.schedule().rows.adjust] for _ in range(6)]
+    assert asked == [[1]] * 6
 
 
 def test_pages_are_taken_ahead_while_others_wait_for_a_row() -> None:

@@ -9,14 +9,15 @@ the previous one are back, because the ranks hold these already.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
 
 from weft.engine.kv.cache_spec import CacheGroup
-from weft.engine.kv.tokens import TOKEN_BYTES
+from weft.engine.kv.tokens import TOKEN_BYTES, token_array
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Most probable tokens and their logprobs."""
@@ -141,11 +142,13 @@ class GroupRows(Struct, frozen=True, array_like=True):
     """One DP group's part of a step: changes of its table, then its rows, decode rows first.
 
     Attributes:
-        decode_rows: rows of the table that run their last tokens, which ranks hold, and sample one token after each.
+        decode_rows: rows of the table that run their last tokens, which ranks hold, then their drafts, and sample one
+            token after each of these.
         chunks: prompt tokens; their rows follow the decode rows in this order.
         joins, entries: changes of the table, applied before any row runs.
-        adjust: (row of the table, adjustments in addition to the row's `Sampling`).
-        decode_tokens: number of tokens of each decode row; empty: one each, the only case that ranks support today.
+        adjust: (index in `sampled_rows`, adjustments in addition to the row's `Sampling`).
+        decode_tokens: number of tokens of each decode row, its last one and its drafts; empty: one each.
+        drafts: drafts of all decode rows, encoded as tokens of a `Chunk`.
     """
 
     decode_rows: tuple[int, ...] = ()
@@ -154,11 +157,19 @@ class GroupRows(Struct, frozen=True, array_like=True):
     entries: tuple[Entries, ...] = ()
     adjust: tuple[tuple[int, Adjust], ...] = ()
     decode_tokens: tuple[int, ...] = ()  # a column: with a Struct per row, 256 rows take 40 µs longer to read
+    drafts: bytes = b""
 
     @property
     def decode_each(self) -> Iterable[tuple[int, int]]:
         """(row of the table, number of its tokens) of each decode row."""
         return zip(self.decode_rows, self.decode_tokens or itertools.repeat(1), strict=False)
+
+    @property
+    def drafts_each(self) -> Iterator[array[int]]:
+        """Yield the drafts of each decode row. Requires `decode_tokens`."""
+        drafts, first = token_array(self.drafts), 0
+        for tokens in self.decode_tokens:
+            yield drafts[first : (first := first + tokens - 1)]
 
     @property
     def decode_count(self) -> int:
@@ -283,10 +294,10 @@ class Result(Struct, frozen=True, tag=True):
     """Every rank to the controller, after a step. Only the leader of a DP group fills the fields after `ran`.
 
     Attributes:
-        tokens: sampled tokens, in the order of `GroupRows.sampled_rows`.
+        tokens: sampled tokens, in the order of `GroupRows.sampled_rows`, without those after a rejected draft.
         logprobs: logprobs of these tokens, None for rows without a request; empty if no row has one.
         scored: prompt logprobs of each chunk with a `score`, in order.
-        accepted: number of tokens of each sampling row; empty: one each.
+        accepted: number of tokens of each sampling row, its accepted drafts and one more; empty: one each.
     """
 
     rank: int

@@ -248,7 +248,7 @@ class Scheduler:
             except Exception as error:  # ends this request alone, at its next token
                 adjustment, sequence.fault = None, error
             if adjustment is not None:
-                adjusted.append((sequence.row, adjustment))
+                adjusted.append((len(sampled) - 1, adjustment))
         counts = tuple(decode_tokens) if len(decode_rows) < sum(decode_tokens) else ()
         parts = tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted), counts
         return Scheduled(GroupRows(*parts), sampled, scores)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.forward_batch import Batch
@@ -46,9 +48,7 @@ class RowTable:
 
     def apply(self, group_rows: GroupRows) -> None:
         """Apply a message's changes on the host, before the rows of its step. Raises ValueError for an entry beyond a
-        table's end, and for decode rows of several tokens."""
-        if group_rows.decode_tokens:  # `last_token`, `step_in`, `step_out` and the token ring hold one a row
-            raise ValueError("a rank runs one token of a decode row")
+        table's end."""
         for join in group_rows.joins:
             self.rows[join.row] = Row(join.request, join.context, [list(table) for table in join.tables], join.sampling)
             (self.shaped.add if join.sampling.beyond(self._captured) else self.shaped.discard)(join.row)
@@ -79,15 +79,46 @@ class RowTable:
         tokens = token_array([0] * n)
         for chunk in group_rows.chunks:
             tokens.frombytes(chunk.tokens)
-        seqs = [SeqRows(k, table[row].length, table[row].tables, k) for row, k in group_rows.decode_each]
+        # Each token of a row counts as a sequence of one row over the row's pages: all keys are stored before any is
+        # read, and a token sees those up to its own position.
+        seqs = [
+            SeqRows(1, table[row].length + at, table[row].tables, 1)
+            for row, count in group_rows.decode_each
+            for at in range(count)
+        ]
+        firsts = [*accumulate(group_rows.decode_tokens[:-1], initial=0)] if group_rows.decode_tokens else []
+        for first, drafts in zip(firsts, group_rows.drafts_each, strict=True):
+            tokens[first + 1 : first + 1 + len(drafts)] = drafts
         for chunk in group_rows.chunks:
             count = chunk.count if chunk.score else int(chunk.samples)
             seqs.append(SeqRows(chunk.count, table[chunk.row].length, table[chunk.row].tables, count))
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
             rows = on_device(group_rows.decode_rows, torch.int64, self.device)
-            batch.tokens[:n] = self.last_token.index_select(0, rows).clamp(min=0)
+            places = on_device(firsts, torch.int64, self.device) if firsts else slice(n)
+            batch.tokens[places] = self.last_token.index_select(0, rows).clamp(min=0).long()
         return batch
+
+    def accept(self, group_rows: GroupRows, sampled: Tensor) -> tuple[int, ...]:
+        """Return `Result.accepted` of a step with drafts, after `advance`.
+
+        A draft is accepted if it equals the token that is sampled at its position, and all drafts before it are
+        accepted. Lengths and last tokens move back to these tokens. The keys of other drafts stay in the caches behind
+        the row's length, where the next step overwrites them.
+
+        sampled: int32 `[S]`, tokens of `sampled_rows`.
+        """
+        tokens, first, counts, last = sampled.tolist(), 0, list[int](), list[int]()
+        for row, drafts in zip(group_rows.decode_rows, group_rows.drafts_each, strict=True):
+            own = tokens[first : first + len(drafts) + 1]
+            accepted = next((at for at, draft in enumerate(drafts) if draft != own[at]), len(drafts))
+            self.rows[row].length -= len(drafts) - accepted
+            counts.append(accepted + 1)
+            last.append(own[accepted])
+            first += len(own)
+        rows, values = on_device([group_rows.decode_rows, last], torch.int64, self.device)
+        self.last_token.index_copy_(0, rows, values.int())
+        return (*counts, *(1 for chunk in group_rows.chunks if chunk.samples))
 
     def advance(self, group_rows: GroupRows, steps: int = 1) -> None:
         """Add the rows of `steps` equal steps to the lengths: a row's length is then the position of its sampled

@@ -40,10 +40,10 @@ class Sampler:
     def beyond(self, group_rows: GroupRows, greedy: bool = False) -> list[int]:
         """List the sampled rows that need full logits after a graph or a share; the same on all ranks of a group.
         greedy: the graph samples greedily."""
-        adjusted, shaped = {row for row, _ in group_rows.adjust}, self._table.random if greedy else self._table.shaped
+        adjusted, shaped = {at for at, _ in group_rows.adjust}, self._table.random if greedy else self._table.shaped
         if not (adjusted or shaped):
             return []
-        return [at for at, row in enumerate(group_rows.sampled_rows) if row in adjusted or row in shaped]
+        return [at for at, row in enumerate(group_rows.sampled_rows) if at in adjusted or row in shaped]
 
     def sample(
         self,
@@ -70,21 +70,21 @@ class Sampler:
         behind = dict(enumerate(later for n in group_rows.decode_tokens for later in reversed(range(n))))
         # A row's length is the position of its last token; `behind` counts later tokens of the row.
         positions = [self._table.rows[sampled[i]].length - behind.get(i, 0) for i in again]
-        places, at, position = on_device([again, rows, positions], torch.int64, logits.device)
+        places, table, position = on_device([again, rows, positions], torch.int64, logits.device)
         if tokens is None:
-            tokens = last_token.index_select(0, at)
+            tokens = last_token.index_select(0, table)
             tokens[group_rows.decode_count :] = 0  # prompts have no last token
-        adjust = {i: asked[row] for i, row in enumerate(rows) if row in asked}
+        adjust = {i: asked[at] for i, at in enumerate(again) if at in asked}
         if full or split is None:
             logits, state = adjusted(logits, adjust), self.state
-            found = state.sample(logits, at, position)[1] if state else sample(logits, how, positions, {})
+            found = state.sample(logits, table, position)[1] if state else sample(logits, how, positions, {})
         elif self.state:
-            found = split.best(*self.state.sample(logits, at, position, split.share.start))
+            found = split.best(*self.state.sample(logits, table, position, split.share.start))
         else:
             best = (scores := _scores(logits, how, positions, split)).argmax(-1, keepdim=True)
             found = split.best(scores.gather(-1, best)[:, 0], best[:, 0] + split.share.start)
         found = torch.where(tokens.index_select(0, places) < 0, NO_TOKEN, found.int())
-        last_token.index_copy_(0, at, found)
+        last_token.index_copy_(0, table, found)  # of rows with drafts, `RowTable.accept` finds the last token
         return tokens.index_copy_(0, places, found)
 
 

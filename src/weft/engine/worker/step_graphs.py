@@ -112,8 +112,10 @@ class StepGraphs:
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
         """Return the shape of the graph for a step; None if there is none: for too many rows, for prompts of models
-        without captured prompts, and for requested logprobs of prompts. counts: rows of these DP groups.
+        without captured prompts, for requested logprobs of prompts, and for drafts. counts: rows of these DP groups.
         """
+        if any(group.decode_tokens for group in groups):  # the rows of graphs have one token each
+            return None
         prompts = any(group.chunks for group in groups)
         inputs = self._inputs.get(prompts)
         if inputs is None or (prompts and any(chunk.score for group in groups for chunk in group.chunks)):

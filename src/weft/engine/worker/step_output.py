@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +14,8 @@ from torch import Tensor
 from weft.engine.kernels.staging import on_device, to_host
 from weft.engine.messages.rank_messages import GroupRows, Logprobs
 from weft.engine.worker.row_table import NO_TOKEN
+
+T = TypeVar("T")
 
 
 def sampled_logits(rows: GroupRows, logits: Tensor) -> Tensor:
@@ -36,10 +40,17 @@ class StepOutput:
         rows: the step.
         tokens: int32 `[S]`, sampled tokens on the device.
         read_tokens: waits for tokens that need no copy, and returns them; None: tokens are copied.
+        accepted: `Result.accepted`.
     """
 
-    def __init__(self, rows: GroupRows, tokens: Tensor, read_tokens: Callable[[], np.ndarray] | None = None):
-        self._rows, self._tokens, self._read_tokens = rows, tokens, read_tokens
+    def __init__(
+        self,
+        rows: GroupRows,
+        tokens: Tensor,
+        read_tokens: Callable[[], np.ndarray] | None = None,
+        accepted: tuple[int, ...] = (),
+    ):
+        self._rows, self._tokens, self._read_tokens, self.accepted = rows, tokens, read_tokens, accepted
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
         self._counts: list[Sequence[int]] = []
         self._sampled_at: list[int] = []
@@ -58,15 +69,14 @@ class StepOutput:
 
         logits: of all sampled rows, or of the sampled rows `of`, which include all rows with requests.
         """
-        limits = {row: adjust.logprobs for row, adjust in self._rows.adjust if adjust.logprobs >= 0}
-        self._sampled_at = [at for at, row in enumerate(self._rows.sampled_rows) if row in limits] if limits else []
+        limits = {at: adjust.logprobs for at, adjust in self._rows.adjust if adjust.logprobs >= 0}
+        self._sampled_at = sorted(limits)
         if self._sampled_at:
             at = on_device(self._sampled_at, torch.int64, logits.device)
             tokens = self._tokens.index_select(0, at).long().clamp(min=0)
             if of is not None:
                 at = on_device([of.index(i) for i in self._sampled_at], torch.int64, logits.device)
-            counts = [limits[self._rows.sampled_rows[i]] for i in self._sampled_at]
-            self._note(logits.index_select(0, at), tokens, counts)
+            self._note(logits.index_select(0, at), tokens, [limits[i] for i in self._sampled_at])
 
     def _note(self, logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> None:
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -83,14 +93,23 @@ class StepOutput:
             self._wait = to_host([tensor for tensors in self._found for tensor in tensors])
 
     def tokens(self) -> tuple[tuple[int, ...], int]:
-        """Wait for the tokens and their checksum. Raises AssertionError for a row without a last token."""
+        """Wait for the tokens of `Result`, and the checksum of all sampled ones. Raises AssertionError for a row
+        without a last token."""
         assert self._read_tokens is not None, "nothing was copied"
         sampled = self._read_tokens()
         tokens = sampled.tolist()
         if NO_TOKEN in tokens:
             row = self._rows.sampled_rows[tokens.index(NO_TOKEN)]
             raise AssertionError(f"row {row} of the table was stepped without a last token")
-        return tuple(tokens), zlib.crc32(sampled.tobytes())
+        return self._kept(tuple(tokens)), zlib.crc32(sampled.tobytes())
+
+    def _kept(self, each: tuple[T, ...]) -> tuple[T, ...]:
+        """Return the values of sampled tokens without those after a rejected draft."""
+        if not self.accepted:
+            return each
+        values = iter(each)
+        counts = itertools.zip_longest(self.accepted, self._rows.decode_tokens, fillvalue=1)
+        return tuple(value for kept, count in counts for value in [*itertools.islice(values, count)][:kept])
 
     def logprobs(self) -> tuple[tuple[Logprobs | None, ...], list[tuple[Logprobs, ...]]]:
         """Wait for the logprobs of `Result`, and for a tuple of logprobs per scored chunk."""
@@ -106,4 +125,4 @@ class StepOutput:
         sampled: list[Logprobs | None] = [None] * len(self._rows.sampled_rows)
         for at, logprobs in zip(self._sampled_at, read.pop(), strict=True):
             sampled[at] = logprobs
-        return tuple(sampled), read
+        return self._kept(tuple(sampled)), read

@@ -191,7 +191,7 @@ class Worker:
             return self._repeat(step, last)
         self._settle()
         rows, counts = step.groups[self._group], step.counts
-        shape = self.runner.shape_of(step.groups, counts)
+        shape, accepted = self.runner.shape_of(step.groups, counts), tuple[int, ...]()
         self.profiler.begin(step.number, counts, shape)
         self.table.apply(rows)
         if copies := [join.copy for join in rows.joins if join.copy]:
@@ -214,11 +214,12 @@ class Worker:
             full = self.runner.vocabulary is None or bool(beyond) or any(chunk.score for chunk in rows.chunks)
             logits = self.runner.forward(self.table.batch(rows), counts, full)
             self.table.advance(rows)
+            tokens = self.sampler.sample(rows, sampled_logits(rows, logits), full)
+            accepted = self.table.accept(rows, tokens) if rows.decode_tokens else ()
             if self.device_rows:
                 self.device_rows.ran(self.table, rows)
-            tokens = self.sampler.sample(rows, sampled_logits(rows, logits), full)
         read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not beyond else None
-        output = StepOutput(rows, tokens, read_tokens)
+        output = StepOutput(rows, tokens, read_tokens, accepted)
         if self._leads:
             output.note_prompt_logprobs(logits)
             output.note_logprobs(sampled_logits(rows, logits), None if shape is None else beyond)
@@ -263,7 +264,7 @@ class Worker:
         if not self._leads:
             return Result(self.rank, ran)
         logprobs, scored = output.logprobs()
-        return Result(self.rank, ran, sampled, logprobs, tuple(map(Scored, scored_from, scored)))
+        return Result(self.rank, ran, sampled, logprobs, tuple(map(Scored, scored_from, scored)), output.accepted)
 
     @torch.inference_mode()
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:

@@ -34,6 +34,7 @@ ORDER = (
     "engine/assets",
     "engine/models",
     "engine/grammar",
+    "engine/speculation",
     "engine/messages",
     "engine/config",
     "engine/scheduler",

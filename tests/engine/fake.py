@@ -41,7 +41,7 @@ def expected_output(prompt: Seq[int], max_tokens: int, end_ids: frozenset[int] =
 @dataclass
 class Part:
     """A sequence's rows in a step: `rows` tokens after the first `context`. tokens: None for the one last sampled and
-    those after it; scored: those whose logprobs are wanted."""
+    its drafts; scored: those whose logprobs are wanted."""
 
     row: int
     request: int
@@ -51,6 +51,7 @@ class Part:
     tables: tuple[tuple[int, ...], ...]
     samples: bool
     scored: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass
@@ -105,6 +106,8 @@ class FakeDevice:
             context, pages = self.length[row], tuple(map(tuple, tables))
             parts.append(Part(row, request, context, count, tokens, pages, sampled, scored))
             self.length[row] += count
+        for part, drafts in zip(parts, rows.drafts_each, strict=False):
+            part.drafts = tuple(drafts)
         return Parts(parts, [join.copy for join in rows.joins if join.copy])
 
     def run(self, step: Parts) -> dict[str, tuple[int, ...]]:
@@ -114,7 +117,7 @@ class FakeDevice:
             for (_, to), page in zip(step.copies, pages, strict=True):
                 slots[to * self.page_size : (to + 1) * self.page_size] = page
         written: set[tuple[int, int]] = set()
-        given = [self._decoded(p) if p.tokens is None else list(p.tokens) for p in step.parts]
+        given = [[self.last[p.row], *p.drafts] if p.tokens is None else list(p.tokens) for p in step.parts]
         for part, new in zip(step.parts, given, strict=True):
             assert part.rows > 0 and len(part.tables) == len(self.rules), "a part without rows or a table"
             for group, (rule, table) in enumerate(zip(self.rules, part.tables, strict=True)):
@@ -132,7 +135,10 @@ class FakeDevice:
             states += [(g, part.tables[g][1], history) for g, rule in enumerate(self.rules) if rule.state]
             if part.samples:
                 ends = range(1 if part.tokens is None else part.rows, part.rows + 1)
-                sampled.append(tuple(next_token(history[: len(history) - part.rows + end]) for end in ends))
+                own = tuple(next_token(history[: len(history) - part.rows + end]) for end in ends)
+                right = next((i for i, draft in enumerate(part.drafts) if draft != own[i]), len(part.drafts))
+                sampled.append(own[: right + 1])
+                self.length[part.row] -= len(part.drafts) - right
                 self.last[part.row] = sampled[-1][-1]
         for group, slot, history in states:  # all have been read: one may be written where another was read
             assert (group, slot) not in {
@@ -143,16 +149,8 @@ class FakeDevice:
                 if p.tables[g][0] != p.tables[g][1]
             }, "a state is written that another reads"
             self.states[group][slot] = history
-        several = any(len(tokens) > 1 for tokens in sampled)
+        several = any(part.drafts for part in step.parts)
         return dict(tokens=sum(sampled, ()), accepted=tuple(map(len, sampled)) if several else ())
-
-    def _decoded(self, part: Part) -> list[int]:
-        """The tokens that a decode row runs: the last sampled one, and those that follow it, as a draft knows them."""
-        tokens = [self.last[part.row]]
-        while len(tokens) < part.rows:
-            known = [self.slots[0][slot] for slot in self._slots(part.tables[0], 0, part.context)]
-            tokens.append(next_token(known + tokens))
-        return tokens
 
     def _read(self, group: int, part: Part, new: list[int]) -> list[int]:
         """Return the tokens of their sequence that a part's rows see in a group: the last ones, or all."""
@@ -225,13 +223,15 @@ class Driver:
         parts = self.device.take(scheduled.rows)
         assert parts.count == scheduled.rows.count
         for s in self.scheduler.running:
-            assert s.pending <= 1 or not s.params.depends_on_output, "a token whose sampling needs the one before it"
+            assert s.pending <= 1 or s.drafts or not s.params.depends_on_output, (
+                "a token whose sampling needs the one before it"
+            )
             limit, size = max(s.prompt_tokens, s.to_run), self.scheduler.caches.page_size
             for rule, table in zip(self.scheduler.caches.rules, s.allocation.tables, strict=True):
                 assert rule.state or len(table) <= -(-limit // size), "a page that nothing can ever be written to"
         if parts.count:
             self.in_flight.append((scheduled, parts))
-        if self.in_flight and not (parts.count and self.ahead and len(self.in_flight) == 1):
+        while len(self.in_flight) > bool(parts.count and self.ahead and not self.scheduler.drafts_next):
             self.take_tokens()
         return parts
 

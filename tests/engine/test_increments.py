@@ -243,7 +243,8 @@ def test_first_tokens_of_a_step_are_handed_out_before_its_others() -> None:
         sampled: list[Any] = [(sequences[number], sequences[number].allocation) for number in numbers]
         tokens, accepted = (TEXT[0],) * count * len(numbers), (count,) * len(numbers) if count > 1 else ()
         result = Result(0, Ran(1, (len(numbers),), 0, 0), tokens, accepted=accepted)
-        processor.take(Scheduled(GroupRows(), sampled, []), result)
+        rows = GroupRows(numbers, decode_tokens=(count,) * len(accepted))
+        processor.take(Scheduled(rows, sampled, []), result)
         processor.notify()
         return called
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.fake import VOCABULARY, Driver, expected_output
+from engine.fake import VOCABULARY, Driver, expected_output, next_token
 from weft.engine.kv.cache_spec import PagedKV, Recurrent, Spec, Window, cache_groups
 from weft.engine.kv.manager import CacheManager
 from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.messages.request import Sharing
 from weft.engine.scheduler.scheduler import PAGES_AHEAD, Scheduled, Scheduler
+from weft.engine.speculation.drafting import Speculation
 
 WHOLE, STATE = PagedKV(1, 1), Recurrent(((1,),))
 SPECS = [
@@ -26,6 +28,20 @@ SPECS = [
     [Window(1, 1, 1), STATE],
     [Window(7, 1, 1), WHOLE, Window(2, 1, 1), STATE],
 ]
+
+
+class RandomDrafts:
+    """Drafts that are right with a chance, for the fake model."""
+
+    def __init__(self, rng: random.Random, chance: float = 0.6):
+        self.rng, self.chance = rng, chance
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        known = list(tokens)
+        for _ in range(self.rng.randrange(count + 1) if 0 < self.chance < 1 else count):
+            known.append(next_token(known) if self.rng.random() < self.chance else VOCABULARY)
+        return known[len(tokens) :]
+
 
 DEPENDS_ON_OUTPUT: dict[str, Any] = dict(presence_penalty=1.0)  # of which the fake model takes no notice
 SCORED: dict[str, Any] = dict(prompt_logprobs=0)
@@ -63,8 +79,9 @@ def random_prompt(rng: random.Random, stems: list[list[int]], longest: int) -> l
     prefix_cache=st.booleans(),
     specs=st.sampled_from(SPECS),
     ahead=st.booleans(),
+    drafts=st.integers(0, 4),
 )
-@example(22065638, 9, 4, 1, 11, True, [Window(1, 1, 1), STATE], False)  # a prefix's pages that no row sees were held
+@example(22065638, 9, 4, 1, 11, True, [Window(1, 1, 1), STATE], False, 0)  # a prefix's pages that no row sees were held
 def test_random_traffic_gets_what_each_request_alone_would(
     seed: int,
     num_pages: int,
@@ -74,11 +91,12 @@ def test_random_traffic_gets_what_each_request_alone_would(
     prefix_cache: bool,
     specs: list[Spec],
     ahead: bool,
+    drafts: int,
 ) -> None:
     """Chunked prompts, prefix hits, preemption and cancellation at random points, in caches that are far too small.
 
-    Also with every step scheduled before the tokens of the one before are known, by which some requests must wait; and
-    with prompts that are scored, each token once.
+    Also with every step scheduled before the tokens of the one before are known, by which some requests must wait;
+    with prompts that are scored, each token once; and with drafts.
     """
     rng = random.Random(seed)
     capacity = num_pages * page_size
@@ -90,6 +108,7 @@ def test_random_traffic_gets_what_each_request_alone_would(
         prefix_cache=prefix_cache,
         specs=specs,
         ahead=ahead,
+        speculation=Speculation(RandomDrafts(rng), drafts) if drafts and STATE not in specs else None,
     )
     stems = [[rng.randrange(VOCABULARY) for _ in range(capacity)] for _ in range(2)]
     expected: dict[int, list[int]] = {}
@@ -132,29 +151,45 @@ def test_traffic_of_that_kind_preempts_shares_and_cuts_prompts() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_pages", [11, 40])
-def test_a_decode_row_of_several_tokens_gets_what_rows_of_one_would(num_pages: int, ahead: bool) -> None:
-    """Rows of one to three tokens in one step, with prompts among them, also where pages are few and rows repeat."""
-    driver, rng, counts = make(num_pages=num_pages, ahead=ahead, max_batch_tokens=9), random.Random(num_pages), set()
+def test_a_decode_row_with_drafts_gets_what_rows_of_one_token_would(num_pages: int, ahead: bool) -> None:
+    """Rows of up to three tokens in one step, with prompts among them, also where pages are few and rows repeat."""
+    rng, counts = random.Random(num_pages), set[int]()
+    speculation = Speculation(RandomDrafts(rng), 2)
+    driver = make(num_pages=num_pages, ahead=ahead, max_batch_tokens=9, speculation=speculation)
     prompts = {request: [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14))] for request in range(9)}
     for request, prompt in prompts.items():
         driver.add(request, prompt, 17)
     while driver.live or driver.in_flight:
-        for sequence in driver.scheduler.running:
-            if sequence.decoding:
-                sequence.decode_tokens = max(1, min(rng.choice([1, 1, 2, 3]), sequence.to_run - sequence.computed))
         counts |= {part.rows for part in driver.step().parts if part.tokens is None}
     assert driver.outputs == {request: expected_output(prompt, 17) for request, prompt in prompts.items()}
     assert counts == {1, 2, 3} and (num_pages == 40) == (driver.scheduler.preemptions == 0)
+    assert 0 < sum(speculation.accepted) < sum(speculation.drafted)
     driver.scheduler.check_idle()
 
 
-def test_a_budget_that_is_too_small_for_a_decode_row_skips_it() -> None:
-    driver = make(max_batch_tokens=4)
+def test_drafts_leave_a_row_to_each_sequence_that_decodes() -> None:
+    driver = make(max_batch_tokens=4, max_running=2, speculation=Speculation(RandomDrafts(random.Random(3), 1.0), 3))
     for request in range(2):
-        driver.add(request, [request, 3], 12).decode_tokens = 3
+        driver.add(request, [request, 3], 12)
     driver.step()
-    assert [part.rows for part in driver.step().parts] == [3]
-    assert driver.outputs == {} and len(driver.live[0].tokens) == 2 + 1 + 3 and len(driver.live[1].tokens) == 2 + 1
+    assert [part.rows for part in driver.step().parts] == [3, 1]
+    assert driver.outputs == {} and len(driver.live[0].tokens) == 2 + 1 + 3 and len(driver.live[1].tokens) == 2 + 2
+
+
+def test_a_sequence_pauses_while_its_drafts_are_rejected_and_steps_overlap_and_repeat_then() -> None:
+    speculation = Speculation(RandomDrafts(random.Random(3), 0.0), 2)
+    driver = make(num_pages=256, page_size=16, max_batch_tokens=40, ahead=True, speculation=speculation)
+    driver.add(0, [1, 2, 3], 300)
+    drafted, ahead = list[bool](), list[bool]()
+    while driver.live or driver.in_flight:
+        parts = driver.step().parts
+        drafted.append(any(part.drafts for part in parts))
+        ahead.append(bool(driver.in_flight))
+    runs = [(paused, len(list(steps))) for paused, steps in groupby(drafted)]
+    assert [steps for paused, steps in runs if paused][:3] == [13, 6, 6]
+    assert [steps for paused, steps in runs if not paused][1:4] == [32, 64, 128]
+    assert not any(one and other for one, other in zip(drafted, ahead, strict=True)) and sum(ahead) > 200
+    assert driver.outputs[0] == expected_output([1, 2, 3], 300)
 
 
 def test_a_long_prompt_is_cut_and_does_not_stop_those_that_decode() -> None:

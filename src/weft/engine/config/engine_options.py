@@ -204,6 +204,28 @@ class RequestOptions(OptionGroup):
 
 
 @dataclass(frozen=True)
+class SpeculationOptions(OptionGroup):
+    """Speculative decoding: several tokens of a sequence in one step. It changes no output."""
+
+    speculative: Literal["off", "ngram"] = "off"
+    """Source of drafts, which the model checks in one step (on CPUs only so far). ngram: the tokens after an earlier
+    occurrence of a sequence's last tokens. Sequences pause while their drafts are rejected."""
+    speculative_tokens: int = 3
+    """Maximum drafts of a sequence in one step."""
+    prompt_lookup_min: int = 2
+    """Minimum last tokens that ngram searches for."""
+    prompt_lookup_max: int = 4
+    """Maximum last tokens that ngram searches for; more are searched for first."""
+
+    def check(self) -> None:
+        self._above_zero("speculative_tokens", "prompt_lookup_min")
+        if self.prompt_lookup_max < self.prompt_lookup_min:
+            raise ValueError(
+                f"prompt_lookup_max={self.prompt_lookup_max} is below prompt_lookup_min={self.prompt_lookup_min}"
+            )
+
+
+@dataclass(frozen=True)
 class RankOptions(OptionGroup):
     """Processes, devices and failures of ranks."""
 
@@ -293,7 +315,14 @@ class ClusterOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class EngineOptions(
-    ClusterOptions, CommunicationOptions, RankOptions, RequestOptions, CacheOptions, LayoutOptions, ModelOptions
+    ClusterOptions,
+    CommunicationOptions,
+    RankOptions,
+    SpeculationOptions,
+    RequestOptions,
+    CacheOptions,
+    LayoutOptions,
+    ModelOptions,
 ):
     """All options of an engine; bases in reverse, since dataclasses order fields from the last base on."""
 

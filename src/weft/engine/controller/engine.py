@@ -30,6 +30,7 @@ from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParam
 from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.output.text_processor import TextProcessor
+from weft.engine.scheduler.draft_rows import make_speculation
 from weft.engine.scheduler.scheduler import Scheduled, Scheduler, make_schedulers
 from weft.stream.stats import StepStat
 
@@ -86,6 +87,7 @@ class Engine(ProcessBound):
                 self.kv_events.close()
             raise
         self.config = self._executor.config
+        self.speculation = make_speculation(config)
         self._schedulers = self._make_schedulers()
         self._in_flight: deque[list[Scheduled]] = deque()  # steps sent, without their results
         self._ids, self._seeds = itertools.count(1), random.Random(config.seed)
@@ -364,7 +366,8 @@ class Engine(ProcessBound):
         """Return schedulers with empty caches."""
         if self.kv_events:
             self.kv_events.publish_cleared()
-        return make_schedulers(self.config, self._executor.groups, self.kv_events.recorded if self.kv_events else ())
+        events = self.kv_events.recorded if self.kv_events else ()
+        return make_schedulers(self.config, self._executor.groups, events, self.speculation)
 
     def _place(self, output: RequestOutput) -> None:
         """Queue a sequence in the DP group with the fewest rows until its first token: queued and uncached ones."""
@@ -385,7 +388,8 @@ class Engine(ProcessBound):
             self._executor.send(step)
             self._in_flight.append(scheduled)
         self._outputs.notify()
-        if self._in_flight and not (rows and self.config.overlap and len(self._in_flight) == 1):
+        ahead = bool(rows and self.config.overlap and not any(s.drafts_next for s in self._schedulers))
+        while len(self._in_flight) > ahead:
             results = self._executor.collect()
             self._recovery.faults.worked()
             for of_group, result in zip(self._in_flight.popleft(), results, strict=True):

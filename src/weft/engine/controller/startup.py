@@ -16,7 +16,7 @@ from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import with_cpu_shares
 from weft.engine.config.device import attention_backend, dtype_of, enabled_transports, on_gpus
-from weft.engine.kv.cache_spec import Spec
+from weft.engine.kv.cache_spec import Recurrent, Spec
 from weft.engine.models.config_json.directory import config_file
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.model_config import ModelConfig
@@ -123,6 +123,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     check_attention(config, model)
     if config.shrink and (on_gpus(config) or config.mesh.hosts > 1):
         raise LayoutError("--shrink runs on the CPUs of one host only so far: drop the option")
+    check_speculation(config, model)
     rows, dispatches = 1, False
     while True:
         counts = (min(rows, config.batch_tokens),) * config.mesh.attn_dp
@@ -148,6 +149,19 @@ def check_attention(config: EngineConfig, model: ModelConfig) -> None:
     properties of their GPUs later.
     """
     attention_backend(config, lambda: declared_caches(config, model))
+
+
+def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise LayoutError if ranks cannot run drafts."""
+    if config.speculative == "off":
+        return
+    option = f"--speculative {config.speculative}"
+    if on_gpus(config):
+        raise LayoutError(f"{option} runs on CPUs only so far: drop the option, or use --device cpu")
+    if any(isinstance(spec, Recurrent) for spec in declared_caches(config, model)):
+        raise LayoutError(
+            f"{option} does not support models with recurrent states, which cannot be undone: drop the option"
+        )
 
 
 def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:

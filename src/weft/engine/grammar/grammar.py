@@ -107,6 +107,22 @@ class Grammar:
         both = int.from_bytes(mask, "little") & int.from_bytes(allowed, "little")
         return both.to_bytes(len(allowed), "little")
 
+    def masks(self, allowed: bytes, drafts: Sequence[int]) -> list[bytes]:
+        """Return the `mask` before the drafts and after each. Requires drafts that are `followed`."""
+        masks = [self.mask(allowed)]
+        for draft in drafts:
+            self._matcher.consume_token(draft)
+            masks.append(self.mask(allowed))
+        self._matcher.rollback(len(drafts))
+        return masks
+
+    def followed(self, drafts: Sequence[int]) -> int:
+        """Return the number of leading drafts that the grammar allows, without one after which nothing can follow."""
+        count = self._matcher.try_consume_tokens(list(drafts))
+        ended = self._matcher.is_stopped()
+        self._matcher.rollback(count)
+        return count - ended if count else 0
+
     def accept(self, token: int) -> bool:
         """Advance by a sampled token. Returns True if the text is complete and nothing can follow.
 

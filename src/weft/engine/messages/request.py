@@ -14,6 +14,7 @@ from msgspec import Struct
 from weft.engine.grammar.grammar import Compiled, Grammar
 from weft.engine.kv.manager import CacheAllocation
 from weft.engine.messages.rank_messages import PARAMETERS, Shaping
+from weft.engine.speculation.drafting import Drafting
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 Watch = Callable[[str], str | None]
@@ -203,7 +204,8 @@ class Sequence:
         row: row of the DP group's table on the ranks, while the sequence has an allocation.
         sent_tables: page tables known to the ranks; empty before they know the sequence.
         decoding: the next row runs the last sampled token, which the ranks hold.
-        decode_tokens: tokens that the next decode row runs and samples, at most the rest of `to_run`.
+        drafting: how the sequence drafts; None: never.
+        drafts: tokens that the next decode row runs after the last one; None: none were sought.
         to_run: tokens that get a row if the sequence ends by its length: all but the last.
         cached: prompt tokens from the prefix cache at the first admission.
         allowed, grammar: allowed tokens as a mask and as a grammar; empty and None: all.
@@ -225,7 +227,8 @@ class Sequence:
     row: int = -1
     sent_tables: list[list[int]] = field(default_factory=list)
     decoding: bool = False
-    decode_tokens: int = 1
+    drafting: Drafting | None = None
+    drafts: array[int] | None = None
     cached: int | None = None
     allocation: CacheAllocation | None = None
     allowed: bytes = b""
@@ -245,6 +248,11 @@ class Sequence:
     def left(self) -> int:
         """Number of tokens that still need a row."""
         return len(self.tokens) + self.pending - self.computed
+
+    @property
+    def decode_tokens(self) -> int:
+        """Number of tokens that the next decode row runs, and of those that it samples."""
+        return 1 if self.drafts is None else 1 + len(self.drafts)
 
     @property
     def output_tokens(self) -> int:
@@ -271,7 +279,13 @@ class Sequence:
         """Seconds of waiting for the first place in the batch, so far."""
         return (time.monotonic() if self.admitted is None else self.admitted) - self.arrived
 
+    def note_drafts(self, accepted: int) -> None:
+        """Count the drafts of a step, of which the first `accepted` were accepted, and forget them."""
+        assert self.drafting is not None and self.drafts is not None
+        self.drafting.note(len(self.drafts), accepted, len(self.tokens))
+        self.drafts = None
+
     def forget_pages(self) -> None:
         """Forget cached keys and values and pending tokens, without freeing pages: every token needs a row again."""
         self.computed, self.pending, self.allocation = 0, 0, None
-        self.row, self.sent_tables, self.decoding = -1, [], False
+        self.row, self.sent_tables, self.decoding, self.drafts = -1, [], False, None

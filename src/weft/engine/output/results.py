@@ -77,8 +77,11 @@ def gather(
     """
     ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
 
+    seen = set[int]()
+
     def callback(at: int, output: RequestOutput) -> None:
-        if output.end is not None:
+        if output.end is not None and at not in seen:  # each token of the last step has a call
+            seen.add(at)
             ended.put((at, output))
 
     for at, prompt in enumerate(prompts):

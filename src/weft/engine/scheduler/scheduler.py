@@ -16,6 +16,10 @@ ends with that token, the token of the extra row is dropped. A sequence skips th
 be its last by a limit of length, or if its sampling depends on the pending token, as with a grammar. Freed pages may be
 reused at once, even while steps in flight read them: ranks run steps in the order of scheduling.
 
+With `--speculative` a decode row also runs drafts, tokens that may follow (`weft.engine.speculation.drafting`). They
+preempt nobody and leave every running sequence a row. Drafts follow the last token, so a step is not scheduled before
+the tokens of the previous one are known if a sequence drafts.
+
 `weft.engine.kv.manager` keeps track of the owners of pages.
 """
 
@@ -23,10 +27,10 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, islice, repeat
 
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_events import CacheEvents
@@ -34,8 +38,10 @@ from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.manager import CacheAllocation, CacheManager
 from weft.engine.messages.rank_messages import Adjust, Chunk, Entries, GroupRows, Join, Logprobs, Result, Scored
 from weft.engine.messages.request import Sequence
-from weft.engine.scheduler.sampling_rows import adjust, sampling, scoring
+from weft.engine.scheduler.draft_rows import propose, seeks_drafts
+from weft.engine.scheduler.sampling_rows import adjust_each, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
+from weft.engine.speculation.drafting import Drafting, Speculation
 
 PAGES_AHEAD = 4
 """Maximum pages that a decoding sequence allocates at once. A step with allocations for all costs as much as dozens
@@ -62,14 +68,33 @@ class Scheduled:
 
     def take_tokens(self, result: Result) -> Iterator[tuple[Sequence, int, Logprobs | None]]:
         """Yield (sequence, token, its logprobs) of sequences that still run; the tokens are no longer pending."""
-        sampled: Iterable[tuple[Sequence, CacheAllocation]] = self.sampled
-        if result.accepted:
-            sampled = (each for each, count in zip(sampled, result.accepted, strict=True) for _ in range(count))
         logprobs = result.logprobs or repeat(None, len(result.tokens))
-        for (sequence, allocation), token, known in zip(sampled, result.tokens, logprobs, strict=True):
+        if result.accepted:
+            yield from self._take_accepted(result.accepted, zip(result.tokens, logprobs, strict=True))
+            return
+        for (sequence, allocation), token, known in zip(self.sampled, result.tokens, logprobs, strict=True):
             if sequence.allocation is allocation:
                 sequence.pending -= 1
+                if sequence.drafts is not None:
+                    sequence.note_drafts(0)
                 yield sequence, token, known
+
+    def _take_accepted(
+        self, accepted: Seq[int], values: Iterator[tuple[int, Logprobs | None]]
+    ) -> Iterator[tuple[Sequence, int, Logprobs | None]]:
+        """Yield the `values` of a step with drafts. Rejected drafts no longer count as computed."""
+        ran = chain(self.rows.decode_tokens, repeat(1))
+        for (sequence, allocation), tokens, count in zip(self.sampled, ran, accepted, strict=False):
+            own = [*islice(values, count)]
+            if sequence.allocation is allocation:
+                sequence.pending -= tokens
+                sequence.computed -= tokens
+                if sequence.drafts is not None:
+                    sequence.note_drafts(count - 1)
+            for token, known in own:
+                if sequence.allocation is allocation:  # else it ended with the token before
+                    sequence.computed += 1
+                    yield sequence, token, known
 
     def scored(self, result: Result) -> Iterator[tuple[Sequence, Scored]]:
         """Yield (sequence, prompt logprobs) of sequences that still run."""
@@ -79,10 +104,20 @@ class Scheduled:
 
 
 class Scheduler:
-    """Owner of one DP group's sequences from `add` to `finish`. max_batch_tokens, max_running: limits of a step."""
+    """Owner of one DP group's sequences from `add` to `finish`. max_batch_tokens, max_running: limits of a step;
+    speculation: of all DP groups, None: off.
 
-    def __init__(self, caches: CacheManager, *, max_batch_tokens: int, max_running: int):
+    Attributes:
+        drafts_next: a sequence may draft in the next step, so the tokens of all steps must be known before it.
+    """
+
+    drafts_next = False
+
+    def __init__(
+        self, caches: CacheManager, *, max_batch_tokens: int, max_running: int, speculation: Speculation | None = None
+    ):
         self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running
+        self.speculation = speculation
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = self.stalls = 0
@@ -100,6 +135,8 @@ class Scheduler:
                 f"prompt and completion may take {limit} tokens, but the key-value cache of a group holds "
                 f"{self.caches.max_tokens}; ask for fewer or start with a larger kv_tokens"
             )
+        if self.speculation is not None and sequence.drafting is None:
+            sequence.drafting = Drafting(self.speculation)
         self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -142,15 +179,17 @@ class Scheduler:
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
+        if self.speculation is not None:
+            propose(decoding, budget - len(self.running))
         if any((a := s.allocation) and s.computed + s.decode_tokens > a.capacity and not s.ending for s in decoding):
             self._preallocate(decoding)
         for sequence in decoding:  # in the order of `running`
-            tokens = sequence.decode_tokens
-            if budget >= tokens and sequence.allocation is not None and not sequence.ending:  # else it was preempted
+            end = sequence.computed + sequence.decode_tokens
+            if sequence.allocation is not None and not sequence.ending:  # else it was preempted
                 if sequence.stalled:
                     self.stalls += 1
-                elif sequence.computed + tokens <= sequence.allocation.capacity or self._grow(sequence, budget):
-                    self._step.append((sequence, tokens))
+                elif end <= sequence.allocation.capacity or self._grow(sequence, budget):
+                    self._step.append((sequence, tokens := sequence.decode_tokens))
                     budget -= tokens
         for sequence in [s for s in self.running if not s.decoding]:
             if budget and sequence.allocation is not None and self._grow(sequence, budget):
@@ -165,11 +204,14 @@ class Scheduler:
             if not sequence.decoding or self.caches.frees_on_advance:
                 # Let other sequences reuse a prompt once it is complete.
                 first = done and not sequence.output_tokens and not sequence.pending
-                self.caches.advance(sequence.allocation, sequence.tokens, sequence.computed, keep=first)
+                certain = sequence.computed - (rows - 1 if sequence.decoding else 0)  # drafts may be rejected
+                self.caches.advance(sequence.allocation, sequence.tokens, certain, keep=first)
             if done:
                 sequence.pending += rows if sequence.decoding else 1
                 sequence.decoding = True
         self._step = []
+        if self.speculation is not None:
+            self.drafts_next = bool(scheduled.rows.decode_tokens) or any(map(seeks_drafts, self.running))
         self._plan_repeats(scheduled)
         return scheduled
 
@@ -183,10 +225,13 @@ class Scheduler:
     def _plan_repeats(self, scheduled: Scheduled) -> None:
         """Note how often this step of one token a row can repeat, unless a sequence comes or goes."""
         rows, self._repeats = scheduled.rows, 0
-        changes = rows.decode_tokens or rows.adjust or self.caches.frees_on_advance
+        changes = rows.adjust or self.caches.frees_on_advance or self.drafts_next
         if len(rows.decode_rows) == len(self.running) and not changes:
             steps_left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
             self._repeats = min(steps_left, default=0)
+            if self.speculation is not None:
+                pauses = [s.drafting.resumes - s.computed - 1 for s in self.running if s.drafting]
+                self._repeats = max(0, min([self._repeats, *pauses]))
             self._same = Scheduled(GroupRows(rows.decode_rows), scheduled.sampled, [])
 
     def _repeat(self) -> Scheduled:
@@ -222,6 +267,7 @@ class Scheduler:
         adjusted: list[tuple[int, Adjust]] = []
         sampled: list[tuple[Sequence, CacheAllocation]] = []
         scores: list[tuple[Sequence, CacheAllocation]] = []
+        drafts, tokens_sampled = b"", 0
         for sequence, rows in self._step:
             allocation = sequence.allocation
             assert allocation is not None
@@ -235,6 +281,7 @@ class Scheduler:
             if sequence.decoding:
                 decode_rows.append(sequence.row)
                 decode_tokens.append(rows)
+                drafts += sequence.drafts.tobytes() if sequence.drafts else b""
             else:
                 tokens = sequence.tokens[sequence.computed : sequence.computed + rows].tobytes()
                 chunks.append(Chunk(sequence.row, tokens, rows == sequence.left, scoring(sequence, rows)))
@@ -244,13 +291,14 @@ class Scheduler:
                     continue
             sampled.append((sequence, allocation))
             try:
-                adjustment = adjust(sequence)
+                adjusted += [
+                    (at, one) for at, one in enumerate(adjust_each(sequence), tokens_sampled) if one is not None
+                ]
             except Exception as error:  # ends this request alone, at its next token
-                adjustment, sequence.fault = None, error
-            if adjustment is not None:
-                adjusted.append((len(sampled) - 1, adjustment))
+                sequence.fault = error
+            tokens_sampled += sequence.decode_tokens
         counts = tuple(decode_tokens) if len(decode_rows) < sum(decode_tokens) else ()
-        parts = tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted), counts
+        parts = tuple(decode_rows), tuple(chunks), tuple(joins), tuple(entries), tuple(adjusted), counts, drafts
         return Scheduled(GroupRows(*parts), sampled, scores)
 
     def _new_entries(self, sequence: Sequence, allocation: CacheAllocation) -> Iterator[Entries]:
@@ -285,6 +333,10 @@ class Scheduler:
         assert sequence.allocation is not None
         end = sequence.computed + self._rows(sequence, budget)
         while not self.caches.grow(sequence.allocation, max(sequence.computed + sequence.left, end), end):
+            if sequence.drafts:
+                del sequence.drafts[max(0, sequence.allocation.capacity - sequence.computed - 1) :]
+                end = sequence.computed + sequence.decode_tokens
+                continue
             if any(other.ending for other in self.running):
                 return False
             planned = [s for s, _ in self._step]
@@ -330,14 +382,18 @@ class Scheduler:
         sequence.forget_pages()
 
 
-def make_schedulers(config: EngineConfig, groups: Seq[CacheGroup], events: Seq[CacheEvents] = ()) -> list[Scheduler]:
-    """Return an empty scheduler per DP group. groups: the model's cache groups. events: record of each DP group."""
+def make_schedulers(
+    config: EngineConfig, groups: Seq[CacheGroup], events: Seq[CacheEvents] = (), drafts: Speculation | None = None
+) -> list[Scheduler]:
+    """Return an empty scheduler per DP group. groups: the model's cache groups. events: record of each DP group;
+    drafts: of the engine."""
     records: Seq[CacheEvents | None] = events or [None] * config.attn_dp
     return [
         Scheduler(
             CacheManager(groups, config.interleave.span, prefix_cache=config.prefix_cache, events=record),
             max_batch_tokens=config.batch_tokens,
             max_running=config.batch_sequences,
+            speculation=drafts,
         )
         for record in records
     ]

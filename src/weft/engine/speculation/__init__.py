@@ -1,0 +1,1 @@
+"""Speculative decoding: sources of drafts, and the number of drafts of each sequence."""

@@ -1,0 +1,67 @@
+"""Drafts of running sequences: how many are proposed, and counts of those that were accepted.
+
+Ranks sample a token at the position of each draft as they would without drafts, with the noise of that position, and
+accept the draft if it is equal. So outputs do not depend on drafts, and a wrong draft costs only time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from weft.engine.kv.tokens import token_array
+from weft.engine.speculation.sources import DraftSource
+
+WEIGHT = 1 / 8
+"""Weight of the last step in a sequence's mean of accepted drafts."""
+FIRST_MEAN, PROBE_MEAN, MIN_MEAN = 1.0, 0.4, 0.2
+"""Mean of accepted drafts of a new sequence, and after a pause; a sequence below the minimum pauses. Without accepted
+drafts the first pause begins after 13 steps, and later ones after 6."""
+MIN_PAUSE, MAX_PAUSE = 32, 256
+"""Tokens of a pause. Each pause is twice as long as the one before, unless drafts were accepted in between."""
+
+
+class Speculation:
+    """Drafts of an engine. max_drafts: maximum drafts of a row.
+
+    Attributes:
+        drafted, accepted: drafts so far by position in their row.
+    """
+
+    def __init__(self, source: DraftSource, max_drafts: int):
+        self.source, self.max_drafts = source, max_drafts
+        self.drafted, self.accepted = [0] * max_drafts, [0] * max_drafts
+
+
+@dataclass(slots=True)
+class Drafting:
+    """Drafts of one sequence, which pauses while they do not pay.
+
+    Attributes:
+        mean: moving average of accepted drafts per step.
+        resumes: number of the sequence's tokens from which it drafts.
+        pause: tokens of its next pause.
+    """
+
+    speculation: Speculation
+    mean: float = FIRST_MEAN
+    resumes: int = 0
+    pause: int = MIN_PAUSE
+
+    def propose(self, tokens: array[int], limit: int) -> array[int]:
+        """Return up to `limit` drafts."""
+        count = min(limit, self.speculation.max_drafts)
+        return token_array(self.speculation.source.propose(tokens, count)[:count])
+
+    def note(self, drafted: int, accepted: int, tokens: int) -> None:
+        """Count the drafts of a step, perhaps none although drafts were sought. tokens: of the sequence before it."""
+        counts = self.speculation
+        for at in range(drafted):
+            counts.drafted[at] += 1
+            counts.accepted[at] += at < accepted
+        self.mean += (accepted - self.mean) * WEIGHT
+        if self.mean >= FIRST_MEAN:
+            self.pause = MIN_PAUSE
+        if self.mean < MIN_MEAN:
+            self.mean, self.resumes = PROBE_MEAN, tokens + self.pause
+            self.pause = min(2 * self.pause, MAX_PAUSE)

@@ -1,0 +1,21 @@
+"""Fixtures of the tests of speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.conftest import byte_model
+from weft.engine.speculation import drafting
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_model(tmp_path_factory.mktemp("speculation-model"))
+
+
+@pytest.fixture
+def never_pausing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sequences draft in every step."""
+    monkeypatch.setattr(drafting, "MIN_MEAN", -1.0)

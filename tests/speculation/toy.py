@@ -1,0 +1,43 @@
+"""A source of drafts that are right with a chance, made of outputs that were recorded without drafts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from weft.engine.output.results import GenerationResult
+from weft.engine.speculation.sources import SOURCES
+
+
+class Toy:
+    """Drafts of recorded sequences. Whether one is right depends on the seed, the request and the position alone.
+
+    recorded: prompts with their outputs; chance: of a right draft.
+    """
+
+    def __init__(self, recorded: Sequence[Sequence[int]], chance: float, seed: int = 0):
+        self.recorded, self.chance, self.seed = [list(tokens) for tokens in recorded], chance, seed
+        self.calls = 0
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        known = next((each for each in self.recorded if each[: len(tokens)] == list(tokens)), None)
+        self.calls += 1
+        if known is None:
+            return []
+        drafts = known[len(tokens) : len(tokens) + count]
+        chances = [random.Random(f"{self.seed}/{known[0]}/{len(tokens) + at}").random() for at in range(len(drafts))]
+        # Rows are ragged: some have fewer drafts.
+        drafts = drafts[: len(drafts) - (self.chance < 1 and chances[0] < 0.1) * 2] if drafts else []
+        return [d if c < self.chance else (d + 1) % 257 for d, c in zip(drafts, chances, strict=False)]
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> Toy:
+        """Let engines with `speculative="ngram"` draft by this source."""
+        monkeypatch.setitem(SOURCES, "ngram", lambda *lengths: self)
+        return self
+
+
+def recorded(prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult]) -> list[list[int]]:
+    """Return prompts with their outputs."""
+    return [[*prompt, *result.token_ids] for prompt, result in zip(prompts, results, strict=True)]

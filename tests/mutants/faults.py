@@ -522,15 +522,15 @@ OWN = [
     Fault(
         "penalties count the prompt",
         "engine/scheduler/sampling_rows.py",
-        "Counter(sequence.tokens[sequence.prompt_tokens :])",
-        "Counter(sequence.tokens)",
+        "Counter(tokens[sequence.prompt_tokens :])",
+        "Counter(tokens)",
         ("tests/engine/test_sampler.py::test_what_a_sequence_needs_for_its_next_token",),
     ),
     Fault(
         "min_tokens does not count tokens that are being drawn",
         "engine/scheduler/sampling_rows.py",
-        "banned = set(sequence.end_ids) if sequence.output_tokens + sequence.pending < p.min_tokens else set()",
-        "banned = set(sequence.end_ids) if sequence.output_tokens < p.min_tokens else set()",
+        "sequence.output_tokens + sequence.pending + len(drafts)",
+        "sequence.output_tokens + len(drafts)",
         ("tests/engine/test_sampler.py",),
     ),
     Fault(
@@ -701,6 +701,35 @@ OWN = [
         "largest = blocks.abs().amax(-1).clamp(min=MIN_MAGNITUDE)",
         "largest = blocks.amax(-1).clamp(min=MIN_MAGNITUDE)",
         ("tests/models/test_float8.py::test_logits_are_off_as_by_noise_of_the_size_of_the_rounding",),
+    ),
+    # drafts
+    Fault(
+        "a draft has the position of the row's last token",
+        "engine/worker/row_table.py",
+        "SeqRows(1, table[row].length + at, table[row].tables, 1)",
+        "SeqRows(1, table[row].length, table[row].tables, 1)",
+        ("tests/speculation/test_rank_drafts.py",),
+    ),
+    Fault(
+        "keys of rejected drafts stay before a row's length",
+        "engine/worker/row_table.py",
+        "            self.rows[row].length -= len(drafts) - accepted\n",
+        "",
+        ("tests/speculation/test_rank_drafts.py",),
+    ),
+    Fault(
+        "a grammar's mask is of the position before",
+        "engine/grammar/grammar.py",
+        "            self._matcher.consume_token(draft)\n            masks.append(self.mask(allowed))\n",
+        "            masks.append(self.mask(allowed))\n            self._matcher.consume_token(draft)\n",
+        ("tests/speculation/test_outputs.py::test_every_parameter",),
+    ),
+    Fault(
+        "a draft is accepted without the token that is sampled",
+        "engine/worker/row_table.py",
+        "if draft != own[at]), len(drafts))",
+        "if False), len(drafts))",
+        ("tests/speculation/test_rank_drafts.py",),
     ),
     # server, bench, evals
     Fault(

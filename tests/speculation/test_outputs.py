@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import small_model
 
 from engine.conftest import byte_tokenizer, generate_together
@@ -17,8 +19,17 @@ from engine.test_hybrids import FAMILIES as OTHERS
 from speculation.toy import Toy, recorded
 from weft.engine.controller.engine import Engine
 from weft.engine.grammar.grammar import grammar
+from weft.engine.kv.cache_events import CacheEvents
+from weft.engine.kv.cache_spec import Rule
+from weft.engine.kv.tokens import token_bytes
+from weft.engine.messages.rank_messages import Adjust, GroupRows, Join, Sampling, Step
 from weft.engine.messages.request import SamplingParams
 from weft.engine.output.results import GenerationResult
+from weft.engine.scheduler.scheduler import make_schedulers
+from weft.engine.speculation.sources import SOURCES, NgramSource
+from weft.engine.worker.row_table import RowTable
+from weft.engine.worker.sampler import Sampler
+from weft.engine.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -109,7 +120,7 @@ def test_every_parameter(
 def test_sequences_that_are_preempted(
     model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """In a cache that is too small, with sequences that pause, and with prompts in small chunks."""
+    """Preempt in a cache that is too small, with sequences that pause, and with prompts in small chunks."""
     Toy(recorded(PROMPTS, plain), 0.6).use(monkeypatch)
     changes = LAYOUTS[layout] | dict(kv_tokens=96 if layout == "1x1" else 64, max_batch_tokens=17)
     rounds, engine = results(model_dir, **changes)
@@ -132,35 +143,45 @@ def test_several_choices_and_priorities(model_dir: Path, monkeypatch: pytest.Mon
 
 FAMILIES = ["qwen3_moe", "qwen3", "deepseek_v2", "deepseek_v3", "llama", "qwen2", "mistral", "mixtral", "minimax_m2"]
 """Families with `small_model`: with latents, windows, and all other kinds of layers."""
-BY_DAY = {("mistral", "2x1", 0.7), ("deepseek_v2", "dcp 2", 0.7), ("gpt_oss", "1x2", 0.3), ("step3p5", "1x1", 1.0)}
+BY_DAY = [
+    ("mistral", "2x1", "auto", [0.7]),
+    ("deepseek_v2", "dcp 2", "fp8_e4m3", [0.7]),
+    ("gpt_oss", "1x2", "auto", [0.3]),
+    ("step3p5", "1x1", "auto", [1.0]),
+]
+ALL = product([*FAMILIES, "gpt_oss", "step3p5"], LAYOUTS, ["auto", "fp8_e4m3"], [RATES])
 
 
 @pytest.mark.usefixtures("never_pausing")
 @pytest.mark.parametrize(
-    ("family", "layout", "rate"),
-    [
-        pytest.param(*each, marks=() if each in BY_DAY else pytest.mark.nightly)
-        for each in product([*FAMILIES, "gpt_oss", "step3p5"], LAYOUTS, RATES)
-    ],
+    ("family", "layout", "kv_dtype", "rates"),
+    [*BY_DAY, *(pytest.param(*each, marks=pytest.mark.nightly) for each in ALL)],
 )
-@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("fp8_e4m3", marks=pytest.mark.nightly)])
 def test_every_family(
-    family: str, layout: str, rate: float, kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    layout: str,
+    kv_dtype: str,
+    rates: Sequence[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if family in OTHERS:
         OTHERS[family](tmp_path)
     else:
-        few = dict(num_key_value_heads=1) if layout == "dcp 2" and "deepseek" not in family else {}
-        small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256, **few)
+        small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(tmp_path)
     how = [GREEDY, SEEDED, replace(SEEDED, top_p=0.9, seed=2), replace(GREEDY, max_tokens=30), GREEDY]
     changes = LAYOUTS[layout] | dict(kv_dtype=kv_dtype)
     (plain, _), _ = results(tmp_path, how, drafts=False, **changes)
-    Toy(recorded(PROMPTS[: len(how)], plain), rate).use(monkeypatch)
-    rounds, engine = results(tmp_path, how, **changes)
-    for found in rounds:
-        same(found, plain)
-    assert engine.speculation and (sum(engine.speculation.accepted) > 0) == (rate > 0)
+    for source in (*(Toy(recorded(PROMPTS[: len(how)], plain), rate) for rate in rates), NgramSource(1, 3)):
+        monkeypatch.setitem(SOURCES, "ngram", lambda *lengths, source=source: source)
+        rounds, engine = results(tmp_path, how, **changes)
+        for found in rounds:
+            same(found, plain)
+        speculation = engine.speculation
+        assert speculation
+        if isinstance(source, Toy):
+            assert (sum(speculation.accepted) > 0) == (source.chance > 0)
 
 
 @pytest.mark.usefixtures("never_pausing")
@@ -190,3 +211,98 @@ def test_prompt_lookup(model_dir: Path) -> None:
             steps = engine.stats().steps
     assert outputs[0] == outputs[1]
     assert engine.speculation and sum(engine.speculation.accepted) > 20 and steps < 60
+
+
+@pytest.mark.usefixtures("never_pausing")
+def test_a_rank_that_is_lost_in_the_middle_of_drafts(
+    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences go on from their accepted tokens."""
+    Toy(recorded(PROMPTS, plain), 0.7).use(monkeypatch)
+    step, lost = Worker.step, list[int]()
+
+    def failing(worker: Worker, message: Step) -> Any:
+        if worker.rank == 1 and message.groups[0].drafts and len(lost) < 2 and message.number % 7 == 0:
+            lost.append(message.number)
+            raise RuntimeError("a planted fault")
+        return step(worker, message)
+
+    monkeypatch.setattr(Worker, "step", failing)
+    rounds, engine = results(model_dir, restart_backoff_s=0.0, **LAYOUTS["1x2"])
+    for found in rounds:
+        same(found, plain)
+    assert len(lost) == 2 and engine.stats().failures == 2
+
+
+def test_events_of_the_cache_hold_accepted_tokens_alone(
+    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that are published have tokens of prompts and outputs."""
+    Toy(recorded(PROMPTS, plain), 0.5).use(monkeypatch)
+    stored = list[tuple[Any, list[int], int]]()
+
+    def note(events: CacheEvents, group: int, rule: Any, block: int, parent: Any, tokens: Any, salt: str) -> None:
+        stored.append((parent, list(tokens), block))
+
+    monkeypatch.setattr(CacheEvents, "stored", note)
+    events = CacheEvents()
+    monkeypatch.setattr(
+        "weft.engine.controller.engine.make_schedulers",
+        lambda config, groups, _, drafts: make_schedulers(config, groups, [events], drafts),
+    )
+    rounds, engine = results(model_dir)
+    same(rounds[0], plain)
+    texts, found = {block: tokens for _, tokens, block in stored}, 0
+    parents = {block: parent for parent, _, block in stored}
+    sequences = recorded(PROMPTS, plain)
+    for block in texts:
+        tokens, at = list[int](), block
+        while at is not None and at in texts:
+            tokens, at = texts[at] + tokens, parents[at]
+        assert any(sequence[: len(tokens)] == tokens for sequence in sequences)
+        found += 1
+    assert found > 40 and engine.speculation and sum(engine.speculation.accepted)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "how", [dict(), dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(frequency_penalty=1.5)], ids=str
+)
+def test_sampled_tokens_have_the_distribution_of_one_token_a_step(how: dict[str, float]) -> None:
+    """10⁵ draws by rows with drafts, accepted or not: chi-square against the exact distribution of each position."""
+    generator, vocabulary, drafts = torch.Generator().manual_seed(1), 12, [3, 7]
+    logits = torch.randn(3, vocabulary, generator=generator)
+    penalty = how.pop("frequency_penalty", 0.0)
+    table = RowTable(1, [Rule()], 4, torch.device("cpu"))
+    sampler, accepted = Sampler(table), Counter[int]()
+    counts = torch.zeros(3, vocabulary)
+    adjust = tuple((at, Adjust(added=tuple((d, -penalty) for d in drafts[:at]))) for at in range(3)) if penalty else ()
+    step = GroupRows((0,), decode_tokens=(3,), drafts=token_bytes(drafts), adjust=adjust)
+    for seed in range(100_000):
+        table.apply(GroupRows(joins=(Join(0, 0, 5, ((0,),), Sampling(seed=seed, **how)),)))
+        table.last_token.fill_(1)
+        table.advance(step)
+        tokens = sampler.sample(step, logits)
+        [count] = table.accept(step, tokens)
+        accepted[count] += 1
+        for at, token in enumerate(tokens.tolist()[:count]):
+            counts[at, token] += 1
+    before = 1.0
+    for at in range(3):
+        own = logits[at].clone()
+        own[drafts[:at]] -= penalty
+        order = own.argsort(descending=True)
+        p = own.softmax(-1)
+        if "top_k" in how:
+            p[order[int(how["top_k"]) :]] = 0
+        if "top_p" in how:
+            p[order[p[order].cumsum(0) - p[order] >= how["top_p"]]] = 0
+        p[p < how.get("min_p", 0.0) * p.max()] = 0
+        p /= p.sum()
+        total, kept = counts[at].sum().item(), p > 0
+        assert counts[at][~kept].sum() == 0
+        chi = ((counts[at] - total * p)[kept] ** 2 / (total * p[kept])).sum().item()
+        freedom = int(kept.sum()) - 1
+        assert chi < freedom + 5 * (2 * max(freedom, 1)) ** 0.5, (at, chi, freedom)
+        assert abs(total / 100_000 - before) < 0.01, "a draft is accepted with its probability"
+        before *= p[drafts[at]].item() if at < 2 else 1.0

@@ -198,6 +198,8 @@ class Engine(ProcessBound):
             queue_seconds=self._outputs.queue_seconds,
             failures=self._recovery.faults.total,
             lost_ranks=self._recovery.lost_ranks,
+            drafted=tuple(self.speculation.drafted if self.speculation else ()),
+            accepted=tuple(self.speculation.accepted if self.speculation else ()),
         )
 
     def comm_report(self) -> tuple[list[StepStat], list[StepStat]]:

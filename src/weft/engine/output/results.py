@@ -32,6 +32,7 @@ class EngineStats:
         queue_seconds: sum of the requests' waiting times until their first place in a batch.
         failures: failures of ranks, each followed by a restart.
         lost_ranks: ranks lost for good, without which the engine goes on.
+        drafted, accepted: drafts by position in their row, and those that were accepted; empty: speculation is off.
     """
 
     running: int
@@ -51,6 +52,8 @@ class EngineStats:
     queue_seconds: float
     failures: int
     lost_ranks: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,13 @@ class Drafting:
         return token_array(self.speculation.source.propose(tokens, count)[:count])
 
     def note(self, drafted: int, accepted: int, tokens: int) -> None:
-        """Count the drafts of a step, perhaps none although drafts were sought. tokens: of the sequence before it."""
+        """Count the drafts of a step.
+
+        Args:
+            drafted: number of drafts, perhaps 0 although drafts were sought.
+            accepted: number of the first ones that were accepted.
+            tokens: tokens of the sequence before the step.
+        """
         counts = self.speculation
         for at in range(drafted):
             counts.drafted[at] += 1

@@ -43,6 +43,8 @@ class Command:
     """Number of most probable tokens to sample from; 0: all."""
     seed: int | None = None
     """Random seed: equal seeds sample equal tokens; omitted: a different seed each time."""
+    stats: bool = False
+    """Print on stderr how many drafts of --speculative were accepted."""
     json: bool = False
     """Print one JSON object per prompt once all are done, instead of text."""
 
@@ -74,6 +76,10 @@ class Command:
                         self._stream(engine, text, prompt, params)
             except ValueError as error:
                 raise UserError(str(error)) from error
+            if self.stats:
+                stats = engine.stats()
+                text = f"{stats.generated_tokens} tokens in {stats.steps} steps"
+                print(f"{text}, {sum(stats.accepted)} of {sum(stats.drafted)} drafts accepted", file=sys.stderr)
         return 0
 
     def _tokens(self, tokenizer: Any, text: str) -> list[int]:

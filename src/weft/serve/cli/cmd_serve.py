@@ -166,6 +166,8 @@ class Command:
             f"a rank: {limits.threads} thread(s), {where}",
             products,
             engine.eager and f"decode steps run eagerly on CPUs, not recorded: {engine.eager}",
+            limits.speculative != "off"
+            and f"drafts by {limits.speculative}: steps of sequences that draft do not overlap",
             engine.kv_events and f"KV events: {engine.kv_events}",
             ignored and f"config.json: transformers does not read {ignored}, which Weft ignores",
             engine.text_processor.says and f"generation_config.json: {engine.text_processor.says}",

@@ -182,6 +182,7 @@ class Metrics(Observations, Collector):
             ("weft_restarts", "Failures of ranks, after which they were started anew", s.failures),
         ):
             yield CounterMetricFamily(name, text, value=total)
+        yield from self._drafts(s.drafted, s.accepted)
         sizes = [(str(2**i), float(n)) for i, n in enumerate(itertools.accumulate(s.step_sizes))]
         sizes[-1] = ("+Inf", sizes[-1][1])
         yield HistogramMetricFamily("weft_step_rows", "Rows of a step", buckets=sizes, sum_value=s.step_rows)
@@ -191,6 +192,20 @@ class Metrics(Observations, Collector):
                 "weft_kv_event_batches_lost", "Those that found the queue full", value=events.lost
             )
         yield from self._communication()
+
+    def _drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> Iterator[Metric]:
+        rows = drafted[0] if drafted else 0
+        for name, text, total in (
+            ("weft_draft_rows", "Decode rows with drafts", rows),
+            ("weft_draft_tokens", "Drafts", sum(drafted)),
+            ("weft_accepted_draft_tokens", "Drafts that were accepted", sum(accepted)),
+        ):
+            yield CounterMetricFamily(name, text, value=total)
+        text = "Drafts that were accepted, by position in their row"
+        by_position = CounterMetricFamily("weft_accepted_draft_tokens_per_position", text, labels=["position"])
+        for position, count in enumerate(accepted):
+            by_position.add_metric([str(position)], count)
+        yield by_position
 
     def _communication(self) -> Iterator[Metric]:
         labels = ["read", "step"]

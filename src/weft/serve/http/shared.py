@@ -72,9 +72,21 @@ class Shared:
             "max_running": config.batch_sequences,
             "max_batch_tokens": config.batch_tokens,
             "kv_tokens": config.cached_tokens,
+            "speculative": self._speculative(),
             "ran": [asdict(s) for s in ran],
             "naive": [asdict(s) for s in naive],
         }
+
+    def _speculative(self) -> dict[str, Any] | None:
+        config, stats = self.engine.config, self.engine.stats()
+        if config.speculative == "off":
+            return None
+        counts = {"drafted": stats.drafted, "accepted": stats.accepted}  # by position
+        return {
+            "source": config.speculative,
+            "tokens": config.speculative_tokens,
+            "overlap": "while all sequences pause",
+        } | counts
 
     def _profile(self, steps: int) -> dict[str, Any]:
         assert self._options.profile_dir is not None

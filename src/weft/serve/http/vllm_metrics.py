@@ -36,6 +36,10 @@ NAMES = {
     "vllm:request_params_n": "weft_request_choices",
     "vllm:request_params_max_tokens": "weft_request_max_tokens",
     "vllm:iteration_tokens_total": "weft_step_rows",
+    "vllm:spec_decode_num_drafts": "weft_draft_rows",
+    "vllm:spec_decode_num_draft_tokens": "weft_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "weft_accepted_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "weft_accepted_draft_tokens_per_position",
 }
 """vLLM's name → Weft's name of a metric. All have the label `model_name`."""
 REASONS = {"stop": "stop", "length": "length", "error": "error"}

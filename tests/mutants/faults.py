@@ -711,6 +711,13 @@ OWN = [
         ("tests/speculation/test_rank_drafts.py",),
     ),
     Fault(
+        "a draft of a recorded step has the position of the row's last token",
+        "engine/worker/graph_inputs.py",
+        "table.length[parents] + torch.tensor(behind, dtype=torch.int32)",
+        "table.length[parents]",
+        ("tests/speculation/test_rank_drafts.py",),
+    ),
+    Fault(
         "keys of rejected drafts stay before a row's length",
         "engine/worker/row_table.py",
         "            self.rows[row].length -= len(drafts) - accepted\n",

@@ -129,6 +129,21 @@ def test_sequences_that_are_preempted(
     assert engine.stats().preemptions and engine.speculation and sum(engine.speculation.accepted)
 
 
+@pytest.mark.parametrize(
+    "layout", ["1x2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2x2", "dcp 2", "dispatch"))]
+)
+def test_ranks_in_processes(
+    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Exchange rows of drafts by shm, in memory for the largest step."""
+    Toy(recorded(PROMPTS, plain), 0.7).use(monkeypatch)
+    changes = dict(executor="process", transport="shm", max_batch_tokens=64, speculative_tokens=5) | LAYOUTS[layout]
+    rounds, engine = results(model_dir, **changes)
+    for found in rounds:
+        same(found, plain)
+    assert not engine.eager and engine.speculation and sum(engine.speculation.accepted)
+
+
 def test_several_choices_and_priorities(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices of one prompt have other seeds, and tokens of their own."""
     how = [replace(SEEDED, seed=seed) for seed in range(4)]

@@ -224,6 +224,11 @@ class SpeculationOptions(OptionGroup):
                 f"prompt_lookup_max={self.prompt_lookup_max} is below prompt_lookup_min={self.prompt_lookup_min}"
             )
 
+    @property
+    def decode_tokens(self) -> int:
+        """Maximum tokens of a decode row."""
+        return 1 if self.speculative == "off" else 1 + self.speculative_tokens
+
 
 @dataclass(frozen=True)
 class RankOptions(OptionGroup):

@@ -34,7 +34,7 @@ def propose(decoding: Iterable[Sequence], spare: int) -> None:
             continue
         drafts = drafting.propose(sequence.tokens, limit)
         try:
-            followed = len(drafts) if sequence.grammar is None else sequence.grammar.followed(drafts)
+            followed = sequence.grammar.followed(drafts) if sequence.grammar and drafts else len(drafts)
         except Exception as error:  # ends this request alone, at its next token
             followed, sequence.fault = 0, error
         end = next((at for at, token in enumerate(drafts) if token in sequence.end_ids), followed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import PARAMETERS, Adjust, Sampling, Score
@@ -38,13 +38,13 @@ def adjust(sequence: Sequence, drafts: array[int] = NO_DRAFTS, mask: bytes | Non
     )
 
 
-def adjust_each(sequence: Sequence) -> list[Adjust | None]:
-    """Return the adjustments of the next token, and of the token after each draft."""
-    if not (drafts := sequence.drafts):
-        return [adjust(sequence)]
-    grammar, count = sequence.grammar, len(drafts) + 1
-    masks = [sequence.allowed] * count if grammar is None else grammar.masks(sequence.allowed, drafts)
-    return [adjust(sequence, drafts[:at], mask) for at, mask in enumerate(masks)]
+def adjust_each(sequence: Sequence, first: int) -> Iterator[tuple[int, Adjust]]:
+    """Yield the adjustments of the next token and of the token after each draft, numbered from `first`."""
+    drafts, grammar = sequence.drafts or NO_DRAFTS, sequence.grammar
+    masks = [sequence.allowed] * (len(drafts) + 1) if grammar is None else grammar.masks(sequence.allowed, drafts)
+    for at, mask in enumerate(masks):
+        if (adjustment := adjust(sequence, drafts[:at], mask)) is not None:
+            yield first + at, adjustment
 
 
 def scoring(sequence: Sequence, rows: int) -> Score | None:

@@ -39,7 +39,7 @@ from weft.engine.kv.manager import CacheAllocation, CacheManager
 from weft.engine.messages.rank_messages import Adjust, Chunk, Entries, GroupRows, Join, Logprobs, Result, Scored
 from weft.engine.messages.request import Sequence
 from weft.engine.scheduler.draft_rows import propose, seeks_drafts
-from weft.engine.scheduler.sampling_rows import adjust_each, sampling, scoring
+from weft.engine.scheduler.sampling_rows import adjust, adjust_each, sampling, scoring
 from weft.engine.scheduler.waiting_queue import WaitingQueue
 from weft.engine.speculation.drafting import Drafting, Speculation
 
@@ -185,7 +185,7 @@ class Scheduler:
             self._preallocate(decoding)
         for sequence in decoding:  # in the order of `running`
             end = sequence.computed + sequence.decode_tokens
-            if sequence.allocation is not None and not sequence.ending:  # else it was preempted
+            if budget and sequence.allocation is not None and not sequence.ending:  # else it was preempted
                 if sequence.stalled:
                     self.stalls += 1
                 elif end <= sequence.allocation.capacity or self._grow(sequence, budget):
@@ -291,9 +291,10 @@ class Scheduler:
                     continue
             sampled.append((sequence, allocation))
             try:
-                adjusted += [
-                    (at, one) for at, one in enumerate(adjust_each(sequence), tokens_sampled) if one is not None
-                ]
+                if sequence.drafts:
+                    adjusted += adjust_each(sequence, tokens_sampled)
+                elif (adjustment := adjust(sequence)) is not None:
+                    adjusted.append((tokens_sampled, adjustment))
             except Exception as error:  # ends this request alone, at its next token
                 sequence.fault = error
             tokens_sampled += sequence.decode_tokens

@@ -55,15 +55,16 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     Alive at once are the residual, the last read, the blocks' sums or the deltas made of them, and during a collective
     with an epilogue, its plain result and its residual and norm together. The last is also the largest: two values of
     every group's rows, up to the largest counts of a plan. If tokens are sharded over dcp, attention also has gathered
-    queries and merged outputs, a row per running sequence. A row of a split vocabulary's logits must fit: more rows are
-    gathered in turns. Dispatched rows are sent, received, and returned: any rank may get all rows.
+    queries and merged outputs, a row per token of the decode rows. A row of a split vocabulary's logits must fit: more
+    rows are gathered in turns. Dispatched rows are sent, received, and returned: any rank may get all rows.
     """
     ledger, mesh = Ledger(), config.mesh
     chain = trace(model, mesh, dtype, ledger.empty)
     reads = [read for form in chain.forms for read in form]
     deltas = max(ledger.peak, *(len(read.deltas) for read in reads))
     # Counts of plans are rounded up to a power of two.
-    tokens, decode_rows = bucket((config.batch_tokens,))[0], bucket((config.batch_sequences,))[0]
+    decoded = min(config.batch_tokens, config.batch_sequences * config.decode_tokens)
+    tokens, decode_rows = bucket((config.batch_tokens,))[0], bucket((decoded,))[0]
     merged = max((v.bytes(decode_rows, mesh.dcp) for s in chain.inside if isinstance(v := s.value, Merge)), default=0)
     inside = (each.value for read in reads for each in read.inside)
     sent = max((v.bytes(tokens, mesh.world) for v in inside if isinstance(v, Dispatch)), default=0)

@@ -29,11 +29,12 @@ class DeviceRows:
         seed: int64 `[rows]`.
         last_token: the table's `last_token`.
         steps: int32 `[1]`, number of graphs replayed; each graph first increments it.
+        draft_rows: the table's.
         writes: pending changes of these tensors and of other inputs of graphs, before the next replay.
     """
 
     def __init__(self, table: RowTable, max_pages: int):
-        self.last_token, device = table.last_token, table.device
+        self.last_token, device, self.draft_rows = table.last_token, table.device, table.draft_rows
         max_rows, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
         # One tensor, so that all changes of a step are one copy; each part begins at a multiple of 16 bytes.
         formats = {name: FORMATS[type(getattr(NEUTRAL, name))] for name in PARAMETERS}

@@ -147,9 +147,32 @@ class DecodeInputs:
 
 
 class RecordedInputs(DecodeInputs):
-    """`DecodeInputs` of steps that are recorded on CPUs. Each number of rows has a shape: padding costs time there."""
+    """`DecodeInputs` of steps that are recorded on CPUs. Each number of rows has a shape: padding costs time there.
+
+    A draft is a row of its own, one of the table's last, with the pages of the row that it follows.
+    """
 
     _step_in = staticmethod(cpu_ops.step_in)
+
+    def put(self, group_rows: GroupRows) -> int:
+        """See `Inputs.put`."""
+        if not group_rows.decode_tokens:
+            return super().put(group_rows)
+        table, first = self._rows, len(self._rows.length) - self._rows.draft_rows
+        free = itertools.count(first)
+        table.writes.flush()  # tables and lengths of the rows are copied below
+        rows, followed, behind = list[int](), list[int](), list[int]()
+        for row, count in group_rows.decode_each:
+            rows += [row, *itertools.islice(free, count - 1)]
+            followed += [row] * (count - 1)
+            behind += range(1, count)
+        drafts, parents = slice(first, first + len(behind)), torch.tensor(followed)
+        table.last_token[drafts] = torch.frombuffer(bytearray(group_rows.drafts), dtype=torch.int32)
+        table.length[drafts] = table.length[parents] + torch.tensor(behind, dtype=torch.int32)
+        table.entries[drafts] = table.entries[parents]
+        table.writes.fill(self._decode_rows, rows)
+        self._copied = tuple(rows)
+        return len(rows)
 
     def limit(self, max_rows: int) -> RecordedInputs:
         """Have shapes of up to `max_rows` rows."""

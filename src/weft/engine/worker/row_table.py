@@ -35,16 +35,25 @@ class Row:
 
 
 class RowTable:
-    """Up to `max_rows` rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks."""
+    """Up to `max_rows` rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks;
+    draft_rows: rows behind these, for the drafts of a recorded step."""
 
-    def __init__(self, max_rows: int, rules: Sequence[Rule], page_size: int, device: torch.device, split: bool = False):
-        self.device, self.rules, self.page_size = device, tuple(rules), page_size
+    def __init__(
+        self,
+        max_rows: int,
+        rules: Sequence[Rule],
+        page_size: int,
+        device: torch.device,
+        split: bool = False,
+        draft_rows: int = 0,
+    ):
+        self.device, self.rules, self.page_size, self.draft_rows = device, tuple(rules), page_size, draft_rows
         self.rows, self._captured = dict[int, Row](), SHARE_PARAMETERS if split else GRAPH_PARAMETERS
         self.shaped: set[int] = set()
         """Rows with sampling parameters not supported in graphs, or not on a share of a vocabulary."""
         self.random: set[int] = set()
         """Rows with a temperature."""
-        self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)
+        self.last_token = torch.full((max_rows + draft_rows,), NO_TOKEN, dtype=torch.int32, device=device)
 
     def apply(self, group_rows: GroupRows) -> None:
         """Apply a message's changes on the host, before the rows of its step. Raises ValueError for an entry beyond a
@@ -95,8 +104,11 @@ class RowTable:
         batch = build_batch(tokens, seqs, self.page_size, self.rules, self.device)
         if n:
             rows = on_device(group_rows.decode_rows, torch.int64, self.device)
-            places = on_device(firsts, torch.int64, self.device) if firsts else slice(n)
-            batch.tokens[places] = self.last_token.index_select(0, rows).clamp(min=0).long()
+            last = self.last_token.index_select(0, rows).clamp(min=0)
+            if firsts:
+                batch.tokens.index_copy_(0, on_device(firsts, torch.int64, self.device), last.long())
+            else:
+                batch.tokens[:n] = last
         return batch
 
     def accept(self, group_rows: GroupRows, sampled: Tensor) -> tuple[int, ...]:

@@ -112,9 +112,10 @@ class StepGraphs:
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
         """Return the shape of the graph for a step; None if there is none: for too many rows, for prompts of models
-        without captured prompts, for requested logprobs of prompts, and for drafts. counts: rows of these DP groups.
+        without captured prompts, for requested logprobs of prompts, and for drafts beyond `RowTable.draft_rows`.
+        counts: rows of these DP groups.
         """
-        if any(group.decode_tokens for group in groups):  # the rows of graphs have one token each
+        if any(group.decode_tokens for group in groups) and max(counts) > self._rows.draft_rows:
             return None
         prompts = any(group.chunks for group in groups)
         inputs = self._inputs.get(prompts)

@@ -51,6 +51,7 @@ from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.sampler import Sampler
 from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
+from weft.kernels.cpu_rows import MAX_ROWS
 from weft.planner.chain import Counts
 from weft.planner.cost import Costs
 from weft.planner.show import plan_text
@@ -137,7 +138,8 @@ class Worker:
         self.runner = make(self.groups)
         self.profiler = RankProfiler(self.runner)
         rules, span, vocabulary = self.runner.rules, config.interleave.span, self.runner.vocabulary
-        self.table = RowTable(config.batch_sequences, rules, span, device, vocabulary is not None)
+        draft_rows = 0 if config.speculative == "off" else MAX_ROWS
+        self.table = RowTable(config.batch_sequences, rules, span, device, vocabulary is not None, draft_rows)
         self.sampler = Sampler(self.table, vocabulary)
         self.device_rows: DeviceRows | None = None
         self._last: Repeatable | None = None
@@ -191,7 +193,7 @@ class Worker:
             return self._repeat(step, last)
         self._settle()
         rows, counts = step.groups[self._group], step.counts
-        shape, accepted = self.runner.shape_of(step.groups, counts), tuple[int, ...]()
+        shape, drafts = self.runner.shape_of(step.groups, counts), any(group.decode_tokens for group in step.groups)
         self.profiler.begin(step.number, counts, shape)
         self.table.apply(rows)
         if copies := [join.copy for join in rows.joins if join.copy]:
@@ -215,9 +217,9 @@ class Worker:
             logits = self.runner.forward(self.table.batch(rows), counts, full)
             self.table.advance(rows)
             tokens = self.sampler.sample(rows, sampled_logits(rows, logits), full)
-            accepted = self.table.accept(rows, tokens) if rows.decode_tokens else ()
-            if self.device_rows:
-                self.device_rows.ran(self.table, rows)
+        accepted = self.table.accept(rows, tokens) if rows.decode_tokens else ()
+        if self.device_rows and (shape is None or accepted):
+            self.device_rows.ran(self.table, rows)
         read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not beyond else None
         output = StepOutput(rows, tokens, read_tokens, accepted)
         if self._leads:
@@ -226,7 +228,7 @@ class Worker:
         output.copy()
         plan = self.runner.plan_checksum(counts, shape)
         self._last = None
-        if shape is not None and not (shape.prompts or beyond):
+        if shape is not None and not (shape.prompts or beyond or drafts):
             again = tuple(GroupRows(group.decode_rows) for group in step.groups)
             self._last = Repeatable(again, counts, shape, tokens, plan)
         scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]

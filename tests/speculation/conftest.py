@@ -18,4 +18,4 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def never_pausing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sequences draft in every step."""
-    monkeypatch.setattr(drafting, "MIN_MEAN", -1.0)
+    monkeypatch.setattr(drafting, "MIN_GAIN", -9.0)

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 from weft.engine.kv.tokens import token_array
 from weft.engine.speculation.sources import DraftSource
 
+DRAFT_COST, SEARCH_COST = 0.2, 0.1
+"""Estimated cost of a draft, and of a search without result, in decode steps of one token. A draft costs less where the
+weights' reads dominate, and more on CPUs with experts."""
 WEIGHT = 1 / 8
-"""Weight of the last step in a sequence's mean of accepted drafts."""
-FIRST_MEAN, PROBE_MEAN, MIN_MEAN = 1.0, 0.4, 0.2
-"""Mean of accepted drafts of a new sequence, and after a pause; a sequence below the minimum pauses. Without accepted
-drafts the first pause begins after 13 steps, and later ones after 6."""
+"""Weight of the last step in a sequence's mean gain."""
+FIRST_GAIN, PROBE_GAIN, MIN_GAIN = 1.0, 0.25, 0.0
+"""Mean gain of a new sequence, and after a pause; a sequence below the minimum pauses. With three rejected drafts a
+step, the first pause begins after 8 steps, and later ones after 3."""
 MIN_PAUSE, MAX_PAUSE = 32, 256
-"""Tokens of a pause. Each pause is twice as long as the one before, unless drafts were accepted in between."""
+"""Tokens of a pause. Each pause is twice as long as the one before, unless drafts paid in between."""
 
 
 class Speculation:
@@ -38,13 +41,13 @@ class Drafting:
     """Drafts of one sequence, which pauses while they do not pay.
 
     Attributes:
-        mean: moving average of accepted drafts per step.
+        gain: moving average of saved steps per step.
         resumes: number of the sequence's tokens from which it drafts.
         pause: tokens of its next pause.
     """
 
     speculation: Speculation
-    mean: float = FIRST_MEAN
+    gain: float = FIRST_GAIN
     resumes: int = 0
     pause: int = MIN_PAUSE
 
@@ -65,9 +68,9 @@ class Drafting:
         for at in range(drafted):
             counts.drafted[at] += 1
             counts.accepted[at] += at < accepted
-        self.mean += (accepted - self.mean) * WEIGHT
-        if self.mean >= FIRST_MEAN:
+        self.gain += (accepted - (DRAFT_COST * drafted or SEARCH_COST) - self.gain) * WEIGHT
+        if self.gain >= FIRST_GAIN:
             self.pause = MIN_PAUSE
-        if self.mean < MIN_MEAN:
-            self.mean, self.resumes = PROBE_MEAN, tokens + self.pause
+        if self.gain < MIN_GAIN:
+            self.gain, self.resumes = PROBE_GAIN, tokens + self.pause
             self.pause = min(2 * self.pause, MAX_PAUSE)

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from engine.conftest import byte_model
+from server.conftest import chat_model_dir
 from weft.engine.speculation import drafting
+
+__all__ = ["chat_model_dir"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What users see of drafts: metrics, reports, the command line, and hints at other engines' options."""
+"""Surface of drafts for users: metrics, reports, the command line, and hints at other engines' options."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -290,20 +289,25 @@ def test_sampled_tokens_have_the_distribution_of_one_token_a_step(how: dict[str,
     generator, vocabulary, drafts = torch.Generator().manual_seed(1), 12, [3, 7]
     logits = torch.randn(3, vocabulary, generator=generator)
     penalty = how.pop("frequency_penalty", 0.0)
-    table = RowTable(1, [Rule()], 4, torch.device("cpu"))
-    sampler, accepted = Sampler(table), Counter[int]()
-    counts = torch.zeros(3, vocabulary)
-    adjust = tuple((at, Adjust(added=tuple((d, -penalty) for d in drafts[:at]))) for at in range(3)) if penalty else ()
-    step = GroupRows((0,), decode_tokens=(3,), drafts=token_bytes(drafts), adjust=adjust)
-    for seed in range(100_000):
-        table.apply(GroupRows(joins=(Join(0, 0, 5, ((0,),), Sampling(seed=seed, **how)),)))
+    rows, rounds = 500, 200
+    table = RowTable(rows, [Rule()], 4, torch.device("cpu"))
+    sampler, counts = Sampler(table), torch.zeros(3, vocabulary)
+    adjust = [(at, Adjust(added=tuple((d, -penalty) for d in drafts[:at]))) for at in range(3)] if penalty else []
+    step = GroupRows(
+        tuple(range(rows)),
+        decode_tokens=(3,) * rows,
+        drafts=token_bytes(drafts * rows),
+        adjust=tuple((3 * row + at, how_at) for row in range(rows) for at, how_at in adjust),
+    )
+    for first in range(0, rows * rounds, rows):
+        seeds = (Sampling(seed=first + row, **how) for row in range(rows))
+        table.apply(GroupRows(joins=tuple(Join(row, row, 5, ((0,),), seeded) for row, seeded in enumerate(seeds))))
         table.last_token.fill_(1)
         table.advance(step)
-        tokens = sampler.sample(step, logits)
-        [count] = table.accept(step, tokens)
-        accepted[count] += 1
-        for at, token in enumerate(tokens.tolist()[:count]):
-            counts[at, token] += 1
+        tokens = sampler.sample(step, logits.repeat(rows, 1))
+        for row, count in enumerate(table.accept(step, tokens)):
+            for at, token in enumerate(tokens[3 * row : 3 * row + count].tolist()):
+                counts[at, token] += 1
     before = 1.0
     for at in range(3):
         own = logits[at].clone()

@@ -90,7 +90,7 @@ def generate_together(
         if len(asked) == len(prompts):
             engine.submit_all(asked)
 
-    return gather(prompts, submit)
+    return gather(prompts, submit, wait=lambda: None)
 
 
 def outputs_of_some(

@@ -60,12 +60,16 @@ int8_t* exponents_of(const MaybeTensor& exponents, TensorView vectors) {
 
 const void* data_of(const MaybeTensor& x) { return x.has_value() ? x.value().data_ptr() : nullptr; }
 
-// Memory of the calling thread, kept between calls, for each use.
+// Memory of the calling thread for each use, kept between calls unless it is large and the call needs much less.
 template <int kUse = 0>
 float* scratch(int64_t floats) {
+  constexpr int64_t kKept = 16 << 20;
   static thread_local std::unique_ptr<char[]> memory;
   static thread_local int64_t held = 0;
-  if (held < floats) memory.reset(new char[size_t(floats) * 4 + 64]), held = floats;
+  if (held < floats || held > std::max(kKept, 8 * floats)) {
+    memory.reset();
+    memory.reset(new char[size_t(floats) * 4 + 64]), held = floats;
+  }
   return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
 }
 

@@ -17,6 +17,8 @@ from weft.engine.messages.request import SamplingParams
 from weft.planner.spec import LayoutError
 from weft_bench import word_problems
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 SHAPES = {
     "two heads": ("qwen2_moe", dict(num_key_value_heads=2)),
     "one head": ("qwen3", dict(num_key_value_heads=1)),
@@ -45,7 +47,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Any:
             changes = dict(vocab_size=257, max_position_embeddings=256, num_hidden_layers=2) | changes
             model = small_model(family, 4, directory, seed=3, **changes)
             byte_tokenizer(directory)
-            answers = greedy_outputs(lambda tokens: model(tokens[None]).logits[0, -1], prompts(), GREEDY.max_tokens)
+            answers = greedy_outputs(lambda tokens: model(tokens).logits, prompts(), GREEDY.max_tokens)
             made[shape] = directory, answers
         return made[shape]
 

@@ -11,6 +11,7 @@ from engine.test_engine import GREEDY, config, prompts
 from engine.test_hybrids import FAMILIES
 from weft.engine.controller.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("planned_once")
 CHOICES = {"step3p5": ("replicate", "merge"), "gpt_oss": ("gather", "merge"), "qwen3_5_moe": ("replicate", "gather")}
 
 

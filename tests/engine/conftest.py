@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from weft.engine.controller.engine import Engine, Request
@@ -66,15 +67,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def greedy_outputs(
     logits: Callable[[torch.Tensor], torch.Tensor], prompts: Sequence[Sequence[int]], count: int
 ) -> list[tuple[int, ...]]:
-    """Return the likeliest `count` tokens after each prompt. logits: `[vocabulary]` after the tokens `[n]`."""
-    outputs = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        for _ in range(count):
-            with torch.no_grad():
-                tokens.append(int(logits(torch.tensor(tokens)).argmax()))
-        outputs.append(tuple(tokens[len(prompt) :]))
-    return outputs
+    """Return the likeliest `count` tokens after each prompt.
+
+    logits: `[sequences, n, vocabulary]` after each of the tokens `[sequences, n]`; those behind a sequence's end are 0.
+    """
+    sequences = [list(prompt) for prompt in prompts]
+    for _ in range(count):
+        ends = [len(tokens) - 1 for tokens in sequences]
+        with torch.no_grad():
+            found = logits(pad_sequence([torch.tensor(tokens) for tokens in sequences], batch_first=True))
+        for tokens, end, row in zip(sequences, ends, found, strict=True):
+            tokens.append(int(row[end].argmax()))
+    return [tuple(tokens[len(prompt) :]) for tokens, prompt in zip(sequences, prompts, strict=True)]
 
 
 def generate_together(

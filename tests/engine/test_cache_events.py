@@ -44,6 +44,8 @@ from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.worker.worker import Worker
 from weft.serve.http.metrics import Metrics
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 
 @dataclass
 class Subscriber:

@@ -14,11 +14,13 @@ import torch
 from transformers import Qwen2MoeForCausalLM
 
 from comm.forks import in_a_child
-from engine.conftest import WAIT_S, outputs_of_some
+from engine.conftest import WAIT_S, greedy_outputs, outputs_of_some
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import SamplingParams
 from weft.engine.processes import rank_processes
+
+pytestmark = pytest.mark.usefixtures("planned_once")
 
 LAYOUTS = {
     "1x1": dict(),
@@ -48,14 +50,7 @@ def prompts(count: int = 7) -> list[list[int]]:
 def expected(model_dir: Path) -> list[tuple[int, ...]]:
     """Return transformers' greedy outputs."""
     model = Qwen2MoeForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    outputs = []
-    for prompt in prompts():
-        tokens = list(prompt)
-        for _ in range(12):
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        outputs.append(tuple(tokens[len(prompt) :]))
-    return outputs
+    return greedy_outputs(lambda tokens: model(tokens).logits, prompts(), GREEDY.max_tokens)
 
 
 def test_what_ranks_have_run_is_published_while_they_run(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

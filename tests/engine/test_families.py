@@ -23,6 +23,8 @@ from weft.engine.models.layers.basic import Builder, Layer
 from weft.engine.models.registry import load_config, registry
 from weft.planner.spec import Mesh
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 PLUGIN = hybrid.__file__
 CONFIG = dict(
     model_type="hybrid",

@@ -33,6 +33,8 @@ from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.processes import rank_processes
 from weft.engine.worker.model_runner import ModelRunner
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 RANKS = dict(attn_dp=2, attn_tp=2, ep=4)
 
 
@@ -54,9 +56,10 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
     forked process holds copies of the ranks' connections."""
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     few = [prompt[:20] for prompt in prompts(4)]
-    with Engine(config(model_dir, **RANKS)) as engine:
+    ranks: Any = dict(attn_dp=2, ep=2)
+    with Engine(config(model_dir, **ranks)) as engine:
         expected = [r.token_ids for r in engine.generate(few, params)]
-    options: Any = dict(executor="process", max_restarts=2, step_timeout_s=WAIT_S, **RANKS)
+    options: Any = dict(executor="process", max_restarts=2, step_timeout_s=WAIT_S, **ranks)
     with Engine(config(model_dir, **options)) as engine, sleeping_fork():
         outputs: dict[int, list[Output]] = {at: [] for at in range(4)}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -76,19 +79,19 @@ def test_killed_ranks_are_replaced_and_every_request_goes_on(model_dir: Path) ->
             engine.submit(prompt, params, callback_for(at))
         assert begun.wait(WAIT_S)
         first = list(engine._executor.processes)
-        os.kill(first[2].pid, signal.SIGKILL)
+        os.kill(first[1].pid, signal.SIGKILL)
         killed.set()
         for _ in range(4):
             ended.get(timeout=WAIT_S)
         assert [tuple(t for o in outputs[at] for t in o.token_ids) for at in range(4)] == expected
         assert engine.stats().failures == 1 and all(p.poll() is not None for p in first)
-        os.kill(engine._executor.processes[1].pid, signal.SIGKILL)
+        os.kill(engine._executor.processes[0].pid, signal.SIGKILL)
         assert wait_until(lambda: engine.stats().failures == 2), "an idle engine must look after its ranks"
         assert [r.token_ids for r in engine.generate(few, params)] == expected
         third, directory = engine._executor.processes, engine._executor.directory
-        os.kill(third[3].pid, signal.SIGKILL)
+        os.kill(third[1].pid, signal.SIGKILL)
         assert engine.wait(WAIT_S) and engine.state == "failed"
-        assert "gave up after 3 failures" in engine.error and "rank 3 was killed by signal 9" in engine.error
+        assert "gave up after 3 failures" in engine.error and "rank 1 was killed by signal 9" in engine.error
         assert all(p.poll() is not None for p in third) and not directory.exists()
         with pytest.raises(EngineError, match="rank 1 was killed"):
             engine.generate(few, params)
@@ -160,47 +163,39 @@ def gone(pid: int) -> bool:
         return True
 
 
-KILLED = {
-    "ranks": """
-from engine.test_engine import config; from pathlib import Path
+STARTS = """
+import json, os, signal, sys
+from pathlib import Path
+from weft.engine.config.config import EngineConfig
 from weft.engine.controller.rank_executors import make_executor
-e = make_executor(config(Path(sys.argv[1]), executor="process", attn_dp=2, ep=2))
-e._launch(lambda: None); started = [p.pid for p in e.processes], e.directory
-""",
-    "grammars": """
 from weft.engine.grammar.grammar_sandbox import GrammarSandbox
-sandbox = GrammarSandbox(lambda: {"tokenizer": "byte", "vocabulary": 257, "ends": []})
-process = sandbox._start(); started = [process.pid], ""
-""",
-    "chat templates": """
 from weft.serve.chat.templates import Templates
-templates = Templates({}); started = [templates._process.pid], ""
-""",
-}
-"""Starts processes, and names them and their folder."""
-SLEEPER = """
-pid = os.fork() or signal.pause(); print(json.dumps([pid, started[0], str(started[1])]), flush=True); signal.pause()
+sandbox = GrammarSandbox(lambda: {"tokenizer": "byte", "vocabulary": 257, "ends": []})
+e = make_executor(EngineConfig(Path(sys.argv[1]), executor="process", kv_tokens=512, attn_dp=2, ep=2))
+e._launch(lambda: None); started = {f"rank {rank}": p.pid for rank, p in enumerate(e.processes)}
+process, templates = sandbox._start(), Templates({})
+started |= {"grammars": process.pid, "chat templates": templates._process.pid}
+sleeper = os.fork() or signal.pause()
+print(json.dumps([sleeper, started, str(e.directory)]), flush=True); signal.pause()
 """
-"""Forks a process that holds copies of all descriptors and sleeps."""
+"""Starts processes, forks one that holds copies of all descriptors and sleeps, and names them and the ranks' folder."""
 
 
-@pytest.mark.parametrize("what", KILLED)
-def test_processes_of_a_killed_one_leave_before_they_are_up_and_though_its_forks_live(
-    model_dir: Path, what: str
-) -> None:
+def test_processes_of_a_killed_one_leave_before_they_are_up_and_though_its_forks_live(model_dir: Path) -> None:
     """Ranks take the controller's folder along."""
-    script = f"import json, os, signal, sys; sys.path.insert(0, 'tests'){KILLED[what]}{SLEEPER}"
     with subprocess.Popen(
-        [sys.executable, "-c", script, str(model_dir)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
+        [sys.executable, "-c", STARTS, str(model_dir)], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
     ) as controller:
         assert controller.stdout is not None
-        sleeper, pids, directory = json.loads(controller.stdout.readline())
+        sleeper, started, directory = json.loads(controller.stdout.readline())
         controller.kill()
     try:
-        assert wait_until(lambda: all(map(gone, pids)) and not (directory and Path(directory).exists()))
+        assert len(started) == 4
+        wait_until(lambda: all(map(gone, started.values())) and not Path(directory).exists())
+        assert not [what for what, pid in started.items() if not gone(pid)] and not Path(directory).exists()
         assert not gone(sleeper)
     finally:
-        for pid in (sleeper, *pids):
+        for pid in (sleeper, *started.values()):
             if not gone(pid):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(directory, ignore_errors=True)

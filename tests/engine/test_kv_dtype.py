@@ -60,7 +60,7 @@ def test_the_same_tokens_on_every_layout(layout: str, alone: list[str]) -> None:
     assert solutions(kv_dtype="fp8_e4m3", **LAYOUTS[layout]) == alone
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "gpt_oss", pytest.param("qwen3_5_moe", marks=pytest.mark.nightly)])
 def test_latents_windows_and_states(family: str, tmp_path: Path) -> None:
     """Also with sinks, and with states, which stay float32. Models of random weights have hardly a favourite among
     tokens, so rounding changes some; ranks that share tokens round alike.

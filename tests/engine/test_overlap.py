@@ -141,6 +141,7 @@ def test_a_row_forgets_the_token_of_whom_it_belonged_to() -> None:
     ]
 
 
+@pytest.mark.usefixtures("planned_once")
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, ENDS, READS], ids=["greedy", "seeded", "ends", "reads"])
 def test_outputs_are_those_of_steps_one_by_one(model_dir: Path, params: SamplingParams) -> None:
     """Alone and in company, in caches of every request's size and in one that is too small for all."""

@@ -20,6 +20,8 @@ from weft.engine.controller.fault_window import FaultWindow
 from weft.engine.messages.request import SamplingParams
 from weft.engine.worker.worker import Worker
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 
 @pytest.fixture
 def world(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> World:

@@ -27,6 +27,8 @@ from weft.planner.exchange import all_gatherv
 from weft.planner.spec import LayoutError, Mesh
 from weft.plugins import PluginError
 
+pytestmark = pytest.mark.usefixtures("planned_once")
+
 TOY = str(Path(__file__).with_name("toy.py"))
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 

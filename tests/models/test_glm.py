@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from engine.conftest import byte_tokenizer, greedy_outputs
@@ -44,7 +45,7 @@ def test_greedy_tokens_are_transformers(tmp_path: Path) -> None:
     model = small_glm(tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
     byte_tokenizer(tmp_path)
     asked = prompts()[:3]
-    wanted = greedy_outputs(lambda tokens: model(tokens)[-1], asked, GREEDY.max_tokens)
+    wanted = greedy_outputs(lambda tokens: torch.stack([*map(model, tokens)]), asked, GREEDY.max_tokens)
     with Engine(config(tmp_path, **LAYOUTS["1x4"])) as engine:
         assert [r.token_ids for r in engine.generate(asked, GREEDY)] == wanted
 

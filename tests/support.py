@@ -94,7 +94,7 @@ def run_with_changes(folder: Path, changes: Mapping[str, Mapping[str, str]], cod
 
     The changed copy is made in `folder`; each old text must stand once in its file. The code may import tests.
     """
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src", folder / "src")
     for file, texts in changes.items():
         text = (path := folder / "src" / "weft" / file).read_text()
         for old, new in texts.items():

@@ -69,10 +69,10 @@ def ran(done: subprocess.CompletedProcess[str]) -> str:
 @pytest.mark.parametrize(
     "ranks, calls, delays, last_phase",
     [
-        (2, 20_000, 0, 0),
-        (2, 15_000, 1, 0),
-        (4, 4_000, 1, 0),
-        (3, 2_000, 1, LATE),
+        (2, 8_000, 0, 0),
+        (2, 5_000, 1, 0),
+        (4, 1_500, 1, 0),
+        (3, 1_000, 1, LATE),
         pytest.param(2, 50_000, 1, 0, marks=pytest.mark.nightly),
         pytest.param(4, 50_000, 1, 0, marks=pytest.mark.nightly),
         pytest.param(2, 400_000, 0, 0, marks=pytest.mark.nightly),

@@ -51,7 +51,7 @@ def events(log: str) -> list[str]:
     return found[begin + 1 :]
 
 
-@pytest.mark.parametrize("api_servers", ["1", pytest.param("2", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("api_servers", [pytest.param("1", marks=pytest.mark.nightly), "2"])
 def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api_servers: str) -> None:
     """A terminal sends it to the server's process group, in which no rank is. Who is impatient sends it twice."""
     monkeypatch.setenv("WEFT_API_KEY", KEY)
@@ -82,7 +82,7 @@ def http_without_key(server: ServerProcess) -> Iterator[http.client.HTTPResponse
     connection.close()
 
 
-@pytest.mark.parametrize("api_servers", [pytest.param("1", marks=pytest.mark.nightly), "2"])
+@pytest.mark.parametrize("api_servers", ["1", pytest.param("2", marks=pytest.mark.nightly)])
 def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path, api_servers: str) -> None:
     arguments = "--max-restarts", "0", "--api-servers", api_servers
     with serving(tmp_path, *arguments) as server, streaming(server) as output:

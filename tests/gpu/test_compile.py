@@ -49,8 +49,9 @@ def test_the_kernels_compile(tmp_path: Path) -> None:
         assert kernel in cubin.read_bytes()
 
 
-def test_what_differs_compiles_for_every_architecture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", [("80", "90a"), pytest.param(ARCHITECTURES, marks=pytest.mark.nightly)], ids=str)
+def test_what_differs_compiles_for_every_architecture(targets: tuple[str, ...], tmp_path: Path) -> None:
     """Two kernels with every feature compile: the plain form before Hopper, and newer GPUs'."""
     source = tmp_path / "few.cu"
     source.write_text(FEW_KERNELS)
-    compile_with(*for_gpus(ARCHITECTURES), f"-I{CSRC / 'cuda'}", "-fatbin", "-o", tmp_path / "few.fatbin", source)
+    compile_with(*for_gpus(targets), f"-I{CSRC / 'cuda'}", "-fatbin", "-o", tmp_path / "few.fatbin", source)

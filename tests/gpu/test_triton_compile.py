@@ -532,10 +532,14 @@ def taken_apart() -> set[tuple[str, bool]]:
 
 
 BY_DAY_IN_FLOAT8 = ("attention, FP8 cache", "short latents, FP8 cache", "norm, rotary, FP8 cache")
-AT_NIGHT = {"experts in float32, 4096 rows"} | {
-    name for name in CASES if "FP8 cache" in name and name not in BY_DAY_IN_FLOAT8
+AT_NIGHT = {name for name in CASES if "FP8 cache" in name and name not in BY_DAY_IN_FLOAT8} | {
+    *("attention, wide heads", "latent attention, few heads", "prompts, wide heads"),
+    *("experts in float32, 256 rows", "experts in float32, 4096 rows", "experts, 64 rows", "experts, 128 rows"),
+    *("experts with biases", "FP8 experts, 128 rows", "FP8 experts, 256 rows", "FP8 experts, cut blocks"),
+    *("FP8 product, 1 row", "FP8 product, cut blocks", "norm, rotary, cache, many rows", "routes, 8192 rows"),
+    *("dispatch, many rows", "products of heads, 1 row", "norms over all heads, one rank"),
 }
-"""Cases that take longest to compile, of a dtype not served with so large steps; most forms of caches in FP8."""
+"""Most forms of caches in FP8, and further sizes of kernels that other cases compile by day."""
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ EVERY = {
 }
 CASES = [case for case, at in EVERY.items() if at % 3 == 0]
 """Cases by day. The rest is for the night: how splits are combined matters to collectives, which know no family, and
-`test_logits.py` has all combinations."""
+`test_logits.py` has combinations."""
 # Every split of attention, and of the experts that one has, each in one layout.
 CASES += [(family, mesh) for family in ("llama", "mixtral") for mesh in splits(8)]
 CASES += [("minimax_m2", mesh) for mesh in MESHES]

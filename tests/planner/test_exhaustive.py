@@ -121,10 +121,14 @@ def check(problem: Problem) -> None:
     assert price(plan, offered, slices_copy) == pytest.approx(plan.us)
 
 
-@given(problems(layouts(6)) | problems(OVER_HOSTS))
-@settings(max_examples=200, deadline=None)
-def test_no_plan_is_cheaper(problem: Problem) -> None:
-    check(problem)
+@pytest.mark.parametrize("examples", [80, pytest.param(400, marks=pytest.mark.nightly)])
+def test_no_plan_is_cheaper(examples: int) -> None:
+    @given(problems(layouts(6)) | problems(OVER_HOSTS))
+    @settings(max_examples=examples, deadline=None)
+    def any_problem(problem: Problem) -> None:
+        check(problem)
+
+    any_problem()
 
 
 @given(problems(EIGHT_OVER_HOSTS, most_deltas=1))

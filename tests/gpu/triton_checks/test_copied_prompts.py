@@ -58,7 +58,7 @@ def attend_copied(
         (SPANS, 16, SMALL, False),
         (SPANS, 16, SMALL, True),
         (LONG, 128, None, False),
-        (((300, 0),), 128, None, False),
+        pytest.param(((300, 0),), 128, None, False, marks=pytest.mark.nightly),
         (((300, 0),), 128, None, True),
     ],
     ids=str,
@@ -95,7 +95,10 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut(device: torch.device)
         assert all(torch.equal(a, b[begin:end]) for a, b in zip(alone, together, strict=True))
 
 
-@pytest.mark.parametrize("capacity", [1 << 16, 256], ids=["room for all", "room for some"])
+@pytest.mark.parametrize(
+    "capacity",
+    [pytest.param(1 << 16, id="room for all", marks=pytest.mark.nightly), pytest.param(256, id="room for some")],
+)
 def test_backend(capacity: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with prompts, eager ones and a graph's: ragged rows, next to decode rows, sequences without a place."""
     monkeypatch.setattr(expansion, "MIN_MEAN_ROWS", 3)

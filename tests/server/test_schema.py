@@ -23,12 +23,13 @@ OPERATIONS = [
 
 @pytest.mark.parametrize("method, path", OPERATIONS, ids=[path for _, path in OPERATIONS])
 @pytest.mark.parametrize("mode", [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE])
-def test_made_up_requests(served: Served, method: str, path: str, mode: Any) -> None:
+@pytest.mark.parametrize("examples", [5, pytest.param(40, marks=pytest.mark.nightly)])
+def test_made_up_requests(served: Served, method: str, path: str, mode: Any, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
     operation = schema[path][method]
 
     @hypothesis.settings(
-        max_examples=12,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,

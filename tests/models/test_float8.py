@@ -28,6 +28,7 @@ from weft.engine.models.layers.basic import Layer
 from weft.engine.models.load import build_model, describe_products, dummy_model, load_model
 from weft.engine.models.registry import load_config, read_config
 from weft.engine.models.weights.float8_weights import Float8Format
+from weft.engine.models.weights.weight_format import WeightFormat
 from weft.engine.worker.planning import trace
 from weft.kernels import cpu_rows, float8, stream_ops
 from weft.kernels.float8 import FLOAT8, Fp8Rows, Fp8Weight, dequantise
@@ -36,7 +37,8 @@ from weft.stream.formats import Float8
 from weft.stream.hidden import Hidden
 
 QUARTER = Mesh(2, 2, 2, 2)
-SPLITS = (Mesh(), QUARTER, Mesh(1, 4, 1, 4))
+UNEVEN = Mesh(1, 3, 1, 3)
+SPLITS = (Mesh(), QUARTER, Mesh(1, 4, 1, 4), UNEVEN, Mesh(1, 3, 3, 1))
 WIDE = dict(hidden_size=256, intermediate_size=256, moe_intermediate_size=256)
 
 
@@ -113,8 +115,9 @@ def saved(family: str, directory: Path, block: int = 128) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_hold_what_is_stored(family: str, tmp_path: Path) -> None:
+def test_ranks_hold_what_is_stored(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit what is read dequantised, with a smaller block where a rank's slice cuts one of the checkpoint's."""
+    monkeypatch.setattr(WeightFormat, "share_unit", Float8Format.share_unit)  # equal shares of features
     config = load_config(saved(family, tmp_path))
     units: set[tuple[int, int]] = set()
     for mesh in SPLITS:
@@ -179,7 +182,7 @@ def test_logits_are_off_as_by_noise_of_the_size_of_the_rounding(
         return ((found - exact).norm(dim=1) / exact.norm(dim=1)).median().item()
 
     exact = logits(Mesh(), False)
-    found = [off(logits(mesh, True)) for mesh in (Mesh(), QUARTER)]
+    found = [off(logits(mesh, True)) for mesh in (Mesh(), QUARTER, UNEVEN)]
     torch.manual_seed(0)
     monkeypatch.setattr(cpu_rows, "missing", lambda: "kernels quantise on their own")
     for module in (float8, stream_ops):

@@ -37,7 +37,8 @@ Kind = GGMLQuantizationType
 )
 def test_logits_are_transformers(family: str, kind: Kind, tmp_path: Path) -> None:
     file, model = small_gguf(family, tmp_path / "model", kind)
-    check(file, Mesh(1, 4, 2, 2), lambda tokens: model(tokens[None], use_cache=False).logits[0], 61)
+    for mesh in (Mesh(1, 4, 2, 2), Mesh(1, 3, 1, 3)):
+        check(file, mesh, lambda tokens: model(tokens[None], use_cache=False).logits[0], 61)
 
 
 def written(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,7 @@ def test_experts_in_mxfp4(saved: tuple[Path, GptOss], tmp_path: Path) -> None:
         directory.mkdir()
         save_file(weights, directory / "model.safetensors")
         (directory / "config.json").write_text(json.dumps(small_config(**more)))
-    mesh = Mesh(1, 8, 2, 4)
-    for rank in (0, 1, 6, 7):
+    for mesh, rank in product((Mesh(1, 8, 2, 4), Mesh(1, 7, 1, 7)), (0, 1, 5, 6)):
         wanted, found = (
             dict(load_model(directory, load_config(directory), mesh, rank).named_parameters())
             for directory in directories

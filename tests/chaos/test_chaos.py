@@ -71,7 +71,7 @@ def another(name: str, kind: Any, default: Any) -> Any:
         return Path("x")
     if inside[0] is float:
         return default / 2
-    return not default if inside[0] is bool else 4 if inside[0] is int else "x"
+    return not default if inside[0] is bool else (5 if default == 4 else 4) if inside[0] is int else "x"
 
 
 class Response:

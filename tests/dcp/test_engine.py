@@ -109,7 +109,7 @@ def test_a_group_holds_dcp_times_as_many_tokens(shapes: Any) -> None:
 
 def test_ranks_that_hold_other_heads_are_refused(shapes: Any) -> None:
     directory, _ = shapes("two heads")
-    with pytest.raises(LayoutError, match=r"dcp=4: .* attn_tp=4 over 2 of them gives each to 2 .*nearest dcp is 2.*=8"):
+    with pytest.raises(LayoutError, match=r"dcp=4: .* 8 heads with 2 key-value .*attn_tp=4 .*nearest dcp is 2.*=8"):
         Engine(config(directory, attn_tp=4, moe_tp=4, dcp=4))
     with pytest.raises(ValueError, match=r"dcp_interleave is 3; it must divide a page of 4 tokens; .*: 2 and 4"):
         config(directory, attn_tp=4, moe_tp=4, dcp=2, dcp_interleave=3)

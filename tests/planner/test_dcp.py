@@ -126,4 +126,4 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
     ]
     assert "dcp" not in weft_here(*ask)[1]
     code, _, err = weft_here("plan", "--attn-tp", "4", "--dcp", "2")  # the embedded model
-    assert code == 2 and "attn_tp=4 over 4 of them gives each to 1 rank(s)" in err and "attn_tp=8" in err
+    assert code == 2 and "8 heads with 4 key-value heads on attn_tp=4" in err and "attn_tp=8" in err

@@ -54,7 +54,7 @@ for name in ${*:-smollm2-135m llama-3.2-1b deepseek-v2-lite qwen3-30b-a3b}; do
     *) formats="bf16 f16" && write "$name" ;;
   esac
   for ranks in ${RANKS:-1 2}; do
-    [ "$name$ranks" = smollm2-135m2 ] && continue # its nine heads do not divide
+    [ "$name$ranks" = smollm2-135m2 ] && continue # vLLM does not divide its nine heads
     engines="weft vllm-cpu" # llama.cpp and transformers have no tensor parallelism on CPUs
     [ "$ranks" = 1 ] && engines="$engines $(printf 'llama.cpp-%s ' $formats)transformers"
     # shellcheck disable=SC2086

@@ -24,7 +24,7 @@ from weft.engine.models.load import build_model
 from weft.engine.worker.arena import arena_need, available_bytes, check_memory
 from weft.engine.worker.memory import CacheNeed, Memory, check_weights, parameter_bytes
 from weft.planner.plan import Planner
-from weft.planner.spec import LayoutError, Mesh, PlacementError
+from weft.planner.spec import LayoutError, Mesh, PlacementError, divisors
 
 KvDtype = Literal["auto", "fp8_e4m3"]
 
@@ -136,16 +136,12 @@ def layouts(ranks: int, experts: bool) -> Iterator[tuple[int, int, int, int, int
 
     experts: the model has some; without, ep and moe_tp change nothing, and have their defaults.
     """
-    for world in _divisors(ranks):
-        for attn_tp in _divisors(world):
+    for world in divisors(ranks):
+        for attn_tp in divisors(world):
             attn_dp = world // attn_tp
-            for ep in _divisors(world) if experts else [attn_dp]:
-                for dcp in _divisors(attn_tp):
+            for ep in divisors(world) if experts else [attn_dp]:
+                for dcp in divisors(attn_tp):
                     yield attn_dp, attn_tp, ep, world // ep, dcp
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> Candidate:

@@ -6,7 +6,7 @@ from itertools import chain, groupby, product
 
 import pytest
 
-from weft.planner.shards import in_groups, owner, replicated, shard
+from weft.planner.shards import first_holders, in_groups, owner, replicated, shard
 
 
 @pytest.mark.parametrize("ranks", range(1, 10))
@@ -29,9 +29,9 @@ def test_few_units_are_on_several_ranks_each(ranks: int) -> None:
         assert [unit for unit, _ in groupby(only for [only] in shards)] == list(range(units))
         counts = [shards.count(range(unit, unit + 1)) for unit in range(units)]
         assert counts[0] == min(counts) >= max(counts) - 1
-        # The closed form by which a norm over all ranks counts each unit once.
+        # A norm over all ranks counts each unit once.
         firsts = [place for place in range(ranks) if not place or shards[place] != shards[place - 1]]
-        assert firsts == [place for place in range(ranks) if -place * units % ranks < units]
+        assert firsts == first_holders(units, ranks)
 
 
 @pytest.mark.parametrize("groups, each", [*product(range(1, 9), (1, 2, 3, 8))])

@@ -30,6 +30,11 @@ def replicated(units: int, ranks: int, place: int) -> range:
     return range(unit, unit + 1)
 
 
+def first_holders(units: int, ranks: int) -> list[int]:
+    """Return the place of the first of `ranks` that holds each share of `units` by `replicated`, one per share."""
+    return [place for place in range(ranks) if -place * units % ranks < units]
+
+
 def in_groups(units: int, groups: int, ranks: int, place: int) -> range:
     """Return the units of the rank at `place` of `ranks`, where `groups` of neighbouring `units` are `replicated`.
 

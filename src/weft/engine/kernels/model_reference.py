@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
+from weft.planner.shards import first_holders
 from weft.stream.formats import QuantisedWeight
 
 
@@ -43,7 +44,7 @@ def norm_by_squares(
     """
     begin, ranks = 0, len(squares)
     for part, (size, whole, count) in enumerate(zip(sizes, features, shares, strict=True)):
-        at, firsts = slice(begin, begin + size), [rank for rank in range(ranks) if -rank * count % ranks < count]
+        at, firsts = slice(begin, begin + size), first_holders(count, ranks)
         wide = x[:, at].to(squares.dtype)
         normed = wide * torch.rsqrt(squares[firsts, :, part].sum(0)[:, None] / whole + eps)
         x[:, at] = weight[at] * normed.to(x.dtype)

@@ -109,10 +109,7 @@ class Builder:
         units = -(-size // unit)
         if units < ranks and not replicate:
             raise LayoutError(f"{what}: {units} are too few for {over}={ranks}; choose {over} of at most {units}")
-        if groups is not None:
-            own = in_groups(units, groups, ranks, place)
-        else:
-            own = (replicated if replicate else shard)(units, ranks, place)
+        own = replicated(units, ranks, place) if groups is None else in_groups(units, groups, ranks, place)
         if not own:
             raise LayoutError(
                 f"{what}: {units} in {groups} groups leave a rank of {over}={ranks} without any; choose another {over}"

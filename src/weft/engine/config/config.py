@@ -26,7 +26,9 @@ class EngineError(RuntimeError):
     """The engine cannot start or go on: one line that names the rank and the cause. rank: the one that failed first;
     None: not known."""
 
-    rank: int | None = None
+    def __init__(self, line: str = "", rank: int | None = None):
+        super().__init__(line)
+        self.rank = rank
 
 
 class QueueFull(EngineError):

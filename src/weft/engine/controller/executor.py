@@ -33,8 +33,8 @@ from weft.engine.models.config_json.fields import ModelError
 from weft.engine.processes.rank_processes import POLL_S
 from weft.planner.chain import Counts
 
-Gone = tuple[int | None, str]
-"""Rank that has ended, if it is known, and one line about it."""
+Gone = tuple[str, int | None]
+"""One line about a rank that has ended, and the rank, if it is known."""
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 LOAD_TIMEOUT_S = 600.0
 REPORT_S = 5.0
@@ -159,7 +159,7 @@ class Executor(ABC):
     def check(self) -> None:
         """Raise EngineError if a rank is gone."""
         if dead := self._dead():
-            raise _of_rank(*dead)
+            raise EngineError(*dead)
 
     def idle(self) -> None:
         """Check the ranks and refresh the report. Call it now and then while no step is sent."""
@@ -206,7 +206,7 @@ class Executor(ABC):
         cause = min(failures, key=lambda f: f.lost_peer)
         if cause.user:
             return ModelError(cause.text)
-        return _of_rank(*(self._dead(killed=True) or (cause.rank, f"rank {cause.rank} failed: {cause.text}")))
+        return EngineError(*(self._dead(killed=True) or (f"rank {cause.rank} failed: {cause.text}", cause.rank)))
 
     @abstractmethod
     def _launch(self, poll: Callable[[], None]) -> None: ...
@@ -232,12 +232,6 @@ class Executor(ABC):
     def close(self, grace_s: float = 5.0) -> None:
         """Stop every rank. May be called twice. grace_s: maximum seconds for ranks to exit by themselves."""
         self._stop_ranks(grace_s)
-
-
-def _of_rank(rank: int | None, line: str) -> EngineError:
-    error = EngineError(line)
-    error.rank = rank
-    return error
 
 
 def _compare_plans(ready: dict[int, Ready]) -> None:

@@ -53,14 +53,13 @@ class FaultWindow:
         if len(self._failures) > self._max_failures:
             causes = Counter(cause for _, cause, _ in self._failures)
             listed = "; ".join(f"{cause} ({n} times)" if n > 1 else cause for cause, n in causes.items())
-            final = EngineError(
+            line = (
                 f"gave up after {len(self._failures)} failures in {self._window_s:g} s "
                 f"(max_restarts={self._max_failures}): {listed}"
                 if self._max_failures
                 else listed
             )
-            final.rank = rank if all(each == rank for _, _, each in self._failures) else None
-            raise final
+            raise EngineError(line, rank if all(each == rank for _, _, each in self._failures) else None)
         self._in_a_row += 1
         doublings = min(self._in_a_row - 2, 62)
         return 0.0 if doublings < 0 else min(self._backoff_s * 2.0**doublings, MAX_BACKOFF_S)

@@ -107,7 +107,7 @@ class HostsExecutor(ProcessExecutor):
         self._drain()  # a busy controller must not mistake unread messages for silence
         if (gone := self._local.ended(killed=killed)) or (line := self._agents.gone(killed=killed)) is None:
             return gone
-        return None, line
+        return line, None
 
     def _cause(self, first: Failure) -> Exception:
         # Ranks notice a lost connection at once; only the agent's silence shows later that its host is lost. Read that

@@ -177,9 +177,9 @@ class HostAgent:
             for _ in self._ranks.ranks if self._launching else ():
                 self._launching = not self._ranks.launched(0)
             if killed := self._ranks.ended(killed=True):
-                self._fail(killed[1], killed=True)
+                self._fail(killed[0], killed=True)
             elif ended := self._ranks.ended():
-                self._fail(ended[1], killed=False)
+                self._fail(ended[0], killed=False)
         except EngineError as error:
             self._fail(str(error), killed=True)
 

@@ -173,3 +173,15 @@ def one_fork_server() -> Iterator[None]:
         yield
     if SharedForkServer.shared is not None:
         SharedForkServer.shared.close()
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep no tables of this host in the cache folder; compiled kernels stay."""
+    from weft.planner.cost import cache_folder  # only where it is used
+
+    kernels = cache_folder() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "weft").mkdir()
+    (tmp_path / "weft" / "kernels").symlink_to(kernels)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

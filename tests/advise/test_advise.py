@@ -17,7 +17,6 @@ from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import grids, measure, step_times
 from weft.engine.config.config import EngineConfig, EngineError
-from weft.planner.cost import cache_folder
 from weft.planner.spec import Mesh
 from weft.serve.cli import main
 from weft.serve.cli.cmd_serve import Command as Serve
@@ -29,16 +28,6 @@ ROOT = Path(__file__).parents[2]
 LOAD = ClientLoad(32, 16, 4)
 SIZES = ["--device=cpu", "--ranks=2", "--input-len=32", "--output-len=16", "--concurrency=4"]
 Times = Callable[[Candidate, StepShape], float]
-
-
-@pytest.fixture
-def no_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep no times of steps; compiled kernels stay."""
-    kernels = cache_folder() / "kernels"
-    kernels.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "weft").mkdir()
-    (tmp_path / "weft" / "kernels").symlink_to(kernels)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def given(monkeypatch: pytest.MonkeyPatch, us: Times, error: float = 0.05) -> None:
@@ -164,7 +153,7 @@ def test_bad_input_ends_in_one_line(arguments: str, text: str) -> None:
     assert code == 2 and not out and text in err and err.startswith("weft: ") and err.count("\n") == 1
 
 
-@pytest.mark.usefixtures("no_times")
+@pytest.mark.usefixtures("empty_cache")
 def test_what_is_not_measured_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [0, 1]})
     code, out, err = weft_here("advise", *SIZES, "--no-measure")
@@ -174,7 +163,7 @@ def test_what_is_not_measured_is_not_known(monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 1 and not report["layouts"] and len(report["not_known"]) == 5
 
 
-@pytest.mark.usefixtures("no_times")
+@pytest.mark.usefixtures("empty_cache")
 def test_kept_times_serve_smaller_loads_only(monkeypatch: pytest.MonkeyPatch) -> None:
     base, measured = EngineConfig(device="cpu"), list[ClientLoad]()
 

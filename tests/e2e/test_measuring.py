@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from e2e.here import weft_here
-from weft.planner.cost import cache_folder
 from weft.serve.cli import cmd_tune
 from weft_bench.baselines import DeepSpeed, build_deepspeed
 from weft_bench.commands import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency
@@ -36,13 +35,8 @@ def measured(*args: Any) -> NoReturn:
 
 
 @pytest.fixture(autouse=True)
-def no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ignore the host's tuned table; compiled files stay."""
-    kernels = cache_folder() / "kernels"
-    kernels.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "weft").mkdir()
-    (tmp_path / "weft" / "kernels").symlink_to(kernels)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def no_table(empty_cache: None) -> None:
+    """Ignore the host's tuned table."""
 
 
 @pytest.fixture

@@ -178,7 +178,8 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
 
 
 def _on_gpu(need: CacheNeed, model: ModelConfig, weights: int) -> CacheNeed:
-    """Return the cache that fits a GPU next to the weights, without what steps and graphs need: ranks measure that."""
+    """Return the cache that fits a GPU next to the weights. Memory of steps and graphs, which only ranks can measure,
+    is not subtracted."""
     config, device = need.config, device_of(need.config, 0)
     total = torch.cuda.get_device_properties(device).total_memory
     check_formats(model, need.dtype, device)

@@ -280,7 +280,7 @@ class Sequence:
         return (time.monotonic() if self.admitted is None else self.admitted) - self.arrived
 
     def note_drafts(self, accepted: int) -> None:
-        """Count the drafts of a step, of which the first `accepted` were accepted, and forget them."""
+        """Count the drafts of a step and its first `accepted` ones, and forget them."""
         assert self.drafting is not None and self.drafts is not None
         self.drafting.note(len(self.drafts), accepted, len(self.tokens))
         self.drafts = None

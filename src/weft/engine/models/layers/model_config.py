@@ -62,8 +62,7 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def build(self, b: Builder) -> LanguageModel:
-        """Build one rank's model with unfilled weights. Raises LayoutError if the layout has too many
-        ranks for it."""
+        """Build one rank's model with unfilled weights. Raises LayoutError if the layout has too many ranks for it."""
 
 
 class LanguageModel(Layer):

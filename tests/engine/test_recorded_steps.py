@@ -98,14 +98,14 @@ def test_best_logits() -> None:
 def test_inputs_and_samples_are_as_defined(live: int) -> None:
     page, groups, capacity, table = 4, [(5, False), (2, True), (5, False)], 6, 9
     pieces = table_pieces([width for width, _ in groups], [state for _, state in groups], torch.device("cpu"))
-    rows = torch.tensor([7, 1, 0, 4, 3, 8], dtype=torch.int32)
-    last, length = torch.randint(0, 250, (table,)).int(), torch.randint(0, 20, (table,)).int()
+    rows, places, drafts = torch.tensor([[7, 1, 0, 4, 4, 4], [0, 0, 0, 0, 1, 2], [9, 9, 9, 9, 5, 6]], dtype=torch.int32)
+    last, length = torch.randint(0, 250, (table,)).int(), torch.randint(0, 18, (table,)).int()
     last[1] = -1
     entries = torch.randint(0, 99, (table, 12)).int()
     steps, count = torch.tensor([6], dtype=torch.int32), torch.tensor([live], dtype=torch.int32)
     other_steps = steps.clone()
-    found = cpu_ops.step_in((rows, count, last, length, entries, other_steps), pieces, page)
-    wanted = definitions.step_in(rows, live, last, length, entries, steps, groups, page)
+    found = cpu_ops.step_in((rows, places, drafts, count, last, length, entries, other_steps), pieces, page)
+    wanted = definitions.step_in(rows, places, drafts, live, last, length, entries, steps, groups, page)
     assert torch.equal(other_steps, steps)
     for name, x, y in zip(("tokens", "positions", "lengths"), found, wanted, strict=False):
         assert torch.equal(x, y), name

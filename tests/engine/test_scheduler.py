@@ -108,7 +108,7 @@ def test_random_traffic_gets_what_each_request_alone_would(
         prefix_cache=prefix_cache,
         specs=specs,
         ahead=ahead,
-        speculation=Speculation(RandomDrafts(rng), drafts) if drafts and STATE not in specs else None,
+        speculation=Speculation(RandomDrafts(rng), drafts, 64) if drafts and STATE not in specs else None,
     )
     stems = [[rng.randrange(VOCABULARY) for _ in range(capacity)] for _ in range(2)]
     expected: dict[int, list[int]] = {}
@@ -154,7 +154,7 @@ def test_traffic_of_that_kind_preempts_shares_and_cuts_prompts() -> None:
 def test_a_decode_row_with_drafts_gets_what_rows_of_one_token_would(num_pages: int, ahead: bool) -> None:
     """Rows of up to three tokens in one step, with prompts among them, also where pages are few and rows repeat."""
     rng, counts = random.Random(num_pages), set[int]()
-    speculation = Speculation(RandomDrafts(rng), 2)
+    speculation = Speculation(RandomDrafts(rng), 2, 64)
     driver = make(num_pages=num_pages, ahead=ahead, max_batch_tokens=9, speculation=speculation)
     prompts = {request: [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14))] for request in range(9)}
     for request, prompt in prompts.items():
@@ -168,7 +168,9 @@ def test_a_decode_row_with_drafts_gets_what_rows_of_one_token_would(num_pages: i
 
 
 def test_drafts_leave_a_row_to_each_sequence_that_decodes() -> None:
-    driver = make(max_batch_tokens=4, max_running=2, speculation=Speculation(RandomDrafts(random.Random(3), 1.0), 3))
+    driver = make(
+        max_batch_tokens=4, max_running=2, speculation=Speculation(RandomDrafts(random.Random(3), 1.0), 3, 64)
+    )
     for request in range(2):
         driver.add(request, [request, 3], 12)
     driver.step()
@@ -177,7 +179,7 @@ def test_drafts_leave_a_row_to_each_sequence_that_decodes() -> None:
 
 
 def test_a_sequence_pauses_while_its_drafts_are_rejected_and_steps_overlap_and_repeat_then() -> None:
-    speculation = Speculation(RandomDrafts(random.Random(3), 0.0), 2)
+    speculation = Speculation(RandomDrafts(random.Random(3), 0.0), 2, 64)
     driver = make(num_pages=256, page_size=16, max_batch_tokens=40, ahead=True, speculation=speculation)
     driver.add(0, [1, 2, 3], 300)
     drafted, ahead = list[bool](), list[bool]()

@@ -305,8 +305,8 @@ def _philox(k0: Tensor, k1: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Ten
 
 
 def step_in(
-    rows: Tensor, live: int, last_token: Tensor, length: Tensor, entries: Tensor, steps: Tensor,
-    groups: Sequence[tuple[int, bool]], page_size: int,
+    rows: Tensor, places: Tensor, drafts: Tensor, live: int, last_token: Tensor, length: Tensor, entries: Tensor,
+    steps: Tensor, groups: Sequence[tuple[int, bool]], page_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (tokens, positions, lengths, entries, slots), as `step.StepInputs`; −1 for entries that the kernel does
     not write and for slots that are not used. groups: (width of the table, whether it has states) of each group."""
@@ -316,11 +316,12 @@ def step_in(
     found = torch.full((capacity, entries.shape[1]), -1, dtype=torch.int32, device=rows.device)
     slots = torch.full((len(groups), 2, capacity), -1, dtype=torch.int64, device=rows.device)
     for i, row in enumerate(rows[:live].tolist()):
-        tokens[i], positions[i] = last_token[row].clamp(min=0), length[row]
-        lengths[i] = length[row] + 1
+        tokens[i] = drafts[i] if places[i] else last_token[row].clamp(min=0)
+        positions[i] = length[row] + places[i]
+        lengths[i] = positions[i] + 1
     for group, (width, state) in enumerate(groups):
         for i, row in enumerate(rows[:live].tolist()):
-            table, (page, offset) = entries[row, begin : begin + width], divmod(int(length[row]), page_size)
+            table, (page, offset) = entries[row, begin : begin + width], divmod(int(positions[i]), page_size)
             if state:
                 slots[group, :, i] = table
             else:

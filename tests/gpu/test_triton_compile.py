@@ -403,7 +403,7 @@ def draw(rows: int) -> None:
 def ends(capacity: int) -> None:
     rows, live, state = empty(capacity, dtype=INT), empty(1, dtype=INT), empty(256, dtype=INT)
     pieces = step_inputs.table_pieces([2560, 2, 2560], [False, True, False], torch.device("meta"))
-    step.step_in(rows, live, state, state, empty(256, 5122, dtype=INT), live, pieces, 16)
+    step.step_in(rows, rows, rows, live, state, state, empty(256, 5122, dtype=INT), live, pieces, 16)
     reported = empty(8, 256, dtype=INT)
     write_staged.write_staged(live, empty(256, dtype=LONG), rows, state)
     for ranks, shares in ((1, 75), (2, 1)):

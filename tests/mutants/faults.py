@@ -713,8 +713,8 @@ OWN = [
     Fault(
         "a draft of a recorded step has the position of the row's last token",
         "engine/worker/graph_inputs.py",
-        "table.length[parents] + torch.tensor(behind, dtype=torch.int32)",
-        "table.length[parents]",
+        "tokens.places.extend(range(len(drafts) + 1))",
+        "tokens.places.extend([0] * (len(drafts) + 1))",
         ("tests/speculation/test_rank_drafts.py",),
     ),
     Fault(

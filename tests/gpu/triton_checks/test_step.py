@@ -27,22 +27,28 @@ def test_inputs(
     torch.manual_seed(capacity)
     requests, widths = capacity + 5, [width for width, _ in groups]
     last = torch.randint(-9, 99, (requests,), device=device).int().clamp(min=-1)
-    length = torch.randint(0, 5 * PAGE, (requests,), device=device).int()
-    length[:3] = torch.tensor([0, PAGE, 5 * PAGE - 1])
+    length = torch.randint(0, 5 * PAGE - 3, (requests,), device=device).int()
+    length[:3] = torch.tensor([0, PAGE, 5 * PAGE - 4])
     wide = torch.randperm(requests * (sum(widths) + 2), device=device).view(requests, -1).int()
     entries = wide[:, 1:-1]
     entries[:, :2].masked_fill_(torch.rand(requests, 2, device=device) < 0.3, -1) if groups[0][1] else None
     rows = torch.randperm(requests, device=device)[:capacity].int()
+    places, drafts = (
+        torch.arange(capacity, device=device).int() % 4,
+        torch.randint(99, (capacity,), device=device).int(),
+    )
+    rows = rows[torch.arange(capacity, device=device) // 4 * 4]  # a row's last token and three drafts
     rows[count:] = -(1 << 24)  # no request: must not be looked up
+    own = rows, places, drafts
     live = torch.tensor([count], dtype=torch.int32, device=device)
     steps = torch.tensor([2], dtype=torch.int32, device=device)
-    wanted = step_inputs.StepInputs(*definitions.step_in(rows, count, last, length, entries, steps, groups, PAGE))
+    wanted = step_inputs.StepInputs(*definitions.step_in(*own, count, last, length, entries, steps, groups, PAGE))
     assert steps == 3
     for limit in (1024, 2):
         monkeypatch.setattr(step_inputs, "ENTRIES", limit)
         pieces = step_inputs.table_pieces(widths, [state for _, state in groups], device)
         assert len(pieces.each) == sum(1 if state or limit > 5 else 3 for _, state in groups)
-        found = kernels.step_in(rows, live, last, length, entries, steps, pieces, PAGE)
+        found = kernels.step_in(*own, live, last, length, entries, steps, pieces, PAGE)
         for name in ("tokens", "positions", "lengths"):
             assert torch.equal(getattr(found, name), getattr(wanted, name)), name
         known = wanted.entries >= 0
@@ -98,10 +104,12 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     one, table = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((1,), (1, 3)))
     pieces = step_inputs.table_pieces([3], [False], device)
     with pytest.raises(ValueError, match="the same rows"):
-        kernels.step_in(one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, one, pieces, PAGE)
+        kernels.step_in(
+            one, one, one, one, one, torch.zeros(2, dtype=torch.int32, device=device), table, one, pieces, PAGE
+        )
     with pytest.raises(ValueError, match="not rows of int32"):
         halves = torch.zeros(1, 6, dtype=torch.int32, device=device)[:, ::2]
-        kernels.step_in(one, one, one, one, halves, one, pieces, PAGE)
+        kernels.step_in(one, one, one, one, one, one, halves, one, pieces, PAGE)
     with pytest.raises(ValueError, match="candidates"):
         kernels.step_out(one, one, one, torch.zeros(1, 2, 1, 2, device=device), *[one] * 5, table)
     with pytest.raises(ValueError, match="candidates"):  # the ring has no power of two of rows

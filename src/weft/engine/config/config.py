@@ -39,6 +39,10 @@ class QueueFull(EngineError):
         self.retry_after_s = retry_after_s
 
 
+MAX_STEP_DRAFTS = 256
+"""Maximum drafts of a DP group's step: with more rows, a step's time is proportional to them."""
+
+
 @dataclass(frozen=True)
 class ModelDirectory:
     """The only positional option; the last base class, since dataclasses order fields from the last base on."""
@@ -116,6 +120,16 @@ class EngineConfig(EngineOptions, ModelDirectory):
         return replace(
             model_config, split_vocabulary=split, replicate_queries=replicates, experts=self.moe_exchange, float8=float8
         )
+
+    @property
+    def step_drafts(self) -> int:
+        """Maximum drafts of a DP group's step."""
+        return min(self.batch_sequences * (self.decode_tokens - 1), MAX_STEP_DRAFTS)
+
+    @property
+    def batch_sampled(self) -> int:
+        """Maximum sampled tokens of a DP group's step."""
+        return min(self.batch_sequences + self.step_drafts, self.batch_tokens)
 
     @property
     def cached_tokens(self) -> int:

@@ -207,8 +207,7 @@ def attend_prompt(
 def step_in(state: Sequence[Tensor], pieces: TablePieces, page_size: int) -> StepInputs:
     """Return a decode step's inputs: see `weft.engine.kernels.triton.decode_step.step_in`, which begins with `state`,
     and has the same `pieces` and `page_size`."""
-    rows, _, *tables, _ = state
-    out = unfilled_inputs(rows, tables, pieces)
+    out = unfilled_inputs(state[:3], state[4:7], pieces)
     run("step_in", *state, pieces.each, *out, page_size)
     return out
 

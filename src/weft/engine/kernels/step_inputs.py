@@ -57,18 +57,21 @@ def table_pieces(widths: Sequence[int], states: Sequence[bool], device: torch.de
     return TablePieces(len(widths), torch.tensor(found, dtype=torch.int32, device=device))
 
 
-def unfilled_inputs(rows: Tensor, tables: Sequence[Tensor], pieces: TablePieces) -> StepInputs:
-    """Return inputs for `step_in` to fill, which has these `rows`, `tables` (last_token, length, entries) and `pieces`.
+def unfilled_inputs(rows: Sequence[Tensor], tables: Sequence[Tensor], pieces: TablePieces) -> StepInputs:
+    """Return inputs for `step_in` to fill, which has these `rows` (and places, drafts), `tables` (last_token, length,
+    entries) and `pieces`.
 
     Raises ValueError if they do not match.
     """
+    if not rows[0].shape == rows[1].shape == rows[2].shape:
+        raise ValueError(f"rows, places and drafts are {[list(x.shape) for x in rows]}: they must have the same rows")
     last_token, length, entries = tables
     if not last_token.shape == length.shape == entries.shape[:1]:
         shapes = f"{list(length.shape)}, last_token {list(last_token.shape)}, entries {list(entries.shape)}"
         raise ValueError(f"length is {shapes}: they must have the same rows")
     if entries.dtype != torch.int32 or entries.stride(1) != 1:
         raise ValueError(f"entries are {entries.dtype} with strides {entries.stride()}, not rows of int32")
-    capacity, like = rows.shape[0], length.new_empty
+    capacity, like = rows[0].shape[0], length.new_empty
     return StepInputs(
         tokens=like(capacity, dtype=torch.int64),
         positions=like(capacity, dtype=torch.int64),

@@ -15,7 +15,7 @@ def make_speculation(config: EngineConfig) -> Speculation | None:
     if config.speculative == "off":
         return None
     source = SOURCES[config.speculative](config.prompt_lookup_min, config.prompt_lookup_max)
-    return Speculation(source, config.speculative_tokens)
+    return Speculation(source, config.speculative_tokens, config.step_drafts)
 
 
 def seeks_drafts(sequence: Sequence) -> bool:

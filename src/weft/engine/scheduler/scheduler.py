@@ -180,7 +180,7 @@ class Scheduler:
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
         if self.speculation is not None:
-            propose(decoding, budget - len(self.running))
+            propose(decoding, min(budget - len(self.running), self.speculation.step_drafts))
         if any((a := s.allocation) and s.computed + s.decode_tokens > a.capacity and not s.ending for s in decoding):
             self._preallocate(decoding)
         for sequence in decoding:  # in the order of `running`

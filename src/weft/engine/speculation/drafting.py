@@ -25,14 +25,14 @@ MIN_PAUSE, MAX_PAUSE = 32, 256
 
 
 class Speculation:
-    """Drafts of an engine. max_drafts: maximum drafts of a row.
+    """Drafts of an engine. max_drafts, step_drafts: maximum drafts of a row, and of a DP group's step.
 
     Attributes:
         drafted, accepted: drafts so far by position in their row.
     """
 
-    def __init__(self, source: DraftSource, max_drafts: int):
-        self.source, self.max_drafts = source, max_drafts
+    def __init__(self, source: DraftSource, max_drafts: int, step_drafts: int):
+        self.source, self.max_drafts, self.step_drafts = source, max_drafts, step_drafts
         self.drafted, self.accepted = [0] * max_drafts, [0] * max_drafts
 
 

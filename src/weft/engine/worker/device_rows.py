@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,12 +30,13 @@ class DeviceRows:
         seed: int64 `[rows]`.
         last_token: the table's `last_token`.
         steps: int32 `[1]`, number of graphs replayed; each graph first increments it.
-        draft_rows: the table's.
+        max_sampled: maximum sampled tokens of a step.
         writes: pending changes of these tensors and of other inputs of graphs, before the next replay.
     """
 
-    def __init__(self, table: RowTable, max_pages: int):
-        self.last_token, device, self.draft_rows = table.last_token, table.device, table.draft_rows
+    def __init__(self, table: RowTable, max_pages: int, max_drafts: int = 0):
+        self.last_token, device = table.last_token, table.device
+        self.max_sampled = len(self.last_token) + max_drafts
         max_rows, self.widths = len(self.last_token), [2 if rule.state else max_pages for rule in table.rules]
         # One tensor, so that all changes of a step are one copy; each part begins at a multiple of 16 bytes.
         formats = {name: FORMATS[type(getattr(NEUTRAL, name))] for name in PARAMETERS}
@@ -85,10 +87,12 @@ class DeviceRows:
             raise ValueError(f"entry {index} of a table of {self.widths[group]} entries")
         return self._entries + row * self._begins[-1] + self._begins[group] + index
 
-    def ran(self, table: RowTable, group_rows: GroupRows) -> None:
-        """Write the new lengths of a step's rows, after a step without a graph."""
+    def ran(self, table: RowTable, group_rows: GroupRows, last: Sequence[int] = ()) -> None:
+        """Write the new lengths of a step's rows, after a step without a graph or with drafts. last: last tokens of its
+        decode rows, if they have drafts."""
         rows = array("q", [*group_rows.decode_rows, *(chunk.row for chunk in group_rows.chunks)])
         self.writes.write(self.length, rows, array("i", [table.rows[row].length for row in rows]))
+        self.writes.write(self.last_token, rows[: len(last)], array("i", last))
         self.writes.flush()
 
     def sample(self, logits: Tensor, rows: Tensor, position: Tensor, first: int | None = None) -> tuple[Tensor, Tensor]:

@@ -106,73 +106,80 @@ def captures_prompts(caches: Caches, recipes: Recipes) -> bool:
     return by_starts and all(local.prompts.captures_sharded and not gathers for local in sharded)
 
 
-class DecodeInputs:
-    """Inputs of decode steps: one row per sequence, which runs its last token. rules, page_size: of the caches.
+class DecodeTokens(NamedTuple):
+    """Tokens of a step's decode rows. Each runs like a sequence of one row, over the pages of its own.
 
-    Only the row numbers are copied, and only if they have changed.
+    Attributes:
+        rows: row of the table of each token.
+        places: 0 for a row's last token, n for its n-th draft; empty: there are no drafts.
+        drafts: tokens of drafts; empty: there are none.
+    """
+
+    rows: tuple[int, ...]
+    places: list[int]
+    drafts: list[int]
+
+
+def decode_tokens(group_rows: GroupRows) -> DecodeTokens:
+    """Return the tokens of a step's decode rows."""
+    tokens = DecodeTokens(group_rows.decode_rows, [], [])
+    if not group_rows.decode_tokens:
+        return tokens
+    for drafts in group_rows.drafts_each:
+        tokens.places.extend(range(len(drafts) + 1))
+        tokens.drafts.extend([0, *drafts])
+    return tokens._replace(rows=tuple(group_rows.sampled_rows[: group_rows.decode_count]))
+
+
+class DecodeInputs:
+    """Inputs of decode steps: one row per sequence, which runs its last token, and one per draft. rules, page_size: of
+    the caches.
+
+    Only the row numbers are copied, and only if they have changed; and drafts.
     """
 
     def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int):
-        max_sequences = len(rows.length)
-        self.shapes: Sequence[Shape] = [Shape(n, n, False) for n in decode_capacities(max_sequences)]
+        self.shapes: Sequence[Shape] = [Shape(n, n, False) for n in decode_capacities(rows.max_sampled)]
         self._rows, self._rules, self._page_size = rows, rules, page_size
-        self._decode_rows = torch.zeros_like(rows.length)
+        self._decode_rows, self._places, self._drafts = rows.length.new_zeros(3, rows.max_sampled)
         self._pieces = table_pieces(rows.widths, [rule.state for rule in rules], rows.length.device)
         self._copied: tuple[int, ...] = ()  # the current content of `_decode_rows`
+        self._placed = 0  # rows that may have a place other than 0
 
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        decode_rows = group_rows.decode_rows
-        if self._copied[: len(decode_rows)] != decode_rows:
-            self._rows.writes.fill(self._decode_rows, decode_rows)
-            self._copied = decode_rows
-        return len(decode_rows)
+        (rows, places, drafts), fill = decode_tokens(group_rows), self._rows.writes.fill
+        if self._copied[: len(rows)] != rows:
+            fill(self._decode_rows, rows)
+            self._copied = rows
+        if places or self._placed:
+            fill(self._places, places + [0] * (self._placed - len(places)))
+            fill(self._drafts, drafts)
+            self._placed = len(places)
+        return len(rows)
 
     def batch(self, shape: Shape, live: Tensor) -> tuple[Batch, SampledRows]:
         """See `Inputs.batch`. Padding rows have length 0, and their keys and values are not stored."""
-        rows, decode_rows = self._rows, self._decode_rows[: shape.rows]
-        state = decode_rows, live, rows.last_token, rows.length, rows.entries, rows.steps
+        rows, own = self._rows, [x[: shape.rows] for x in (self._decode_rows, self._places, self._drafts)]
+        state = *own, live, rows.last_token, rows.length, rows.entries, rows.steps
         inputs = self._step_in(state, self._pieces, self._page_size)
         tables: list[PageTables | StateSlots] = []
         for rule, pages, slots in zip(self._rules, inputs.entries.split(rows.widths, 1), inputs.slots, strict=True):
             tables.append(StateSlots(*slots) if rule.state else PageTables(pages, slots[0]))
         batch = Batch(inputs.tokens, inputs.positions, None, inputs.lengths, tuple(tables), slice(None), None)
-        return batch, SampledRows(decode_rows, live, live, inputs.lengths)
+        return batch, SampledRows(own[0], live, live, inputs.lengths)
 
     def _step_in(self, state: Sequence[Tensor], pieces: TablePieces, page_size: int) -> StepInputs:
         from weft.engine.kernels.triton.decode_step import step_in  # a CPU need not have Triton
 
-        rows, live, last_token, length, entries, steps = state
-        return step_in(rows, live, last_token, length, entries, steps, pieces, page_size)
+        rows, places, drafts, live, last_token, length, entries, steps = state
+        return step_in(rows, places, drafts, live, last_token, length, entries, steps, pieces, page_size)
 
 
 class RecordedInputs(DecodeInputs):
-    """`DecodeInputs` of steps that are recorded on CPUs. Each number of rows has a shape: padding costs time there.
-
-    A draft is a row of its own, one of the table's last, with the pages of the row that it follows.
-    """
+    """`DecodeInputs` of steps that are recorded on CPUs. Each number of rows has a shape: padding costs time there."""
 
     _step_in = staticmethod(cpu_ops.step_in)
-
-    def put(self, group_rows: GroupRows) -> int:
-        """See `Inputs.put`."""
-        if not group_rows.decode_tokens:
-            return super().put(group_rows)
-        table, first = self._rows, len(self._rows.length) - self._rows.draft_rows
-        free = itertools.count(first)
-        table.writes.flush()  # tables and lengths of the rows are copied below
-        rows, followed, behind = list[int](), list[int](), list[int]()
-        for row, count in group_rows.decode_each:
-            rows += [row, *itertools.islice(free, count - 1)]
-            followed += [row] * (count - 1)
-            behind += range(1, count)
-        drafts, parents = slice(first, first + len(behind)), torch.tensor(followed)
-        table.last_token[drafts] = torch.frombuffer(bytearray(group_rows.drafts), dtype=torch.int32)
-        table.length[drafts] = table.length[parents] + torch.tensor(behind, dtype=torch.int32)
-        table.entries[drafts] = table.entries[parents]
-        table.writes.fill(self._decode_rows, rows)
-        self._copied = tuple(rows)
-        return len(rows)
 
     def limit(self, max_rows: int) -> RecordedInputs:
         """Have shapes of up to `max_rows` rows."""
@@ -188,31 +195,32 @@ class PromptInputs:
     """
 
     def __init__(self, rows: DeviceRows, rules: Sequence[Rule], page_size: int, max_rows: int):
-        max_sequences, device = len(rows.length), rows.length.device
+        max_sequences, device = rows.max_sampled, rows.length.device  # a draft is a sequence of one row
         self.shapes: Sequence[Shape] = [Shape(n, min(n, max_sequences), True) for n in prompt_capacities(max_rows)]
         self._rows, self._rules, self._page_size = rows, rules, page_size
         # Use whole units of 16 bytes, since Triton compiles other kernels for unaligned tensors.
         self._capacity = -(-(max_sequences + 1) // 4) * 4
-        # One tensor, so that a step has one copy: rows of the table, starts, sampling sequences, number of decode rows,
-        # number of sampling sequences, tokens.
-        sizes = [self._capacity] * 3 + [4, 4, max_rows]
+        # One tensor, so that a step has one copy: rows of the table, places, starts, sampling sequences, number of
+        # decode rows, number of sampling sequences, tokens.
+        sizes = [self._capacity] * 4 + [4, 4, max_rows]
         self._copied = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         parts = self._copied.split(sizes)
-        self._sequences, self._starts, self._sampled, decode_rows, sampled_count, self._tokens = parts
+        self._sequences, self._behind, self._starts, self._sampled, decode_rows, sampled_count, self._tokens = parts
         self._decode_rows, self._sampled_count = decode_rows[:1], sampled_count[:1]
         self._places = torch.arange(max_rows, dtype=torch.int32, device=device)
 
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        decode_rows, chunks = len(group_rows.decode_rows), sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1)
-        rows = [*group_rows.decode_rows, *(chunk.row for chunk in chunks)]
-        starts = [*range(decode_rows), *itertools.accumulate((c.count for c in chunks), initial=decode_rows)]
-        place = {row: at for at, row in enumerate(rows)}
-        sampled = [place[row] for row in group_rows.sampled_rows]
+        own, chunks = decode_tokens(group_rows), sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1)
+        count, rows = len(own.rows), [*own.rows, *(chunk.row for chunk in chunks)]
+        starts = [*range(count), *itertools.accumulate((c.count for c in chunks), initial=count)]
+        at = {chunk.row: i for i, chunk in enumerate(chunks, count)}
+        sampled = [*range(count), *(at[chunk.row] for chunk in group_rows.chunks if chunk.samples)]
         filled = token_array([*rows, *[0] * (self._capacity - len(rows))])
+        filled.extend([*own.places, *[0] * (self._capacity - len(own.places))])
         filled.extend([*starts, *[starts[-1]] * (self._capacity - len(starts))])
         filled.extend([*sampled, *[0] * (self._capacity - len(sampled))])
-        filled.extend([decode_rows, 0, 0, 0, len(sampled), 0, 0, 0, *[0] * decode_rows])
+        filled.extend([count, 0, 0, 0, len(sampled), 0, 0, 0, *(own.drafts or [0] * count)])
         for chunk in chunks:
             filled.frombytes(chunk.tokens)
         fill(self._copied, filled)
@@ -222,7 +230,8 @@ class PromptInputs:
         """See `Inputs.batch`. Padding sequences have no rows, and padding rows no sequence, so they are not stored."""
         state, limit, page_size = self._rows, shape.sampled, self._page_size
         rows, starts, sampled = self._sequences[:limit], self._starts[: limit + 1], self._sampled[:limit]
-        count, before = starts.diff(), state.length.index_select(0, rows)
+        behind = self._behind[:limit]
+        count, before = starts.diff(), state.length.index_select(0, rows) + behind
         lengths = (before + count).where(count > 0, 0)
         at = self._places[: shape.rows]
         real = at < live
@@ -230,7 +239,8 @@ class PromptInputs:
         row = rows.index_select(0, sequence)
         positions = (at + (before - starts[:-1]).index_select(0, sequence)).where(real, 0)
         last = state.last_token.index_select(0, row).clamp(min=0)
-        tokens = self._tokens[: shape.rows].where(sequence >= self._decode_rows, last).where(real, 0)
+        given = (sequence >= self._decode_rows) | (behind.index_select(0, sequence) > 0)
+        tokens = self._tokens[: shape.rows].where(given, last).where(real, 0)
         tables, width, begin = list[PageTables | StateSlots](), state.entries.shape[1], 0
         for rule, each in zip(self._rules, state.widths, strict=True):
             table = state.entries[:, begin : begin + each].index_select(0, rows)

@@ -195,7 +195,7 @@ def large_steps(config: EngineConfig, longest: int) -> list[list[int]]:
     longest = min(config.batch_tokens, longest)
     length, more = divmod(config.batch_tokens, config.batch_sequences)
     spread = [min(longest, length + (i < more)) for i in range(config.batch_sequences)]
-    return [[longest], spread, [1] * config.batch_sequences]
+    return [[longest], spread, [1] * config.batch_sampled]
 
 
 def dummy_tables(groups: Sequence[CacheGroup], first: int, tokens: int, span: int) -> list[tuple[int, ...]]:
@@ -252,7 +252,7 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # Graphs share one pool, sized by the largest graph; a graph with prompts also attends as a decode step does. Each
     # decode graph keeps its logits; graphs with prompts share one buffer for logits.
-    sampled = sum(decode_capacities(config.batch_sequences)) + config.batch_sequences * prompts
+    sampled = sum(decode_capacities(config.batch_sampled)) + config.batch_sampled * prompts
     logits = len(weight) * weight.element_size()  # per token; the head is split like the embedding
     # Prompts are measured with few cached tokens; later steps may expand or copy more.
     expands = any(isinstance(spec, Latent) and spec.expanded for spec in cache.specs.values())

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.forward_batch import Batch
@@ -34,26 +34,29 @@ class Row:
     sampling: Sampling
 
 
-class RowTable:
-    """Up to `max_rows` rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks;
-    draft_rows: rows behind these, for the drafts of a recorded step."""
+class Accepted(NamedTuple):
+    """Accepted tokens of a step with drafts.
 
-    def __init__(
-        self,
-        max_rows: int,
-        rules: Sequence[Rule],
-        page_size: int,
-        device: torch.device,
-        split: bool = False,
-        draft_rows: int = 0,
-    ):
-        self.device, self.rules, self.page_size, self.draft_rows = device, tuple(rules), page_size, draft_rows
+    Attributes:
+        counts: `Result.accepted`.
+        last: last accepted token of each decode row.
+    """
+
+    counts: tuple[int, ...] = ()
+    last: Sequence[int] = ()
+
+
+class RowTable:
+    """Up to `max_rows` rows of a rank. rules, page_size: of the caches; split: the vocabulary is split over ranks."""
+
+    def __init__(self, max_rows: int, rules: Sequence[Rule], page_size: int, device: torch.device, split: bool = False):
+        self.device, self.rules, self.page_size = device, tuple(rules), page_size
         self.rows, self._captured = dict[int, Row](), SHARE_PARAMETERS if split else GRAPH_PARAMETERS
         self.shaped: set[int] = set()
         """Rows with sampling parameters not supported in graphs, or not on a share of a vocabulary."""
         self.random: set[int] = set()
         """Rows with a temperature."""
-        self.last_token = torch.full((max_rows + draft_rows,), NO_TOKEN, dtype=torch.int32, device=device)
+        self.last_token = torch.full((max_rows,), NO_TOKEN, dtype=torch.int32, device=device)
 
     def apply(self, group_rows: GroupRows) -> None:
         """Apply a message's changes on the host, before the rows of its step. Raises ValueError for an entry beyond a
@@ -111,16 +114,14 @@ class RowTable:
                 batch.tokens[:n] = last
         return batch
 
-    def accept(self, group_rows: GroupRows, sampled: Tensor) -> tuple[int, ...]:
-        """Return `Result.accepted` of a step with drafts, after `advance`.
+    def accept(self, group_rows: GroupRows, tokens: Sequence[int]) -> Accepted:
+        """Return the accepted tokens of a step with drafts, after `advance`, and move lengths back to them.
 
         A draft is accepted if it equals the token that is sampled at its position, and all drafts before it are
-        accepted. Lengths and last tokens move back to these tokens. The keys of other drafts stay in the caches behind
-        the row's length, where the next step overwrites them.
-
-        sampled: int32 `[S]`, tokens of `sampled_rows`.
+        accepted. The keys of other drafts stay in the caches behind the row's length, where the next step overwrites
+        them. tokens: of `sampled_rows`.
         """
-        tokens, first, counts, last = sampled.tolist(), 0, list[int](), list[int]()
+        first, counts, last = 0, list[int](), list[int]()
         for row, drafts in zip(group_rows.decode_rows, group_rows.drafts_each, strict=True):
             own = tokens[first : first + len(drafts) + 1]
             accepted = next((at for at, draft in enumerate(drafts) if draft != own[at]), len(drafts))
@@ -128,9 +129,7 @@ class RowTable:
             counts.append(accepted + 1)
             last.append(own[accepted])
             first += len(own)
-        rows, values = on_device([group_rows.decode_rows, last], torch.int64, self.device)
-        self.last_token.index_copy_(0, rows, values.int())
-        return (*counts, *(1 for chunk in group_rows.chunks if chunk.samples))
+        return Accepted((*counts, *(1 for chunk in group_rows.chunks if chunk.samples)), last)
 
     def advance(self, group_rows: GroupRows, steps: int = 1) -> None:
         """Add the rows of `steps` equal steps to the lengths: a row's length is then the position of its sampled

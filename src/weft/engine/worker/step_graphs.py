@@ -75,7 +75,7 @@ class StepGraphs:
         self._exchanges = exchanges
         self._inputs = {kind.shapes[0].prompts: kind for kind in inputs}
         self.shapes = sorted(shape for kind in inputs for shape in kind.shapes)
-        weight, max_rows = model.embed.weight, len(rows.length)
+        weight, max_rows = model.embed.weight, rows.max_sampled
         self._device, own_vocabulary = weight.device, len(weight)  # the head is split like the embedding
         # Logits of steps with prompts are rarely read again: one buffer serves all graphs of such steps.
         self._logits = weight.new_empty(max_rows if True in self._inputs else 0, own_vocabulary)
@@ -112,11 +112,8 @@ class StepGraphs:
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
         """Return the shape of the graph for a step; None if there is none: for too many rows, for prompts of models
-        without captured prompts, for requested logprobs of prompts, and for drafts beyond `RowTable.draft_rows`.
-        counts: rows of these DP groups.
+        without captured prompts, and for requested logprobs of prompts. counts: rows of these DP groups.
         """
-        if any(group.decode_tokens for group in groups) and max(counts) > self._rows.draft_rows:
-            return None
         prompts = any(group.chunks for group in groups)
         inputs = self._inputs.get(prompts)
         if inputs is None or (prompts and any(chunk.score for group in groups for chunk in group.chunks)):

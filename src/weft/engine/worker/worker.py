@@ -47,11 +47,10 @@ from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_over_ranks
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.rank_profiler import RankProfiler
-from weft.engine.worker.row_table import RowTable
+from weft.engine.worker.row_table import Accepted, RowTable
 from weft.engine.worker.sampler import Sampler
 from weft.engine.worker.step_output import StepOutput, sampled_logits
 from weft.engine.worker.warmup import warm_steps
-from weft.kernels.cpu_rows import MAX_ROWS
 from weft.planner.chain import Counts
 from weft.planner.cost import Costs
 from weft.planner.show import plan_text
@@ -138,15 +137,14 @@ class Worker:
         self.runner = make(self.groups)
         self.profiler = RankProfiler(self.runner)
         rules, span, vocabulary = self.runner.rules, config.interleave.span, self.runner.vocabulary
-        draft_rows = 0 if config.speculative == "off" else MAX_ROWS
-        self.table = RowTable(config.batch_sequences, rules, span, device, vocabulary is not None, draft_rows)
+        self.table = RowTable(config.batch_sequences, rules, span, device, vocabulary is not None)
         self.sampler = Sampler(self.table, vocabulary)
         self.device_rows: DeviceRows | None = None
         self._last: Repeatable | None = None
         self._repeats = 0  # replays of `_last` not yet added to the table and the counts
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
-            self.device_rows = self.sampler.state = DeviceRows(self.table, -(-tokens // span))
+            self.device_rows = self.sampler.state = self.rows_on_device(tokens)
             self.warm_up(tokens, lambda done, total: send(Progress(self.rank, done, total, "compiling kernels")))
         if self.on_gpu and config.cuda_graphs:
             self.capture(tokens, lambda done, total: send(Progress(self.rank, done, total, "capturing graphs")))
@@ -155,14 +153,18 @@ class Worker:
     def _record(self, longest: int, attention: BackendEntry) -> str | None:
         """Record decode steps on a CPU. Collective. Returns the reason if they run eagerly. longest: see `capture`."""
         if (why := eager_because(self.config, attention)) is None:
-            rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
+            rows = self.rows_on_device(longest)
             if (why := self.runner.record(rows)) is None:
                 self.device_rows = rows
         return why
 
+    def rows_on_device(self, longest: int) -> DeviceRows:
+        """Return the table's part on the device. longest: maximum tokens of a sequence."""
+        return DeviceRows(self.table, -(-longest // self.config.interleave.span), self.config.step_drafts)
+
     def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture the graphs of steps. Collective. longest: maximum tokens of a sequence."""
-        self.device_rows = DeviceRows(self.table, -(-longest // self.config.interleave.span))
+        self.device_rows = self.rows_on_device(longest)
         self.sampler.state = self.device_rows if self.on_gpu else None
         self.runner.capture(self.device_rows, self.config.batch_tokens, progress)
 
@@ -217,11 +219,16 @@ class Worker:
             logits = self.runner.forward(self.table.batch(rows), counts, full)
             self.table.advance(rows)
             tokens = self.sampler.sample(rows, sampled_logits(rows, logits), full)
-        accepted = self.table.accept(rows, tokens) if rows.decode_tokens else ()
-        if self.device_rows and (shape is None or accepted):
-            self.device_rows.ran(self.table, rows)
         read_tokens = self.runner.sampled_tokens(len(tokens)) if shape is not None and not beyond else None
-        output = StepOutput(rows, tokens, read_tokens, accepted)
+        accepted = Accepted()
+        if rows.decode_tokens:
+            accepted = self.table.accept(rows, (read_tokens() if read_tokens else tokens).tolist())
+        if self.device_rows and (shape is None or accepted.last):
+            self.device_rows.ran(self.table, rows, accepted.last)
+        elif accepted.last:
+            at, last = on_device([rows.decode_rows, accepted.last], torch.int64, self.table.device)
+            self.table.last_token.index_copy_(0, at, last.int())
+        output = StepOutput(rows, tokens, read_tokens, accepted.counts)
         if self._leads:
             output.note_prompt_logprobs(logits)
             output.note_logprobs(sampled_logits(rows, logits), None if shape is None else beyond)

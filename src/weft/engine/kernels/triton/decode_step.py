@@ -24,8 +24,8 @@ from weft.kernels.triton.launch import kernel, next_power_of_2
 
 @kernel(do_not_specialize=["capacity"])
 def _step_in(
-    rows, live, last_token, length, entries, steps, pieces, tokens, positions, lengths, found, slots, capacity,
-    entries_row, found_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    rows, places, drafts, live, last_token, length, entries, steps, pieces, tokens, positions, lengths, found, slots,
+    capacity, entries_row, found_row, PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
     i = tl.program_id(0)
@@ -36,9 +36,11 @@ def _step_in(
     begin, width, first = tl.load(piece + 2), tl.load(piece + 3), tl.load(piece + 4)
     real = i < tl.load(live)
     row = tl.where(real, tl.load(rows + i), 0).to(tl.int64)
-    position = tl.load(length + row, mask=real, other=0)
+    place = tl.load(places + i, mask=real, other=0)
+    position = tl.load(length + row, mask=real, other=0) + place
     if tl.program_id(1) == 0:
-        token = tl.load(last_token + row, mask=real, other=0)
+        token = tl.load(last_token + row, mask=real & (place == 0), other=0)
+        token += tl.load(drafts + i, mask=real & (place > 0), other=0)
         tl.store(tokens + i, tl.maximum(token, 0).to(tl.int64))
         tl.store(positions + i, position.to(tl.int64))
         tl.store(lengths + i, tl.where(real, position + 1, 0))
@@ -84,6 +86,8 @@ def _step_out(
 
 def step_in(
     rows: Tensor,
+    places: Tensor,
+    drafts: Tensor,
     live: Tensor,
     last_token: Tensor,
     length: Tensor,
@@ -92,10 +96,12 @@ def step_in(
     pieces: TablePieces,
     page_size: int,
 ) -> StepInputs:
-    """Return a decode step's inputs: each row's last token, at the position that is the row's length.
+    """Return a decode step's inputs: each row's last token, at the position that is the row's length, or a draft.
 
     Args:
         rows: int32 `[capacity]`, request row of each of the step's rows.
+        places: int32 `[capacity]`: 0 for the last token, n for the n-th draft, n positions behind it.
+        drafts: int32 `[capacity]`, tokens of drafts.
         live: int32 `[1]`, number of valid rows.
         last_token, length: int32 `[R]`, of each request row.
         entries: int32 `[R, width]`, tables that already include the new token's page.
@@ -105,12 +111,12 @@ def step_in(
 
     Raises ValueError if shapes, dtypes or strides do not match.
     """
-    capacity, out = rows.shape[0], unfilled_inputs(rows, (last_token, length, entries), pieces)
+    capacity, out = rows.shape[0], unfilled_inputs((rows, places, drafts), (last_token, length, entries), pieces)
     if capacity:
         _step_in[(capacity, len(pieces.each))](
-            rows, live, last_token, length, entries, steps, pieces.each, *out, capacity, entries.stride(0),
-            out.entries.stride(0), PAGE=page_size, BLOCK=min(step_inputs.ENTRIES, next_power_of_2(entries.shape[1])),
-            num_warps=4, **overlap.options(),
+            rows, places, drafts, live, last_token, length, entries, steps, pieces.each, *out, capacity,
+            entries.stride(0), out.entries.stride(0), PAGE=page_size,
+            BLOCK=min(step_inputs.ENTRIES, next_power_of_2(entries.shape[1])), num_warps=4, **overlap.options(),
         )  # fmt: skip
     return out
 
@@ -130,7 +136,8 @@ def step_out(
     """Sample the best candidate of each row and update the state with it.
 
     Args:
-        rows, live: see `step_in`; a row of the state occurs at most once among the live rows.
+        rows, live: see `step_in`. The state of a row with drafts ends as one of its tokens has it: the caller sets it
+            once the drafts are accepted.
         decode_rows: int32 `[1]`. A row before this one without a last token (−1) samples −1, so that the reader of the
             tokens sees the fault.
         candidates: float32 `[ranks, capacity, each, 2]`, contiguous: scores and tokens, by `sample.candidates`.

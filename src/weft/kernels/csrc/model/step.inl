@@ -60,11 +60,12 @@ void best(TensorView x, int64_t first, TensorView out, int64_t threads) {
 }
 
 // See weft.engine.kernels.triton.decode_step.step_in.
-void step_in(TensorView rows, TensorView live, TensorView last_token, TensorView length, TensorView entries,
-             TensorView steps, TensorView pieces, TensorView tokens, TensorView positions, TensorView lengths,
-             TensorView found, TensorView slots, int64_t page_size, int64_t) {
+void step_in(TensorView rows, TensorView places, TensorView drafts, TensorView live, TensorView last_token,
+             TensorView length, TensorView entries, TensorView steps, TensorView pieces, TensorView tokens,
+             TensorView positions, TensorView lengths, TensorView found, TensorView slots, int64_t page_size, int64_t) {
   const int64_t capacity = rows.size(0), width = entries.size(1);
-  const int32_t *row_of = ints_of(rows, 1), *last = ints_of(last_token, 1), *held = ints_of(length, 1);
+  const int32_t *row_of = ints_of(rows, 1), *place = ints_of(places, 1), *draft = ints_of(drafts, 1);
+  const int32_t *last = ints_of(last_token, 1), *held = ints_of(length, 1);
   const int32_t *tables = ints_of(entries, 2), *piece = ints_of(pieces, 2), count = *ints_of(live, 1);
   check(tokens.size(0) == capacity && positions.size(0) == capacity && lengths.size(0) == capacity &&
             found.size(0) == capacity && found.size(1) == width && slots.size(2) == capacity && count <= capacity,
@@ -72,8 +73,8 @@ void step_in(TensorView rows, TensorView live, TensorView last_token, TensorView
   *filled(steps, 1) += 1;
   for (int64_t i = 0; i < capacity; ++i) {
     const bool real = i < count;
-    const int64_t row = real ? row_of[i] : 0, position = real ? held[row] : 0, page = position / page_size;
-    longs(tokens, 1)[i] = real ? std::max(0, last[row]) : 0;
+    const int64_t row = real ? row_of[i] : 0, position = real ? held[row] + place[i] : 0, page = position / page_size;
+    longs(tokens, 1)[i] = real ? std::max(0, place[i] ? draft[i] : last[row]) : 0;
     longs(positions, 1)[i] = position;
     filled(lengths, 1)[i] = real ? int32_t(position + 1) : 0;
     for (const int32_t* p = piece; p < piece + 5 * pieces.size(0); p += 5) {

@@ -20,6 +20,7 @@ from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
+from speculation.toy import Toy
 from weft.engine.attention.backend_registry import fa3_library
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
@@ -86,6 +87,31 @@ def test_greedy_outputs_are_those_of_a_cpu(name: str, graphs: bool, expected: li
     if layout.get("moe_exchange") == "dispatch" and lacks_cost_table(EngineConfig(device="cuda", **layout)):
         pytest.skip("what dispatch takes must be measured first: weft tune --device cuda")
     assert outputs("cuda", cuda_graphs=graphs, **layout) == expected
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["1x1", "1x2", "1x2 split", "2x1"])
+def test_drafts_change_no_token(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of which two in three are right, with every kind of parameters, next to prompts and with preemption."""
+    layout = LAYOUTS[name]
+    if layout.get("attn_dp", 1) * layout.get("attn_tp", 1) > GPUS or (not graphs and name != "1x1"):
+        pytest.skip(f"needs two of {GPUS} GPUs, or runs in one layout, to save time")
+    seeded = SamplingParams(max_tokens=40, temperature=2.0, min_p=0.02, seed=5, ignore_eos=True)
+    hows = [GREEDY, seeded, replace(seeded, top_p=0.9, top_k=30), replace(GREEDY, repetition_penalty=1.2)]
+    samples = random.Random(2)
+    asked = [[samples.randrange(5, 900) for _ in range(samples.randrange(1, 40))] for _ in range(9)]
+    sizes = dict(page_size=4, max_model_len=128, kv_tokens=200, max_running=4, max_batch_tokens=64, cuda_graphs=graphs)
+    values = dict(dtype="float32", device="cuda", **sizes, **layout)
+    with Engine(EngineConfig(**values)) as engine:
+        plain = [[r.token_ids for r in engine.generate(asked, params)] for params in hows]
+    recorded = [[*prompt, *tokens] for each in plain for prompt, tokens in zip(asked, each, strict=True)]
+    Toy(recorded, 0.67).use(monkeypatch)
+    with Engine(EngineConfig(speculative="ngram", **values)) as engine:
+        for params, tokens in zip(hows, plain, strict=True):
+            assert [r.token_ids for r in engine.generate(asked, params)] == tokens
+        stats = engine.stats()
+        assert stats.failures == 0 and stats.preemptions and 0 < sum(stats.accepted) < sum(stats.drafted)
+        engine.check_idle()
 
 
 @pytest.mark.parametrize("name", ["1x1", "1x2", "1x2 split", "2x1"])

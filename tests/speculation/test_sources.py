@@ -12,7 +12,6 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import config
 from engine.test_hybrids import FAMILIES
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.startup import check_speculation
 from weft.engine.kv.tokens import token_array
 from weft.engine.speculation.sources import NgramSource
 from weft.planner.spec import LayoutError
@@ -63,6 +62,3 @@ def test_what_cannot_draft_is_refused_in_one_line(
     FAMILIES["qwen3_5_moe"](tmp_path)
     byte_tokenizer(tmp_path)
     refused(LayoutError, "--speculative ngram does not support models with recurrent states", model=tmp_path)
-    monkeypatch.setattr("weft.engine.controller.startup.on_gpus", lambda config: True)
-    with pytest.raises(LayoutError, match="--speculative ngram runs on CPUs only so far"):
-        check_speculation(config(model_dir, speculative="ngram"), None)  # type: ignore[arg-type]

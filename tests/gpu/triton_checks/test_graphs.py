@@ -25,6 +25,7 @@ from engine.test_hybrids import SIZES
 from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
+from speculation.toy import Toy
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.attention.backend_registry import TRITON
 from weft.engine.attention.caches import cached_layers
@@ -108,7 +109,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
     def made(worker: Worker, *args: Any) -> None:
         make(worker, *args)
-        worker.device_rows = worker.sampler.state = DeviceRows(worker.table, 64)
+        worker.device_rows = worker.sampler.state = DeviceRows(worker.table, 64, worker.config.step_drafts)
         if not worker.config.cuda_graphs:
             return
         worker.device_rows.entries.fill_(1 << 20)  # a page, or a slot, that was never told is none
@@ -158,6 +159,25 @@ def test_outputs_of_replayed_steps(model: Path, captured: list[Shape], expected:
         assert [r.token_ids for r in mixed] == expected, "steps that score a prompt run eagerly, between graphs"
         assert 0 < len(captured) - replayed < engine.stats().steps
         assert engine.stats().failures == 0 and engine.stats().preemptions > 0
+        engine.check_idle()
+
+
+def test_drafts(
+    model: Path, captured: list[Shape], expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several tokens, alone and next to prompts, with parameters in the graph and beyond it."""
+    options = dict(max_batch_tokens=16, max_running=3)
+    with Engine(config(model, **options)) as engine:
+        plain = [[r.token_ids for r in generate_together(engine, FEW, how)] for how in (PLAIN, SEEDED, CUT)]
+    assert plain[0] == expected
+    Toy([[*prompt, *tokens] for each in plain for prompt, tokens in zip(FEW, each, strict=True)], 0.7).use(monkeypatch)
+    captured.clear()
+    with Engine(config(model, speculative="ngram", **options)) as engine:
+        for how, tokens in zip((PLAIN, SEEDED, CUT), plain, strict=True):
+            assert [r.token_ids for r in generate_together(engine, FEW, how)] == tokens
+        stats = engine.stats()
+        assert stats.failures == 0 and len(captured) == stats.steps, "every step is a graph's"
+        assert 0 < sum(stats.accepted) < sum(stats.drafted) and max(decode_rows_of(captured)) > 3
         engine.check_idle()
 
 

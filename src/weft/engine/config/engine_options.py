@@ -208,7 +208,7 @@ class SpeculationOptions(OptionGroup):
     """Speculative decoding: several tokens of a sequence in one step. It changes no output."""
 
     speculative: Literal["off", "ngram"] = "off"
-    """Source of drafts, which the model checks in one step (on CPUs only so far). ngram: the tokens after an earlier
+    """Source of drafts, which the model checks in one step. ngram: the tokens after an earlier
     occurrence of a sequence's last tokens. Sequences pause while their drafts are rejected."""
     speculative_tokens: int = 3
     """Maximum drafts of a sequence in one step."""

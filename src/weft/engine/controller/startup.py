@@ -156,8 +156,6 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     if config.speculative == "off":
         return
     option = f"--speculative {config.speculative}"
-    if on_gpus(config):
-        raise LayoutError(f"{option} runs on CPUs only so far: drop the option, or use --device cpu")
     if any(isinstance(spec, Recurrent) for spec in declared_caches(config, model)):
         raise LayoutError(
             f"{option} does not support models with recurrent states, which cannot be undone: drop the option"

@@ -1,0 +1,166 @@
+"""Measure the time per output token with drafts of which a forced share is right, compared with no drafts.
+
+Sequences of made-up prompts decode greedily without an end. A first engine without drafts records outputs. Then the
+source of a second engine, which replaces prompt lookup, proposes their next tokens, each wrong with probability
+1 − rate. Outputs of both must be equal, but in bfloat16 a step of other rows may round otherwise: `equal` is the share
+of tokens before the first that differs. Outputs of a repetition are added to the recorded ones, so that sequences that
+differed have drafts again. `accepted` is the measured share.
+
+The engines take turns `--turns` times. Prints a line of JSON per measurement, with medians over sequences.
+
+    python bench/scripts/drafts.py --preset qwen3-30b-a3b --num-layers 16 --clients 1 16
+    python bench/scripts/drafts.py --device cpu --clients 1 --tokens 96
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weft.engine.assets import preset_dir
+from weft.engine.config.config import EngineConfig
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.request import SamplingParams
+from weft.engine.output.request_output import RequestOutput
+from weft.engine.output.results import whole
+from weft.engine.speculation.sources import SOURCES
+from weft.serve.cli.command import stop_on_sigterm
+from weft.tune.host import describe_host
+from weft_bench.breakdown import random_prompts
+
+OFF = -1.0
+
+
+class Recorded:
+    """Source of drafts from recorded sequences. rate: probability that a draft is right."""
+
+    rate = 1.0
+
+    def __init__(self) -> None:
+        self.sequences: dict[tuple[int, ...], list[list[int]]] = {}  # by the first tokens
+
+    def add(self, sequence: list[int]) -> None:
+        """Record a prompt with its output, the latest first."""
+        self.sequences.setdefault(tuple(sequence[:8]), []).insert(0, sequence)
+
+    def propose(self, tokens: Sequence[int], count: int) -> list[int]:
+        """See `DraftSource.propose`."""
+        at, ends = len(tokens), list(tokens[-8:])
+        known = self.sequences.get(tuple(tokens[:8]), [])
+        drafts = next((each[at : at + count] for each in known if each[at - 8 : at] == ends), [])
+        seen = [random.Random(f"{tokens[0]}/{at + i}").random() < self.rate for i in range(len(drafts))]
+        return [draft if right else draft ^ 1 for draft, right in zip(drafts, seen, strict=True)]
+
+
+def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[float], list[list[int]]]:
+    """Return the ms per output token after the first of each sequence, and the outputs."""
+    times: list[list[float]] = [[] for _ in prompts]
+    ended: dict[int, RequestOutput] = {}
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+
+    def listener(at: int) -> Any:
+        def listen(output: RequestOutput) -> None:
+            times[at].append(time.perf_counter())
+            if output.end is not None:
+                ended[at] = output
+
+        return listen
+
+    engine.submit_all([(prompt, params, listener(at)) for at, prompt in enumerate(prompts)])
+    while len(ended) < len(prompts):
+        if engine.wait(0.01):
+            raise RuntimeError(f"the engine has ended: {engine.error}")
+    spans = [(each[-1] - each[0]) * 1e3 / (tokens - 1) for each in times]
+    return spans, [list(whole(ended[at]).token_ids) for at in range(len(prompts))]
+
+
+def shared(ours: list[int], theirs: list[int]) -> float:
+    """Return the share of tokens before the first that differs."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=True))) / len(
+        ours
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", help="shape with made-up weights; default: the embedded model")
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--attn-dp", type=int, default=1)
+    parser.add_argument("--attn-tp", type=int, default=1)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.7, 1.0])
+    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    model: dict[str, Any] = {}
+    if args.preset:
+        model = dict(model=preset_dir(args.preset), load_format="dummy", num_layers=args.num_layers)
+    length = args.context + args.tokens + 16
+    config = EngineConfig(
+        device=args.device,
+        dtype=args.dtype,
+        attn_dp=args.attn_dp,
+        attn_tp=args.attn_tp,
+        max_running=max(args.clients),
+        max_model_len=length,
+        kv_tokens=-(-length // 64) * 64 * max(args.clients),
+        **model,
+    )
+    source, rows = Recorded(), list[dict[str, Any]]()
+    SOURCES["ngram"] = lambda shortest, longest: source
+    first: dict[int, list[list[int]]] = {}
+    for turn in range(args.turns):
+        for drafting in (False, True):
+            options = dict(speculative="ngram", speculative_tokens=args.drafts) if drafting else {}
+            with Engine(EngineConfig(**{**vars(config), **options})) as engine:
+                run(engine, random_prompts(engine, 2, args.context, seed=99), 16)
+                for clients, rate in itertools.product(args.clients, args.rates if drafting else [OFF]):
+                    prompts = random_prompts(engine, clients, args.context, seed=clients)
+                    source.rate, before = rate, engine.stats()
+                    spans, outputs = run(engine, prompts, args.tokens)
+                    after = engine.stats()
+                    for prompt, output in zip(prompts, outputs, strict=True):
+                        source.add([*prompt, *output])
+                    reference = first.setdefault(clients, outputs)
+                    drafted, accepted = (
+                        sum(getattr(after, name)) - sum(getattr(before, name)) for name in ("drafted", "accepted")
+                    )
+                    rows.append(
+                        dict(
+                            turn=turn,
+                            clients=clients,
+                            rate=None if rate == OFF else rate,
+                            tpot_ms=round(statistics.median(spans), 4),
+                            steps=after.steps - before.steps,
+                            drafted=drafted,
+                            accepted=round(accepted / max(1, drafted), 4),
+                            equal=round(statistics.mean(map(shared, outputs, reference)), 4),
+                        )
+                    )
+                    print(json.dumps(rows[-1]), flush=True)
+    for clients in args.clients:
+        off = [row["tpot_ms"] for row in rows if row["clients"] == clients and row["rate"] is None]
+        for rate in args.rates:
+            on = [row["tpot_ms"] for row in rows if row["clients"] == clients and row["rate"] == rate]
+            mean, base = statistics.mean(on), statistics.mean(off)
+            print(f"clients={clients} rate={rate}: {mean:.3f} ms, {mean / base:.2f} × {base:.3f} without drafts")
+    if args.json:
+        arguments = {name: str(value) for name, value in vars(args).items()}
+        args.json.write_text(json.dumps({"host": describe_host(), "arguments": arguments, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    stop_on_sigterm()
+    main()

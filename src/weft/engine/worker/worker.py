@@ -289,9 +289,9 @@ class Worker:
             message = receive()
             if isinstance(message, Step):
                 finish = self.step(message)
-                if self.on_gpu:
+                if self.on_gpu and not any(group.decode_tokens for group in message.groups):
                     begun.put(finish)
-                else:
+                else:  # a step with drafts has ended, and all steps before it are collected
                     send(finish())
             elif isinstance(message, AskReport):
                 self._settle()

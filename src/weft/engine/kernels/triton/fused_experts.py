@@ -26,7 +26,7 @@ from torch import Tensor
 from weft.engine.kernels.model_reference import Rule
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.kernels.triton import float8_linear, fused_experts_float8, prompt_experts
+from weft.engine.kernels.triton import float8_linear, fused_experts_float8, prompt_experts, prompt_experts_float8
 from weft.engine.kernels.triton.experts_tiles import (
     ExpertsTile,
     down_tile_of,
@@ -258,6 +258,8 @@ def _products(
         given, x_scale, found = x
         if found != up_unit[1]:
             raise ValueError(f"x comes by groups of {found} columns, gate_up by {up_unit[1]}")
+        if plain and up_tile is down_tile is None and prompt_experts_float8.takes(x, routing, gate_up, down):
+            return prompt_experts_float8.pairs_outputs(x, routing, gate_up, down, out)[None], 0
         shipped = float8_tiles_of(rows)
         up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
         if rows <= float8_linear.FEW_ROWS:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from engine.conftest import WAIT_S
 from engine.test_engine import config, prompts
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller import recovery
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.recovery import without_rank
 from weft.engine.messages.request import Output, SamplingParams
@@ -41,12 +43,25 @@ def layout(mesh: Mesh) -> dict[str, Any]:
 )
 def test_the_layout_of_one_rank_less_is_the_most_similar(model_dir: Path, before: Mesh, after: Mesh) -> None:
     given = config(model_dir, **layout(before), shrink=True)
-    assert without_rank(given, given.read_model(), 1).mesh == after
+    assert [found.mesh for found in without_rank(given, given.read_model(), 1)] == [after, after]
+
+
+def test_a_smaller_layout_is_planned_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Mesh] = []
+    true = recovery.check_plans
+    monkeypatch.setattr(recovery, "check_plans", lambda c, model: planned.append(c.mesh) or true(c, model))
+    given = config(model_dir, attn_tp=3, shrink=True)
+    executor: Any = SimpleNamespace(prepare=lambda: None, close=lambda grace_s: None, groups=())
+    ranks = recovery.Recovery(given, given, lambda config: executor)
+    for lost in range(given.max_restarts + 1):
+        assert not ranks.lost_ranks
+        ranks.failed(EngineError(f"failure {lost}", 1), given.read_model())
+    assert ranks.lost_ranks == 1 and planned == [Mesh(1, 2, 1, 2)]
 
 
 def test_cores_of_a_lost_rank_are_not_used(model_dir: Path) -> None:
     given = config(model_dir, attn_tp=3, shrink=True, cpu_bind="0|1|0-1")
-    assert without_rank(given, given.read_model(), 1).cpu_bind == "0|0-1"
+    assert without_rank(given, given.read_model(), 1)[0].cpu_bind == "0|0-1"
 
 
 def test_no_fewer_ranks_than_asked_for(model_dir: Path) -> None:

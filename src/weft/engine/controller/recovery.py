@@ -50,19 +50,18 @@ class Recovery:
             return 0.0
 
     def _go_on_without(self, rank: int, model: ModelConfig) -> None:
-        self._given = without_rank(self._given, model, rank)
+        self._given, config = without_rank(self._given, model, rank)
         self.executor.close(grace_s=0)
-        config, groups = resolve_defaults(self._given), self.executor.groups
-        self.executor = self._make(config)
+        groups, self.executor = self.executor.groups, self._make(config)
+        self.executor.groups = groups
         self.executor.prepare()
-        self.executor.groups, self.executor.config = groups, check_plans(config, model)
         self.faults.forget()
         self.lost_ranks += 1
         log.error("rank %d is lost for good; the engine goes on with %s", rank, config.mesh)
 
 
-def without_rank(config: EngineConfig, model: ModelConfig, lost: int) -> EngineConfig:
-    """Return the configuration of as many ranks as possible without one, at least shrink_to.
+def without_rank(config: EngineConfig, model: ModelConfig, lost: int) -> tuple[EngineConfig, EngineConfig]:
+    """Return the configuration of as many ranks as possible without one, at least shrink_to: as if given, and checked.
 
     config: as it was given. lost: number of the rank. Raises EngineError if no layout is possible.
     """
@@ -71,11 +70,9 @@ def without_rank(config: EngineConfig, model: ModelConfig, lost: int) -> EngineC
     for ranks in range(world - 1, config.shrink_to - 1, -1):
         for smaller in _layouts(config, left[:ranks]):
             try:
-                check_plans(smaller, model)
+                return smaller, check_plans(resolve_defaults(smaller), model)
             except LayoutError as error:
                 why = str(error)
-            else:
-                return smaller
     raise EngineError(f"rank {lost} of {world} is lost for good, and no smaller layout is possible: {why}")
 
 

@@ -15,6 +15,7 @@ from chaos.chaos_hosts import HostsChaos, several_hosts
 from chaos.chaos_one_host import OneHostChaos, one_host
 from chaos.clients import Load, ask, questions
 from chaos.faults import Injections
+from chaos.losses import Losses
 from chaos.server_process import ServerProcess
 from weft.tune.host import describe_host
 
@@ -30,6 +31,8 @@ def run(
     seed: int,
     hosts: int = 1,
     bound_factor: float = 3.0,
+    lost: int = 0,
+    max_restarts: int = 3,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Serve a model with these options of `weft serve`, and inject `faults` faults, each kind about equally often.
@@ -43,12 +46,15 @@ def run(
         tokens: maximum of an output.
         hosts: number of the ranks' hosts; several are namespaces of this machine.
         bound_factor: multiple of its bound that a fault may take to be heard.
+        lost: number of ranks that are lost for good, in place of `faults`; on one host, with --shrink.
+        max_restarts: failures of a rank that the server's ranks restart after.
 
     Raises ServerError if the server does not start, and PermissionError if hosts may not be made.
     """
     rng, began = random.Random(seed), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name, ExitStack() as stack:
-        folder, of_server = Path(name), [*options, "--max-restarts", str(2 * faults + 2)]
+        folder = Path(name)
+        of_server = [*options, "--max-restarts", str(max_restarts if lost else 2 * faults + 2)]
         chaos: OneHostChaos | HostsChaos
         if hosts == 1:
             chaos = stack.enter_context(one_host(folder, model, of_server, ranks, rng))
@@ -60,8 +66,13 @@ def run(
         expected = [ask(served.port, served.name, question) for question in asked]
         before = {"descriptors": served.descriptors(), "memory_mib": round(served.memory_mib())}
         load = Load(served.port, served.name, asked, expected, clients)
-        injections = Injections(served, chaos.health, chaos.faults, rng, bound_factor, say)
-        injections.run(faults)
+        injections: Injections | Losses
+        if lost:
+            assert isinstance(chaos, OneHostChaos)
+            injections = Losses(chaos, ranks, max_restarts, load.arrivals, rng, say)
+        else:
+            injections = Injections(served, chaos.health, chaos.faults, rng, bound_factor, say)
+        injections.run(lost or faults)
         load.stop()
         chaos.release()
         after = _at_rest(served) if served.process.poll() is None else {}
@@ -79,6 +90,7 @@ def run(
     return {
         "passed": passed,
         "faults": injections.report(),
+        "losses": injections.found if isinstance(injections, Losses) else [],
         "requests": dict(load.counts),
         "errors": load.errors[:20],
         "trouble": injections.trouble,

@@ -45,8 +45,16 @@ def questions(count: int, tokens: int, seed: int) -> list[Question]:
     return made
 
 
-def ask(port: int, model: str, question: Question, gaps: list[float] | None = None) -> str:
-    """Return the streamed text. gaps: gets the longest pause between two pieces of it, in seconds.
+def ask(
+    port: int,
+    model: str,
+    question: Question,
+    gaps: list[float] | None = None,
+    arrivals: list[float] | None = None,
+) -> str:
+    """Return the streamed text.
+
+    gaps: gets the longest pause between two pieces of it, in seconds. arrivals: gets the moment of each piece.
 
     Raises LoadError, OSError, http.client.HTTPException; TimeoutError if nothing arrives for TIMEOUT_S.
     """
@@ -61,6 +69,8 @@ def ask(port: int, model: str, question: Question, gaps: list[float] | None = No
         for line in response:
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
             completion.take(line, last)
+            if arrivals is not None and line.startswith(b"data: {"):
+                arrivals.append(last)
         if not completion.done:
             raise LoadError("the stream ended without [DONE]")
         if completion.reason != "length":
@@ -76,7 +86,7 @@ class Load:
     """Clients on threads of their own, each asking one question after the other. expected: outputs without faults.
 
     counts: completions by their end; a client that is refused (429) tries again later. errors: wrong outputs. gaps: the
-    longest pause within each complete output, in seconds.
+    longest pause within each complete output, in seconds. arrivals: the moment of each piece of an output.
     """
 
     def __init__(self, port: int, model: str, asked: Sequence[Question], expected: Sequence[str], clients: int):
@@ -85,6 +95,7 @@ class Load:
         self.counts: Counter[str] = Counter(completed=0, different=0, lost=0, refused=0, hung=0)
         self.errors: list[str] = []
         self.gaps: list[float] = []
+        self.arrivals: list[float] = []
         self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(clients)]
         for thread in self._threads:
             thread.start()
@@ -102,7 +113,7 @@ class Load:
         while not self._stop.is_set():
             at = rng.randrange(len(self._asked))
             try:
-                text = ask(self._port, self._model, self._asked[at], self.gaps)
+                text = ask(self._port, self._model, self._asked[at], self.gaps, self.arrivals)
                 outcome, error = ("completed" if text == self._expected[at] else "different"), ""
                 if outcome == "different":
                     error = f"{text!r} instead of {self._expected[at]!r}"

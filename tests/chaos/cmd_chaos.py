@@ -20,6 +20,9 @@ class Command:
     be written. With --hosts, ranks and agents are killed or stopped, links are cut, a host is switched off and on, and
     others try to join that must be refused. The command starts a server of its own, and tests that alone.
 
+    With --lose-for-good, ranks are lost instead, one after the other: each dies at every start until the engine goes on
+    without it, by --shrink. Outputs must stay the same, in float32 unless --dtype is given.
+
     The run passes if no request is lost or completed differently, every fault is heard in time, nothing hangs, and no
     process, file or segment is left. Otherwise its exit code is 1. The table has the seconds from a fault until /health
     gives 503 (until another host is refused), and until it gives 200 again: median and maximum.
@@ -27,6 +30,7 @@ class Command:
     Examples:
       make chaos ARGS="--faults 12"                                one rank, a few faults
       make chaos ARGS="--attn-dp 2 --attn-tp 2 --json out.json"    four ranks, each fault about seven times
+      make chaos ARGS="--attn-dp 5 --lose-for-good 3"              from five ranks to two
       make chaos ARGS="--hosts 2 --faults 60"                      two hosts of two ranks, on this machine, as root
     """
 
@@ -34,6 +38,8 @@ class Command:
     engine: EngineArguments = field(default_factory=EngineArguments)
     faults: int = 100
     """Number of faults; each kind about equally often."""
+    lose_for_good: int = 0
+    """Number of ranks to lose for good, in place of faults."""
     clients: int = 4
     """Number of clients at once, each with one request after the other."""
     tokens: int = 48
@@ -60,14 +66,22 @@ class Command:
             raise UserError("--faults, --clients and --hosts must be 1 or more, --tokens 2 or more")
         if self.bound_factor < 1:
             raise UserError("--bound-factor must be 1 or more")
+        if self.lose_for_good < 0:
+            raise UserError("--lose-for-good must be 0 or more")
+        if self.lose_for_good and self.hosts > 1:
+            raise UserError("--lose-for-good runs on one host, as --shrink does: drop --hosts")
         if self.json is not None:
             check_writable(self.json, "--json")
         engine = self.engine
+        if self.lose_for_good:
+            engine = replace(engine, shrink=True, dtype="float32" if engine.dtype == "auto" else engine.dtype)
         if self.hosts > 1 and LayoutOptions.of(engine) == LayoutOptions():
             engine = replace(engine, attn_dp=self.hosts, attn_tp=2)
         config = engine_config(self.model, engine)
         if config.mesh.hosts > 1:
             raise UserError("chaos makes its hosts on this machine: give --hosts in place of --nnodes")
+        if config.mesh.world <= self.lose_for_good:
+            raise UserError(f"--lose-for-good {self.lose_for_good} leaves none of {config.mesh.world} ranks")
         replace(config.mesh, hosts=self.hosts)  # which says where they do not divide the ranks
         stop_on_sigterm()
         try:
@@ -81,6 +95,8 @@ class Command:
                 seed=self.seed,
                 hosts=self.hosts,
                 bound_factor=self.bound_factor,
+                lost=self.lose_for_good,
+                max_restarts=config.max_restarts,
                 say=lambda line: print(line, file=sys.stderr, flush=True),
             )
         except ServerError as error:
@@ -103,6 +119,11 @@ def summary(report: dict[str, Any]) -> list[str]:
         for name in names
     ]
     lines = [
+        *(
+            f"rank {loss['rank']} of {loss['of']} was lost: given up after {loss['given_up_s']} s, "
+            f"next token after {loss['next_token_s']} s"
+            for loss in report["losses"]
+        ),
         f"requests: {counts}; {report['restarts']:g} restarts"
         if report["restarts"] is not None
         else f"requests: {counts}",

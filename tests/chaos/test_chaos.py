@@ -41,6 +41,47 @@ def test_nothing_is_lost_hangs_or_stays_behind(
     assert found["requests"]["completed"] > 0 and not found["requests"]["lost"]
 
 
+def losses(report: Path, layout: str, lost: int, *more: str) -> dict[str, Any]:
+    """Lose ranks for good, under load; return the report."""
+    options = ["--lose-for-good", str(lost), "--max-restarts", "1", "--clients", "2", "--tokens", "24", *more]
+    code = main([*layout.split(), *options, "--json", str(report)])
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert code == 0 and found["passed"], json.dumps(found, indent=1)
+    assert found["requests"]["completed"] > 0 and not found["requests"]["lost"] + found["requests"]["different"]
+    return found
+
+
+def test_no_request_is_lost_with_a_rank_that_is_lost_for_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = losses(tmp_path / "report.json", "--attn-tp 3", 1)
+    [loss] = found["losses"]
+    assert loss["of"] == 3 and 0 < loss["given_up_s"] < loss["next_token_s"]
+    assert found["restarts"] == 2, "a restart, and the one with two ranks"
+    last = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"rank {loss['rank']} of 3 was lost: given up after ") for line in last)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", ["--attn-dp 5", "--attn-tp 5", "--attn-dp 5 --ep 5"])
+def test_ranks_are_lost_for_good_from_five_to_two(tmp_path: Path, layout: str) -> None:
+    found = losses(tmp_path / "report.json", layout, 3)
+    assert [loss["of"] for loss in found["losses"]] == [5, 4, 3]
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ("--lose-for-good 1 --hosts 2", "--lose-for-good runs on one host, as --shrink does: drop --hosts"),
+        ("--lose-for-good 2 --attn-tp 2", "--lose-for-good 2 leaves none of 2 ranks"),
+        ("--lose-for-good -1", "--lose-for-good must be 0 or more"),
+    ],
+)
+def test_losses_that_cannot_be_are_refused(options: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options.split()) == 2 and capsys.readouterr().err == f"weft: {why}\n"
+
+
 def test_the_server_gets_the_options_that_chaos_was_given() -> None:
     """Cover every option of the engine, also those that are still to come."""
     kinds = get_type_hints(EngineArguments)

@@ -40,6 +40,7 @@ def test_query_heads_follow_their_key_value_heads(groups: int, each: int) -> Non
         held = [(in_groups(groups * each, groups, ranks, p), replicated(groups, ranks, p)) for p in range(ranks)]
         assert list(chain(*(units for units, _ in held))) == list(range(groups * each))
         for units, own in held:
+            assert units
             assert {unit // each for unit in units} <= set(own)
             # A rank's query heads divide evenly over its key-value heads, as attention's kernels require.
             assert len(units) == len(own) * each or len(own) == 1

@@ -47,6 +47,40 @@ def test_greedy_tokens_are_transformers(family: str, layout: str, tmp_path: Path
     assert any(result.cached_tokens for result in again)
 
 
+UNEVEN = {
+    "1x3": dict(attn_tp=3, ep=3, moe_exchange="dispatch"),
+    "3x1": dict(attn_dp=3, moe_tp=3),
+    "1x5": dict(attn_tp=5, ep=5),
+    "2x3": dict(attn_dp=2, attn_tp=3, ep=3, moe_tp=2),
+    "1x6": dict(attn_tp=6, ep=2, moe_tp=3),
+    "1x7": dict(attn_tp=7, split_vocabulary="on"),
+}
+"""Layouts over which 8 heads, 8 experts and 257 tokens do not divide."""
+
+
+@pytest.fixture(scope="module")
+def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, ...]]]:
+    """Return a model, and transformers' outputs of it."""
+    directory = tmp_path_factory.mktemp("eight_heads")
+    model = small_model("qwen2_moe", 4, directory, seed=3, vocab_size=257, max_position_embeddings=256)
+    byte_tokenizer(directory)
+    return directory, greedy_outputs(lambda tokens: model(tokens).logits, prompts(9), GREEDY.max_tokens)
+
+
+@pytest.mark.parametrize("layout", UNEVEN)
+def test_greedy_tokens_of_uneven_layouts(eight_heads: tuple[Path, list[tuple[int, ...]]], layout: str) -> None:
+    """Compare tokens while prompts are preempted, and with prefixes that are used again."""
+    directory, wanted = eight_heads
+    with Engine(config(directory, kv_tokens=72, **UNEVEN[layout])) as engine:
+        first = [result.token_ids for result in engine.generate(prompts(9), GREEDY)]
+        assert engine.stats().preemptions > 0
+        again = engine.generate(prompts(9), GREEDY)
+        engine.check_idle()
+    assert first == wanted
+    assert [result.token_ids for result in again] == wanted
+    assert any(result.cached_tokens for result in again)
+
+
 def test_a_gguf_file_is_a_model_of_its_own(tmp_path: Path) -> None:
     """Its config, its weights and its tokenizer; other files of its folder are ignored."""
     tokens = byte_tokens(300)

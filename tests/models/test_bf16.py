@@ -22,7 +22,7 @@ from weft.planner.spec import Mesh, Rows
 from weft.stream.hidden import Hidden
 
 LENGTH, PROMPTS, PAGES = 24, 48, 6
-MESHES = (Mesh(), Mesh(2, 2, 2, 2), Mesh(1, 4, 1, 4))
+MESHES = (Mesh(), Mesh(2, 2, 2, 2), Mesh(1, 4, 1, 4), Mesh(1, 3, 1, 3))
 
 
 def forward(transport: Transport, mesh: Mesh, directory: Path, prompts: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,11 @@ from weft.planner.spec import Mesh
 __all__ = ["one_thread"]
 FEW = PeerTuning(threads=32, merge_blocks=3, merge_threads=64)  # a block that has few threads takes more turns
 MESHES = [Mesh(1, 2, 2, 1, dcp=2), Mesh(1, 3, 3, 1, dcp=3), Mesh(2, 4, 8, 1, dcp=2), Mesh(1, 8, 8, 1, dcp=8)]
+UNEVEN = [Mesh(1, 5, 5, 1, dcp=5), Mesh(1, 6, 6, 1, dcp=6), Mesh(1, 7, 7, 1, dcp=7), Mesh(2, 3, 6, 1, dcp=3)]
+AT_NIGHT = [pytest.param(mesh, marks=pytest.mark.nightly) for mesh in (MESHES[3], *UNEVEN)]
 
 
-@pytest.mark.parametrize("mesh", [*MESHES[:3], pytest.param(MESHES[3], marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("mesh", [*MESHES[:3], *AT_NIGHT], ids=str)
 def test_every_shape(mesh: Mesh) -> None:
     run_emulated(mesh, partial(merge_everything, large=False), FEW, max_bytes=1 << 20)
 
@@ -32,7 +34,7 @@ def same(transport: PeerTransport, step: Step) -> Step:
     return step
 
 
-@pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
+@pytest.mark.parametrize("mesh", [*MESHES[:3], *UNEVEN], ids=str)
 def test_live_rows_change_from_call_to_call(mesh: Mesh) -> None:
     run_emulated(mesh, partial(merge_live_rows, turns=12, again=same), replace(FEW, merge_blocks=2), max_bytes=1 << 20)
 

@@ -136,14 +136,16 @@ def advise(
     again: bool = False,
     kv_dtypes: Sequence[KvDtype] = ("auto",),
     requests: int | None = None,
+    one_server: bool = False,
 ) -> Advice:
     """Return the advice for a model on `ranks` ranks of this host.
 
-    base: the model, and options that all layouts share. load, kv_dtypes: as in `find_candidates`. limits: of medians.
+    base: the model, and options that all layouts share. load, kv_dtypes, one_server: as in `find_candidates`. limits:
+    of medians.
     progress: called with (what, fraction) while steps are measured; None: nothing is measured. again: measure all steps
     again. requests: number of all requests to simulate; None: some for each client. Raises ModelError, LayoutError.
     """
-    candidates, refused = find_candidates(base, ranks, load, kv_dtypes=kv_dtypes)
+    candidates, refused = find_candidates(base, ranks, load, kv_dtypes=kv_dtypes, one_server=one_server)
     advice = Advice(refused=refused)
     for candidate in candidates:
         try:

@@ -11,6 +11,7 @@ import torch
 
 from weft.comm.cores import own_cores
 from weft.comm.transport_registry import SHM
+from weft.engine.advise.step_prices import Footprint
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import divide_servers
@@ -27,15 +28,17 @@ from weft.planner.plan import Planner
 from weft.planner.spec import LayoutError, Mesh, PlacementError, divisors
 
 KvDtype = Literal["auto", "fp8_e4m3"]
+SIZES = ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp")
+"""Sizes of a layout, as options of the engine."""
 
 
 @dataclass(frozen=True)
 class ClientLoad:
     """Clients that each wait for their output and then send the next request. Raises ValueError."""
 
-    input_len: int  # tokens of a prompt
-    output_len: int  # tokens of an output
-    concurrency: int  # clients
+    input_len: int = 256  # tokens of a prompt
+    output_len: int = 128  # tokens of an output
+    concurrency: int = 8  # clients
     shared_prefix: float = 0.0  # fraction of a prompt that is the same in all prompts
 
     def __post_init__(self) -> None:
@@ -49,6 +52,11 @@ class ClientLoad:
     def tokens(self) -> int:
         """Tokens of a request: prompt and output."""
         return self.input_len + self.output_len
+
+    @property
+    def text(self) -> str:
+        """The load in words."""
+        return f"{self.concurrency} clients of {self.input_len} + {self.output_len} tokens"
 
     def per_server(self, replicas: int) -> ClientLoad:
         """Return the load of the busiest of several equal servers."""
@@ -66,6 +74,7 @@ class Candidate:
     groups: tuple[CacheGroup, ...]
     planner: Planner
     cores: list[str]  # cpu_bind of each server
+    footprint: Footprint
 
     def __str__(self) -> str:
         servers = f"{self.replicas} servers of " if self.replicas > 1 else ""
@@ -94,17 +103,19 @@ def find_candidates(
     load: ClientLoad,
     memory: int | None = None,
     kv_dtypes: Sequence[KvDtype] = ("auto",),
+    one_server: bool = False,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return every layout of `ranks` ranks, in one server or several equal ones, that starts and can hold its load.
 
     Also return the reason of each layout that does not start.
 
     Args:
-        base: the model and options that all layouts share.
+        base: the model and options that all layouts share; sizes of a layout that are not the defaults are kept.
         ranks: number of ranks, all used.
         load: clients of all servers.
         memory: bytes of this host; None: what is available now.
         kv_dtypes: dtypes of the cache to consider.
+        one_server: one server with any number of ranks that divides `ranks`, instead of several.
 
     Raises ModelError for a model that cannot be read, or a request beyond its context.
     """
@@ -115,17 +126,21 @@ def find_candidates(
             f"a request of {load.input_len} + {load.output_len} tokens is beyond the {context} tokens of the model's "
             "context: lower --input-len or --output-len"
         )
-    share = (available_bytes() if memory is None else memory) // ranks
+    memory = available_bytes() if memory is None else memory
     found, refused = list[Candidate](), dict[str, str]()
     whole = build_model(model, Mesh(), 0, dtype_of(base), torch.device("meta"))
     experts = any(isinstance(layer, Experts) for layer in whole.modules())
-    for (attn_dp, attn_tp, ep, moe_tp, dcp), kv_dtype in product(layouts(ranks, experts), kv_dtypes):
-        replicas = ranks // (attn_dp * attn_tp)
+    pinned = [(at, size) for at, name in enumerate(SIZES) if (size := getattr(base, name)) not in (None, 1)]
+    for sizes, kv_dtype in product(layouts(ranks, experts), kv_dtypes):
+        if any(sizes[at] != size for at, size in pinned):
+            continue
+        attn_dp, attn_tp, ep, moe_tp, dcp = sizes
+        replicas = 1 if one_server else ranks // (attn_dp * attn_tp)
         given = replace(base, attn_dp=attn_dp, attn_tp=attn_tp, dcp=dcp, kv_dtype=kv_dtype)
         if (ep, moe_tp) != (attn_dp, attn_tp):
             given = replace(given, ep=ep, moe_tp=moe_tp)
         try:
-            found.append(check(given, replicas, load.per_server(replicas), share))
+            found.append(check(given, replicas, load.per_server(replicas), memory // (replicas * attn_dp * attn_tp)))
         except (LayoutError, PlacementError, ModelError) as error:
             refused[f"{replicas} servers of " * (replicas > 1) + str(given.mesh)] = str(error)
     return found, refused
@@ -174,7 +189,8 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
     if load.tokens > need.config.cached_tokens:
         raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
     config = check_plans(need.config, model)
-    return Candidate(given, config, replicas, model, need.groups(), planner_of(config, model), cores)
+    footprint = Footprint.of(layers, model.num_layers, need.specs, need.dtype)
+    return Candidate(given, config, replicas, model, need.groups(), planner_of(config, model), cores, footprint)
 
 
 def _on_gpu(need: CacheNeed, model: ModelConfig, weights: int) -> CacheNeed:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from weft.engine.advise.candidates import Candidate, ClientLoad
@@ -89,9 +89,15 @@ def step_times(
     if progress is None:
         raise NotMeasured(f"no times of {candidate} under this load are kept on this host")
     table = measure(candidate, load, progress)
-    table.about = about
+    table.about = about | {"load": asdict(load)}
     table.write(path)
     return table
+
+
+def kept_loads(candidates: Sequence[Candidate]) -> list[ClientLoad]:
+    """Return the loads of the candidates' kept times."""
+    tables = [StepTable.read(table_path(described(each))) for each in candidates]
+    return list(dict.fromkeys(ClientLoad(**table.about["load"]) for table in tables if table and "load" in table.about))
 
 
 def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepTable:

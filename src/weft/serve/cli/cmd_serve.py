@@ -29,6 +29,7 @@ class Command:
       weft serve                                           the embedded model on one rank
       weft serve Qwen/Qwen3-0.6B                           a model from the hub, downloaded once
       weft serve FILE.gguf --attn-tp 2                     a GGUF file of llama.cpp on two ranks
+      weft serve DIR --layout auto                         the best layout for this host
       weft serve DIR --attn-dp 2 --attn-tp 2               four ranks, with --ep 2 --moe-tp 2
       weft serve DIR --attn-dp 4 --ep 4 --api-key SECRET   data-parallel attention, expert parallelism
       weft serve DIR --attn-dp 2 --attn-tp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key FILE
@@ -39,6 +40,9 @@ class Command:
 
     model: ModelDir = None
     engine: EngineArguments = field(default_factory=EngineArguments)
+    layout: Literal["given", "auto"] = "given"
+    """auto: the best layout for this host by kept times of weft advise, else the cheapest by the cost table; sizes such
+    as --attn-tp 2 are kept."""
     ray: WithRay = False
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all addresses of the host."""
@@ -84,9 +88,28 @@ class Command:
             listener = bind(self.host, self.port) if self.uds is None else bind_unix(self.uds)
         except OSError as error:
             raise UserError(str(error)) from error
+        with listener, Loading(listener, options.tls, options.root_path) as loading:
+            if self.layout == "auto":
+                config = self._with_layout(config)
+            return self._serve_config(config, listener, loading, options, kv_events, signals)
+
+    def _with_layout(self, config: Any) -> Any:
+        from weft.engine.advise.auto_layout import choose_layout
+
+        config, line = choose_layout(config)
+        print(line, file=sys.stderr, flush=True)
+        return config
+
+    def _serve_config(
+        self,
+        config: Any,
+        listener: socket.socket,
+        loading: Loading,
+        options: Options,
+        kv_events: Any,
+        signals: StopSignals,
+    ) -> int:
         with (
-            listener,
-            Loading(listener, options.tls, options.root_path) as loading,
             agents(config, self.ray),
             self._api_processes(config, listener) as processes,
             start_engine(config, kv_events) as engine,

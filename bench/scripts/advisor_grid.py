@@ -2,10 +2,10 @@
 
 Writes a JSON line per layout and load, with predicted and measured figures, and prints a table: the layout that the
 advisor chooses, and its regret, which is the best measured throughput divided by that of the choice. Lines that are in
-the file are not measured again, so a run that --limit-s ends goes on with the next. --engine omits HTTP, which the
-advisor does not model: the clients are callbacks of engines in this process.
+the file are not measured again, so a run that --limit-s ends goes on with the next. --engine omits HTTP: the clients
+are callbacks of engines in this process, which a layout starts once for all loads.
 
-    python bench/scripts/advisor_grid.py --models embedded moe --loads 4x64x32 --ranks 1 2 --out grid.jsonl
+    python bench/scripts/advisor_grid.py --models embedded moe latent --ranks 1 2 --engine --out grid.jsonl
 """
 
 from __future__ import annotations
@@ -21,23 +21,34 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from weft.engine.advise.candidates import ClientLoad
+from weft.engine.advise.candidates import Arrival, ClientLoad
 from weft.engine.advise.simulate import Clients, figures
 from weft.engine.controller.engine import Engine
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse
 from weft.tune.host import describe_host
 
-MOE = dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], hidden_size=512, intermediate_size=1024)
-MOE |= dict(num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=1024)
-MOE |= dict(num_experts=16, num_experts_per_tok=2, moe_intermediate_size=256, max_position_embeddings=2048)
-MOE |= dict(rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu", norm_topk_prob=True, tie_word_embeddings=True)
-"""Shape of `moe`: 60 M parameters in float32, with made-up weights."""
+SHARED = dict(vocab_size=1024, max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu")
+SHARED |= dict(num_attention_heads=8, head_dim=64, num_experts_per_tok=2, tie_word_embeddings=True, hidden_size=512)
+MOE = dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], intermediate_size=1024, num_hidden_layers=10)
+MOE |= dict(num_key_value_heads=4, num_experts=64, moe_intermediate_size=256, norm_topk_prob=True)
+LATENT = dict(model_type="deepseek_v2", architectures=["DeepseekV2ForCausalLM"], intermediate_size=1024, n_group=1)
+LATENT |= dict(num_hidden_layers=8, num_key_value_heads=8, n_routed_experts=16, n_shared_experts=1, topk_group=1)
+LATENT |= dict(kv_lora_rank=128, q_lora_rank=None, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+LATENT |= dict(moe_intermediate_size=256, first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax")
+SHAPES = {"moe": SHARED | MOE, "latent": SHARED | LATENT}
+"""Shapes with made-up weights in float32: 260 M parameters with grouped queries, and 60 M with latent attention."""
+LOADS = {"short": "4x64x32", "long": "2x512x16", "mixed": "", "shared": "4x128x32x0.75", "cover": ""}
+"""Loads by name: CLIENTSxINPUTxOUTPUTxSHARED. `cover` is not run: its times hold for the other loads."""
+MIXED = [(24 + 40 * (at % 5), 8 + 12 * (at % 3)) for at in range(12)]
+RECORDED = {"mixed": MIXED, "cover": [(24, 1), *[(512, 40)] * 11]}
+"""Requests that come at once: tokens of prompt and output."""
 FIGURES = ("tokens_s", "ttft_ms", "itl_ms")
 KINDS = ("", "median"), ("_p99", "p99")
 VOCABULARY = 1000
@@ -45,18 +56,36 @@ START_S, ROUNDS = 60.0, 6
 WEFT = (sys.executable, "-m", "weft.serve.cli.main")
 
 
-def advice(model: str, load: str, ranks: int, folder: Path) -> list[dict[str, Any]]:
-    """Return the layouts that the advisor names, the best first."""
-    clients, input_len, output_len = load.split("x")
-    options = ["--concurrency", clients, "--input-len", input_len, "--output-len", output_len, "--ranks", str(ranks)]
-    if model == "moe":
-        (folder / "config.json").write_text(json.dumps(MOE))
-        options = [str(folder), "--load-format", "dummy", *options]
+def load_of(name: str) -> ClientLoad:
+    """Return a load by its name in LOADS, or by its numbers."""
+    if name in RECORDED:
+        return ClientLoad.recorded([Arrival(0.0, *sizes) for sizes in RECORDED[name]])
+    clients, input_len, output_len, *shared = LOADS.get(name, name).split("x")
+    return ClientLoad(int(input_len), int(output_len), int(clients), float(shared[0]) if shared else 0.0)
+
+
+def advice(model: str, name: str, ranks: int, folder: Path, http: bool = True) -> list[dict[str, Any]]:
+    """Return the layouts that the advisor names, the best first. name: of the load. http: add the server's time."""
+    load = load_of(name)
+    if load.arrivals:
+        trace = folder / f"{name}.jsonl"
+        rows = (dict(timestamp=a.seconds, input_length=a.input_len, output_length=a.output_len) for a in load.arrivals)
+        trace.write_text("\n".join(map(json.dumps, rows)))
+        options = ["--trace", str(trace)]
+    else:
+        sizes = {"concurrency": load.concurrency, "input-len": load.input_len, "output-len": load.output_len}
+        options = [f"--{key}={value}" for key, value in (sizes | {"shared-prefix": load.shared_prefix}).items()]
+    options += [f"--ranks={ranks}", *["--no-http"] * (not http)]
+    if model in SHAPES:
+        shape = folder / model
+        shape.mkdir(exist_ok=True)
+        (shape / "config.json").write_text(json.dumps(SHAPES[model]))
+        options = [str(shape), "--load-format", "dummy", *options]
     elif model != "embedded":
         options = [model, *options]
     done = subprocess.run([*WEFT, "advise", "--json", "--device", "cpu", *options], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(done.stderr)
+        raise SystemExit(done.stderr or done.stdout)
     found: list[dict[str, Any]] = json.loads(done.stdout)["layouts"]
     return found
 
@@ -97,9 +126,11 @@ def ready(url: str) -> bool:
 
 def measured(layout: dict[str, Any], load: str) -> dict[str, Any]:
     """Return the measured figures of a layout's servers, each loaded by `weft bench serving`."""
-    clients, input_len, output_len = map(int, load.split("x"))
-    each = -(-clients // layout["replicas"])
-    options = f"--json --ignore-eos --random-input-len {input_len} --random-output-len {output_len} --num-warmups 2"
+    clients = load_of(load)
+    each = clients.per_server(layout["replicas"]).concurrency
+    prefix = int(clients.input_len * clients.shared_prefix)
+    options = f"--json --ignore-eos --random-input-len {clients.input_len - prefix} --num-warmups 2"
+    options += f" --random-output-len {clients.output_len} --random-prefix-len {prefix}"
     options += f" --max-concurrency {each} --num-prompts {max(16, 4 * each)} --vocab-size {VOCABULARY} --base-url"
     with serving(layout["commands"]) as urls:
         runs = [[*WEFT, "bench", "serving", *options.split(), url] for url in urls]
@@ -110,27 +141,27 @@ def measured(layout: dict[str, Any], load: str) -> dict[str, Any]:
     return {"tokens_s": round(sum(run["output_throughput"] for run in found), 3), **latencies}
 
 
-def measured_engines(layout: dict[str, Any], load: str) -> dict[str, Any]:
-    """Return the measured figures of a layout's engines in this process, without HTTP: the quickest round's."""
-    clients, input_len, output_len = map(int, load.split("x"))
-    each = -(-clients // layout["replicas"])
+def measured_engines(layout: dict[str, Any], loads: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the measured figures of a layout's engines in this process, without HTTP: each load's quickest round."""
     with ExitStack() as stack:
         commands = [parse(Serve, "serve", shlex.split(line)[2:]) for line in layout["commands"]]
         configs = [engine_config(command.model, command.engine) for command in commands]
-        engines, found = [stack.enter_context(Engine(config)) for config in configs], []
-        for seed in range(ROUNDS):
-            lengths, requests = ClientLoad(input_len, output_len, each), max(16, 4 * each)
-            groups = [Clients(lengths, requests, VOCABULARY, time.perf_counter, seed) for _ in engines]
-            began = time.perf_counter()
-            for group, engine in zip(groups, engines, strict=True):
-                group.submit = engine.submit_all
-                group.begin()
-            if not all(group.ended.wait(START_S) for group in groups):
-                raise SystemExit(f"requests did not end in {START_S:.0f} s")
-            found.append(figures([times for group in groups for times in group.times], began))
-    (ttft, ttft_p99), (itl, itl_p99), rate = max(found, key=lambda each: each[2])
-    named = {"tokens_s": rate, "ttft_ms": ttft, "ttft_p99_ms": ttft_p99, "itl_ms": itl, "itl_p99_ms": itl_p99}
-    return {name: round(value, 3) for name, value in named.items()}
+        engines = [stack.enter_context(Engine(config)) for config in configs]
+        for name in loads:
+            load, found = load_of(name).per_server(layout["replicas"]), []
+            for seed in range(ROUNDS):
+                requests = max(16, 4 * load.concurrency)
+                groups = [Clients(load, requests, VOCABULARY, time.perf_counter, seed) for _ in engines]
+                began = time.perf_counter()
+                for group, engine in zip(groups, engines, strict=True):
+                    group.submit = engine.submit_all
+                    group.begin()
+                if not all(group.ended.wait(START_S) for group in groups):
+                    raise SystemExit(f"requests did not end in {START_S:.0f} s")
+                found.append(figures([times for group in groups for times in group.times], began))
+            (ttft, ttft_p99), (itl, itl_p99), rate = max(found[1:], key=lambda each: each[2])  # the first one warms up
+            named = {"tokens_s": rate, "ttft_ms": ttft, "ttft_p99_ms": ttft_p99, "itl_ms": itl, "itl_p99_ms": itl_p99}
+            yield {name: round(value, 3) for name, value in named.items()}
 
 
 def predicted(layout: dict[str, Any]) -> dict[str, Any]:
@@ -164,8 +195,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["embedded", "moe"], help="embedded, moe, or directories")
-    parser.add_argument("--loads", nargs="+", default=["4x64x32"], help="loads: CLIENTSxINPUTxOUTPUT")
+    parser.add_argument("--models", nargs="+", default=["embedded", *SHAPES], help="embedded, moe, latent or folders")
+    loads = [name for name in LOADS if name != "cover"]
+    parser.add_argument("--loads", nargs="+", default=loads, help="names, or CLIENTSxINPUTxOUTPUTxSHARED")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--engine", action="store_true", help="measure engines in this process, without HTTP")
     parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which no layout is started")
@@ -173,26 +205,28 @@ def main() -> None:
     asked = parser.parse_args()
     began, host = time.monotonic(), describe_host()
     rows = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.is_file() else []
-    try:
-        for model in asked.models:
-            for ranks in asked.ranks:
-                for load in asked.loads:
-                    folder = Path(tempfile.gettempdir()) / "weft-advisor-grid"
-                    folder.mkdir(exist_ok=True)
-                    for layout in advice(model, load, ranks, folder):
-                        name = f"{layout['replicas']} × " * (layout["replicas"] > 1) + layout["layout"]
-                        row = {"model": model, "ranks": ranks, "load": load, "layout": name, "http": not asked.engine}
-                        if any(row.items() <= old.items() for old in rows):
-                            continue
-                        if time.monotonic() - began > asked.limit_s:
-                            raise TimeoutError
-                        found = (measured_engines if asked.engine else measured)(layout, load)
-                        row |= {"predicted": predicted(layout), "measured": found}
-                        rows.append(row | {"host": host})
-                        with asked.out.open("a") as file:
-                            file.write(json.dumps(rows[-1]) + "\n")
-    except TimeoutError:
-        print("out of time; the same command goes on", file=sys.stderr)
+    folder = Path(tempfile.gettempdir()) / "weft-advisor-grid"
+    folder.mkdir(exist_ok=True)
+    for model, ranks in product(asked.models, asked.ranks):
+        advice(model, "cover", ranks, folder, not asked.engine)
+        named: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        for load in asked.loads:
+            for layout in advice(model, load, ranks, folder, not asked.engine):
+                name = f"{layout['replicas']} × " * (layout["replicas"] > 1) + layout["layout"]
+                row = {"model": model, "ranks": ranks, "load": load, "layout": name, "http": not asked.engine}
+                if not any(row.items() <= old.items() for old in rows):
+                    named.setdefault(name, []).append((layout, row))
+        for pairs in named.values():
+            if time.monotonic() - began > asked.limit_s:
+                print("out of time; the same command goes on", file=sys.stderr)
+                break
+            loads = [row["load"] for _, row in pairs]
+            each = (measured(layout, row["load"]) for layout, row in pairs if row["load"] not in RECORDED)
+            measurements = measured_engines(pairs[0][0], loads) if asked.engine else each
+            for (layout, row), found in zip(pairs, measurements, strict=False):
+                rows.append(row | {"predicted": predicted(layout), "measured": found, "host": host})
+                with asked.out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
     print("\n".join(table(rows)))
 
 

@@ -6,6 +6,7 @@ import json
 import runpy
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import grids, measure, step_times
+from weft.engine.advise.simulate import NO_API
+from weft.engine.advise.step_prices import GPUS, PricedSteps
+from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.planner.spec import Mesh
 from weft.serve.cli import main
@@ -40,6 +44,7 @@ def given(monkeypatch: pytest.MonkeyPatch, us: Times, error: float = 0.05) -> No
         return StepTable(decode_us, mixed_us, [error])
 
     monkeypatch.setattr(advice_module, "step_times", table_of)
+    monkeypatch.setattr("weft.serve.cli.api_times.measure_api", lambda: NO_API)
     monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [0, 1]})
 
 
@@ -83,8 +88,11 @@ def test_the_text_has_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json_has_intervals_commands_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, by_layout, error=0.25)
     report = found()
-    assert report.keys() == {"load", "ranks", "device", "layouts", "not_known", "refused"} and report["ranks"] == 2
-    assert report["load"] == {"input_len": 32, "output_len": 16, "concurrency": 4, "shared_prefix": 0.0}
+    assert (
+        report.keys() == {*["what_if", "load", "ranks", "device", "api", "layouts", "not_known", "refused", "omitted"]}
+        and report["ranks"] == 2
+    )
+    assert report["load"] == {"input_len": 32, "output_len": 16, "concurrency": 4, "shared_prefix": 0.0, "arrivals": []}
     for each in report["layouts"]:
         assert each["tokens_s"]["low"] == pytest.approx(0.75 * each["tokens_s"]["value"], rel=1e-3)
         assert each["itl_ms"]["p99"]["high"] == pytest.approx(1.25 * each["itl_ms"]["p99"]["value"], abs=1e-2)
@@ -145,6 +153,9 @@ def test_other_engines_are_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--gpus 2 --ranks 2", "give one of them"),
         ("--ranks 1 --input-len 1000 --output-len 100", "beyond the 1024 tokens of the model's context"),
         ("--concurrency 0", "concurrency is 0; it must be 1 or more"),
+        ("--what-if h9000x8", "no published host; known: h200, such as h200x8"),
+        ("--what-if h200", "no published host"),
+        ("--what-if h200x8 --ranks 2", "drop --ranks, --gpus and --device"),
         ("--shared-prefix 1", "shared_prefix is 1.0; it must be from 0 to below 1"),
     ],
 )
@@ -206,7 +217,7 @@ def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch
     """Layers beyond the measured ones cost the difference of the two measurements."""
     monkeypatch.setattr("weft.engine.advise.measure.FEW_LAYERS", (1, 2))
     monkeypatch.setattr(
-        "weft.engine.controller.step_runner.StepRunner.mean_us", lambda self, *_: 10.0 + 5 * self._config.num_layers
+        "weft.engine.controller.step_runner.StepRunner.run_us", lambda self, *_: [10.0 + 5 * self._config.num_layers]
     )
     load = ClientLoad(20, 8, 1)
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
@@ -222,6 +233,49 @@ def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     [one] = advise(base, 1, ClientLoad(32, 16, 4), Limits(), requests=8).predictions
     assert two.figures.tokens_s == pytest.approx(2 * one.figures.tokens_s)
     assert two.figures.ttft_ms == one.figures.ttft_ms
+
+
+def test_published_gpus_stand_for_ones_that_are_not_here() -> None:
+    """Steps are priced, memory is that of the GPUs, and the first line says so. Hosts have a network between them."""
+    sizes = ["--preset=llama-3.1-8b", "--input-len=64", "--output-len=8", "--concurrency=2"]
+    code, out, err = weft_here("advise", *sizes, "--what-if", "h200x2")
+    assert code == 0 and not err and out.startswith("what if h200x2: predicted from published figures")
+    assert "each ± 35%" in out and "--preset llama-3.1-8b" in out
+    base = EngineConfig(model=preset_dir("llama-3.1-8b"), load_format="dummy")
+    load, small = ClientLoad(64, 8, 2), replace(GPUS["h200"], memory=12 << 30)
+    one, refused = find_candidates(base, 1, load, gpu=small)
+    assert not one and all("15.0 GiB" in why and "missing" in why for why in refused.values())
+    [two] = [each for each in find_candidates(base, 2, load, gpu=small)[0] if each.config.attn_tp == 2]
+    [over_hosts] = [
+        each
+        for each in find_candidates(base, 2, load, gpu=replace(small, per_host=1))[0]
+        if each.config.attn_tp == 2 and each.config.dcp == 1
+    ]
+    assert (two.given.nnodes, over_hosts.given.nnodes, over_hosts.config.nnodes) == (None, 2, None)
+    shape = StepShape(2, 100)
+    near, far = (PricedSteps(small, each.footprint, each.planner).us(shape) for each in (two, over_hosts))
+    assert near < far
+    floor = (two.footprint.dense + 200 * two.footprint.token) / (small.gb_s * 1e3) / small.efficiency
+    assert near > floor + 32 * small.layer_us
+
+
+def test_a_recorded_load_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Requests arrive as they were recorded: far apart, so that none waits for another."""
+    given(monkeypatch, by_layout)
+    file = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 5 + 3 * at, "input_length": 20 + at, "output_length": 4} for at in range(6)]
+    file.write_text("\n".join(map(json.dumps, reversed(rows))))
+    report = found("--trace", str(file))
+    assert report["load"] | {"arrivals": 6, "input_len": 25, "output_len": 4} == report["load"]
+    for each in report["layouts"]:
+        assert each["tokens_s"]["value"] == pytest.approx(24 / 15 * 1, rel=0.25)  # 24 tokens in 15 s
+        assert each["ttft_ms"]["p99"]["value"] < 1.5 * each["ttft_ms"]["median"]["value"]
+    code, out, err = weft_here("advise", *SIZES, "--trace", str(tmp_path / "none"))
+    assert code == 2 and "cannot read" in err and err.count("\n") == 1
+    for text in ("[]", '{"timestamp": 1}', "x", "", "[1]", '{"timestamp": 0, "input_length": 0, "output_length": 3}'):
+        file.write_text(text)
+        code, out, err = weft_here("advise", *SIZES, "--trace", str(file))
+        assert code == 2 and not out and err.count("\n") == 1, text
 
 
 def test_a_layout_that_fails_to_run_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.stub import World
-from weft.engine.advise.candidates import ClientLoad
-from weft.engine.advise.simulate import Clients, LoadFigures, simulate
+from weft.engine.advise.candidates import Arrival, ClientLoad
+from weft.engine.advise.simulate import NO_API, ApiTimes, Clients, LoadFigures, simulate
 from weft.engine.config.config import EngineConfig
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.tune.step_table import NotMeasured, StepShape
@@ -61,6 +61,29 @@ def test_the_clock_sums_the_steps(model_dir: Path) -> None:
     assert found.ttft_ms == (pytest.approx(6.0), pytest.approx(6.0)) and found.itl_ms[1] == pytest.approx(2.0)
     assert found.seconds == pytest.approx(found.steps * 2e-3) and found.steps == 4 * (3 + 4)
     assert found.tokens_s == pytest.approx(4 * 5 / found.seconds)
+
+
+def test_the_server_reads_requests_one_after_the_other(model_dir: Path) -> None:
+    """Three clients that begin at once: the last one is read after three requests, and tokens follow one another."""
+    config, load = config_of(model_dir), ClientLoad(5, 5, 3)
+    groups = (CacheGroup(Rule(), config.num_pages),)
+
+    def found(api: ApiTimes) -> LoadFigures:
+        return simulate(config, groups, load, lambda shapes: 1000.0, 3, api)
+
+    free, api, crowded = map(found, (NO_API, ApiTimes(2000.0, 100.0), ApiTimes(2000.0, 100.0, crowded=True)))
+    assert free.ttft_ms[1] == pytest.approx(1.0) and api.ttft_ms[1] > 2000.0 * 3 / 1e3 > 2 * free.ttft_ms[1]
+    assert free.tokens_s > api.tokens_s > crowded.tokens_s and crowded.itl_ms[0] > api.itl_ms[0]
+
+
+def test_recorded_requests_arrive_at_their_times(model_dir: Path) -> None:
+    """The clock skips to the next request where none runs."""
+    config = config_of(model_dir)
+    load = ClientLoad.recorded([Arrival(7.0, 8, 3), Arrival(9.0, 12, 2), Arrival(9.0, 4, 2)])
+    found = simulate(config, (CacheGroup(Rule(), config.num_pages),), load, lambda shapes: 1000.0, 0)
+    assert found.seconds == pytest.approx(2.0 + 2e-3) and found.steps == 3 + 2
+    assert found.ttft_ms == (pytest.approx(1.0), pytest.approx(1.0))
+    assert load.per_server(2).arrivals == (Arrival(0.0, 8, 3), Arrival(2.0, 4, 2)) and load.shortest == 4
 
 
 def test_slower_steps_and_more_clients_raise_latencies(model_dir: Path) -> None:

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from weft.planner.cost import cache_folder
-from weft.tune.step_table import NotMeasured, StepShape, StepTable, best_of, interpolate, table_path
+from weft.tune.step_table import (
+    QUANTILES,
+    NotMeasured,
+    StepShape,
+    StepTable,
+    best_of,
+    interpolate,
+    spread_of,
+    table_path,
+)
 
 
 def decode_us(rows: float, context: float) -> float:
@@ -68,7 +77,7 @@ def test_a_grid_of_one_point_holds_it_alone() -> None:
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "steps.json"
     assert StepTable.read(path) is None
-    written = StepTable(TABLE.decode, TABLE.mixed, [0.1, -0.2], {"layout": "attn_tp=2"})
+    written = StepTable(TABLE.decode, TABLE.mixed, [0.1, -0.2], [0.9, 1.1], 1.5, {"layout": "attn_tp=2"})
     written.write(path)
     assert StepTable.read(path) == written
     path.write_text("{}")
@@ -80,6 +89,14 @@ def test_the_error_is_that_of_nine_residuals_in_ten() -> None:
     assert StepTable(residuals=[0.01 * (-1) ** i for i in range(19)] + [3.0]).error == pytest.approx(0.01)
     assert StepTable(residuals=[-0.3, 0.1]).error == pytest.approx(0.3)
     assert best_of([3.0, 2.0, 2.5]) == (2.0, pytest.approx(0.25)) and best_of([2.0]) == (2.0, 0.0)
+
+
+def test_the_spread_is_that_of_single_steps_around_their_mean() -> None:
+    found = spread_of([[10.0] * 98 + [30.0] * 2, [1.0] * 100])
+    assert sum(found) / len(found) == pytest.approx(1.0) and max(found) == pytest.approx(30 / 10.4, rel=0.05)
+    assert spread_of([[5.0]]) == [1.0] * QUANTILES
+    table = StepTable(TABLE.decode, TABLE.mixed, factor=2.0)
+    assert table.us(StepShape(4, 10)) == 2 * TABLE.us(StepShape(4, 10))
 
 
 def test_each_layout_and_version_has_a_file() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from weft.planner.cost import cache_folder
 
 Place = tuple[float, ...]
+QUANTILES = 200  # enough for a 99th percentile
 
 
 class NotMeasured(LookupError):
@@ -56,16 +57,23 @@ class StepTable:
         mixed: µs by (decode rows, prompt rows, cached tokens).
         residuals: relative errors: of interpolated steps that were also measured, and between the two best
             measurements of a step.
+        spread: quantiles of single steps divided by the mean of their run; the mean is 1.
+        factor: measured time of a whole load divided by the predicted one, by which all times are multiplied.
         about: what was measured, in words.
     """
 
     decode: dict[Place, float] = field(default_factory=dict)
     mixed: dict[Place, float] = field(default_factory=dict)
     residuals: list[float] = field(default_factory=list)
+    spread: list[float] = field(default_factory=lambda: [1.0])
+    factor: float = 1.0
     about: dict[str, Any] = field(default_factory=dict)
 
     def us(self, shape: StepShape) -> float:
-        """Return the µs of a step. Raises NotMeasured."""
+        """Return the mean µs of a step. Raises NotMeasured."""
+        return self.factor * self._measured(shape)
+
+    def _measured(self, shape: StepShape) -> float:
         try:
             if not shape.prompt:
                 return interpolate(self.decode, (shape.decode, shape.context))
@@ -99,7 +107,8 @@ class StepTable:
         """Write the table as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         grids = {name: [[*place, us] for place, us in getattr(self, name).items()] for name in ("decode", "mixed")}
-        path.write_text(json.dumps({"about": self.about, "residuals": self.residuals, **grids}, indent=1) + "\n")
+        others = {name: getattr(self, name) for name in ("about", "residuals", "spread", "factor")}
+        path.write_text(json.dumps(others | grids, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> StepTable | None:
@@ -107,7 +116,7 @@ class StepTable:
         try:
             found = json.loads(path.read_text())
             decode, mixed = ({tuple(place): us for *place, us in found[name]} for name in ("decode", "mixed"))
-            return cls(decode, mixed, found["residuals"], found["about"])
+            return cls(decode, mixed, found["residuals"], found["spread"], found["factor"], found["about"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -116,6 +125,13 @@ def table_path(about: Mapping[str, Any]) -> Path:
     """Return the path of a table: a file per host, versions, model shape, dtype and layout, which `about` names."""
     digest = hashlib.blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=8).hexdigest()
     return cache_folder() / f"steps-{socket.gethostname()}-{digest}.json"
+
+
+def spread_of(runs: Sequence[Sequence[float]]) -> list[float]:
+    """Return QUANTILES quantiles of the times of single steps, each divided by the mean of its run; their mean is 1."""
+    ratios = sorted(us * len(run) / sum(run) for run in runs for us in run)
+    found = [ratios[len(ratios) * (2 * at + 1) // (2 * QUANTILES)] for at in range(QUANTILES)]
+    return [each * len(found) / sum(found) for each in found]
 
 
 def best_of(rounds: Sequence[float]) -> tuple[float, float]:

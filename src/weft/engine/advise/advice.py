@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from random import Random
 from typing import Any
 
 from weft.engine.advise.candidates import Candidate, ClientLoad, KvDtype, find_candidates
 from weft.engine.advise.measure import Progress, step_times
-from weft.engine.advise.simulate import LoadFigures, simulate
+from weft.engine.advise.simulate import NO_API, ApiTimes, LoadFigures, simulate
+from weft.engine.advise.step_prices import PricedSteps, PublishedGpu
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.models.config_json.fields import ModelError
 from weft.tune.step_table import NotMeasured, StepShape, StepTable
 
 ROUNDS, MIN_REQUESTS, MAX_TOKENS = 4, 16, 200_000
 """Size of a simulation: requests of each client, minimum requests, and output tokens above which clients send fewer."""
+
+SIMULATED = 8
+"""Layouts on published GPUs to simulate: the ones with the cheapest decode steps."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,12 @@ class Advice:
     predictions: list[Prediction] = field(default_factory=list)
     not_known: dict[str, str] = field(default_factory=dict)  # reason why a layout has no figures
     refused: dict[str, str] = field(default_factory=dict)  # reason why a layout does not start
+    omitted: int = 0  # layouts that start and were not simulated, as their decode steps cost more
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         layouts = [each.as_dict() for each in self.predictions]
-        return {"layouts": layouts, "not_known": self.not_known, "refused": self.refused}
+        return {"layouts": layouts, "not_known": self.not_known, "refused": self.refused, "omitted": self.omitted}
 
     def lines(self, commands: Sequence[Sequence[str]]) -> list[str]:
         """Return the best three as text. commands: command lines of the servers of each prediction."""
@@ -122,6 +127,8 @@ class Advice:
                 lines.append(f"   {each.against(self.predictions[0])}")
             lines += [f"   {line}" for line in servers]
         lines += [f"not known: {layout}: {why}" for layout, why in self.not_known.items()]
+        if self.omitted:
+            lines.append(f"{self.omitted} other layouts were not simulated: their decode steps cost more")
         if self.refused:
             lines.append(f"{len(self.refused)} other layouts do not start; --json says why")
         return lines
@@ -137,20 +144,26 @@ def advise(
     kv_dtypes: Sequence[KvDtype] = ("auto",),
     requests: int | None = None,
     one_server: bool = False,
+    api: ApiTimes = NO_API,
+    gpu: PublishedGpu | None = None,
 ) -> Advice:
     """Return the advice for a model on `ranks` ranks of this host.
 
-    base: the model, and options that all layouts share. load, kv_dtypes, one_server: as in `find_candidates`. limits:
-    of medians.
+    base: the model, and options that all layouts share. load, kv_dtypes, one_server, gpu: as in `find_candidates`.
+    limits: of medians.
     progress: called with (what, fraction) while steps are measured; None: nothing is measured. again: measure all steps
-    again. requests: number of all requests to simulate; None: some for each client. Raises ModelError, LayoutError.
+    again. requests: number of all requests to simulate; None: some for each client. api: time of the HTTP server.
+    Raises ModelError, LayoutError.
     """
-    candidates, refused = find_candidates(base, ranks, load, kv_dtypes=kv_dtypes, one_server=one_server)
+    candidates, refused = find_candidates(base, ranks, load, kv_dtypes=kv_dtypes, one_server=one_server, gpu=gpu)
     advice = Advice(refused=refused)
+    if gpu is not None:
+        candidates.sort(key=lambda each: _decode_us(each, _priced(gpu, each), load))
+        advice.omitted, candidates = len(candidates[SIMULATED:]), candidates[:SIMULATED]
     for candidate in candidates:
         try:
-            table = step_times(candidate, load, progress, again)
-            prediction = predict(candidate, table, load, limits or Limits(), requests)
+            table = step_times(candidate, load, progress, again) if gpu is None else _priced(gpu, candidate)
+            prediction = predict(candidate, table, load, limits or Limits(), requests, api)
         except (NotMeasured, EngineError, ModelError) as error:
             advice.not_known[str(candidate)] = str(error)
         else:
@@ -160,25 +173,48 @@ def advise(
 
 
 def predict(
-    candidate: Candidate, table: StepTable, load: ClientLoad, limits: Limits, requests: int | None = None
+    candidate: Candidate,
+    table: StepTable | PricedSteps,
+    load: ClientLoad,
+    limits: Limits,
+    requests: int | None = None,
+    api: ApiTimes = NO_API,
 ) -> Prediction:
-    """Return a candidate's figures by a table of its steps. Arguments are as in `advise`. Raises NotMeasured."""
+    """Return a candidate's figures by a table of its steps. Arguments are as in `advise`. Raises NotMeasured.
+
+    The time of each step is drawn from the spread of measured steps, with the same seed for all layouts.
+    """
     own = load.per_server(candidate.replicas)
     count = max(own.concurrency, min(max(MIN_REQUESTS, ROUNDS * own.concurrency), MAX_TOKENS // load.output_len))
     if requests is not None:
         count = -(-requests // candidate.replicas)
-    given = replace(candidate.config, cpu_bind="off", threads=1)
-    figures = simulate(given, candidate.groups, own, partial(step_us, table.us), count)
+    given, draw = replace(candidate.config, cpu_bind="off", threads=1), Random(0)
+
+    def drawn_us(shapes: Sequence[StepShape]) -> float:
+        return step_us(table.us, shapes) * draw.choice(table.spread)
+
+    figures = simulate(given, candidate.groups, own, drawn_us, count, replace(api, crowded=candidate.crowded))
     if figures.unknown:
         raise NotMeasured(f"times of {figures.unknown} were not measured")
     figures = replace(figures, tokens_s=figures.tokens_s * candidate.replicas)
     groups = candidate.config.attn_dp
     rows = min(-(-own.concurrency // groups), candidate.config.batch_sequences)
     plan = candidate.planner.plan((rows,) * groups)
-    us = table.us(StepShape(rows, load.input_len + load.output_len / 2))
+    us = _decode_us(candidate, table, load)
     collectives = sum(len(op.collectives) for _, op in plan.ops(optional=False))
     moved = sum(op.us for _, op in plan.ops(optional=False) if op.collectives)
     return Prediction(candidate, figures, table.error, us, min(us, moved), collectives, limits.excess(figures))
+
+
+def _priced(gpu: PublishedGpu, candidate: Candidate) -> PricedSteps:
+    return PricedSteps(gpu, candidate.footprint, candidate.planner)
+
+
+def _decode_us(candidate: Candidate, table: StepTable | PricedSteps, load: ClientLoad) -> float:
+    """Return the µs of a decode step of all clients in the middle of their outputs."""
+    rows = -(-load.per_server(candidate.replicas).concurrency // candidate.config.attn_dp)
+    shape = StepShape(min(rows, candidate.config.batch_sequences), load.input_len + load.output_len / 2)
+    return table.us(shape)
 
 
 def step_us(us: Callable[[StepShape], float], shapes: Sequence[StepShape]) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from weft.comm.cores import own_cores
 from weft.comm.transport_registry import SHM
-from weft.engine.advise.step_prices import Footprint
+from weft.engine.advise.step_prices import Footprint, PublishedGpu
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import divide_servers
@@ -23,23 +23,39 @@ from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.layers.moe import Experts
 from weft.engine.models.load import build_model
 from weft.engine.worker.arena import arena_need, available_bytes, check_memory
+from weft.engine.worker.batch_limits import choose_limits
 from weft.engine.worker.memory import CacheNeed, Memory, check_weights, parameter_bytes
 from weft.planner.plan import Planner
 from weft.planner.spec import LayoutError, Mesh, PlacementError, divisors
 
 KvDtype = Literal["auto", "fp8_e4m3"]
+MAX_RECORDED = 64
+"""Sequences of a recorded load that may run at once."""
 SIZES = ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp")
 """Sizes of a layout, as options of the engine."""
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """A request of a recorded load: seconds from the first one, and tokens of its prompt and output."""
+
+    seconds: float
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True)
 class ClientLoad:
-    """Clients that each wait for their output and then send the next request. Raises ValueError."""
+    """Clients that each wait for their output and then send the next request; or requests at recorded times.
+
+    Raises ValueError.
+    """
 
     input_len: int = 256  # tokens of a prompt
     output_len: int = 128  # tokens of an output
     concurrency: int = 8  # clients
     shared_prefix: float = 0.0  # fraction of a prompt that is the same in all prompts
+    arrivals: tuple[Arrival, ...] = ()  # recorded requests; lengths above are their maxima, and clients a limit
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "concurrency"):
@@ -54,13 +70,32 @@ class ClientLoad:
         return self.input_len + self.output_len
 
     @property
+    def shortest(self) -> int:
+        """Minimum tokens of a prompt."""
+        return min((each.input_len for each in self.arrivals), default=self.input_len)
+
+    @classmethod
+    def recorded(cls, arrivals: Sequence[Arrival]) -> ClientLoad:
+        """Return the load of recorded requests, in the order of their arrival. Raises ValueError."""
+        if not arrivals or min(min(each.seconds, each.input_len - 1, each.output_len - 1) for each in arrivals) < 0:
+            raise ValueError("a recorded load needs requests, at 0 s or later, with 1 token or more in and out")
+        first = min(each.seconds for each in arrivals)
+        ordered = sorted(
+            (replace(each, seconds=each.seconds - first) for each in arrivals), key=lambda each: each.seconds
+        )
+        input_len, output_len = (max(getattr(each, name) for each in arrivals) for name in ("input_len", "output_len"))
+        return cls(input_len, output_len, min(len(arrivals), MAX_RECORDED), arrivals=tuple(ordered))
+
+    @property
     def text(self) -> str:
         """The load in words."""
+        if self.arrivals:
+            return f"{len(self.arrivals)} recorded requests of up to {self.input_len} + {self.output_len} tokens"
         return f"{self.concurrency} clients of {self.input_len} + {self.output_len} tokens"
 
     def per_server(self, replicas: int) -> ClientLoad:
         """Return the load of the busiest of several equal servers."""
-        return replace(self, concurrency=-(-self.concurrency // replicas))
+        return replace(self, concurrency=-(-self.concurrency // replicas), arrivals=self.arrivals[::replicas])
 
 
 @dataclass(frozen=True)
@@ -76,10 +111,21 @@ class Candidate:
     cores: list[str]  # cpu_bind of each server
     footprint: Footprint
 
+    @property
+    def crowded(self) -> bool:
+        """True if ranks on CPUs leave no core to the HTTP server."""
+        threads = self.config.threads
+        ranks = self.replicas * self.config.mesh.world
+        return not on_gpus(self.config) and ranks * (1 if threads == "auto" else threads) >= _cores()
+
     def __str__(self) -> str:
         servers = f"{self.replicas} servers of " if self.replicas > 1 else ""
         dtype = "" if self.config.kv_dtype == "auto" else f" kv_dtype={self.config.kv_dtype}"
         return f"{servers}{self.config.mesh}{dtype}"
+
+
+def _cores() -> int:
+    return sum(map(len, own_cores().values()))
 
 
 def choose_ranks(ranks: int | None, device: str) -> tuple[int, Literal["cpu", "cuda"]]:
@@ -87,7 +133,7 @@ def choose_ranks(ranks: int | None, device: str) -> tuple[int, Literal["cpu", "c
 
     Raises LayoutError if this host has fewer.
     """
-    gpus, cores = torch.cuda.device_count(), sum(map(len, own_cores().values()))
+    gpus, cores = torch.cuda.device_count(), _cores()
     cuda = device == "cuda" or (device == "auto" and 0 < (ranks or 1) <= gpus)
     have, what = (gpus, "GPU") if cuda else (cores, "core")
     ranks = max(1, have) if ranks is None else ranks
@@ -104,6 +150,7 @@ def find_candidates(
     memory: int | None = None,
     kv_dtypes: Sequence[KvDtype] = ("auto",),
     one_server: bool = False,
+    gpu: PublishedGpu | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return every layout of `ranks` ranks, in one server or several equal ones, that starts and can hold its load.
 
@@ -116,6 +163,7 @@ def find_candidates(
         memory: bytes of this host; None: what is available now.
         kv_dtypes: dtypes of the cache to consider.
         one_server: one server with any number of ranks that divides `ranks`, instead of several.
+        gpu: GPU of each rank, on hosts that are not here; None: this host.
 
     Raises ModelError for a model that cannot be read, or a request beyond its context.
     """
@@ -140,7 +188,11 @@ def find_candidates(
         if (ep, moe_tp) != (attn_dp, attn_tp):
             given = replace(given, ep=ep, moe_tp=moe_tp)
         try:
-            found.append(check(given, replicas, load.per_server(replicas), memory // (replicas * attn_dp * attn_tp)))
+            own = load.per_server(replicas)
+            if gpu is None:
+                found.append(check(given, replicas, own, memory // (replicas * attn_dp * attn_tp)))
+            else:
+                found.append(check_published(given, replicas, own, gpu))
         except (LayoutError, PlacementError, ModelError) as error:
             refused[f"{replicas} servers of " * (replicas > 1) + str(given.mesh)] = str(error)
     return found, refused
@@ -189,8 +241,30 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
     if load.tokens > need.config.cached_tokens:
         raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
     config = check_plans(need.config, model)
-    footprint = Footprint.of(layers, model.num_layers, need.specs, need.dtype)
+    footprint = Footprint.of(layers, model, need.specs, need.dtype)
     return Candidate(given, config, replicas, model, need.groups(), planner_of(config, model), cores, footprint)
+
+
+def check_published(given: EngineConfig, replicas: int, load: ClientLoad, gpu: PublishedGpu) -> Candidate:
+    """Return a layout that fits the memory of GPUs that are not here. Arguments and errors are as in `check`.
+
+    Its configuration stands for ranks on GPUs, and is one of CPUs, so that nothing looks for GPUs here.
+    """
+    hosts = -(-given.mesh.world // gpu.per_host)
+    given = replace(given, nnodes=hosts if hosts > 1 else None)
+    config = replace(given, device="cpu", dtype="bfloat16", float8="on", moe_exchange="gather", split_vocabulary="off")
+    model = config.read_model()
+    config = choose_limits(config, model, gpu.memory)
+    layers = build_model(model, config.mesh, 0, dtype_of(config), torch.device("meta"))
+    weights = parameter_bytes(layers)
+    check_weights(model, config, 0, dtype_of(config), gpu.memory)
+    need = CacheNeed(config, cached_layers(layers), kv_dtype_of(config))
+    need = need.sized(Memory(gpu.memory, gpu.memory - weights, 0, 0), lambda pages: pages)
+    if load.tokens > need.config.cached_tokens:
+        raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
+    footprint, planner = Footprint.of(layers, model, need.specs, need.dtype), gpu.planner(config, model)
+    alone = replace(need.config, nnodes=None)
+    return Candidate(given, alone, replicas, model, need.groups(), planner, ["auto"] * replicas, footprint)
 
 
 def _on_gpu(need: CacheNeed, model: ModelConfig, weights: int) -> CacheNeed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +17,7 @@ from weft.engine.controller.step_runner import started_ranks
 from weft.engine.models.config_json.directory import config_file
 from weft.kernels.cpu_rows import MAX_ROWS
 from weft.tune.host import describe_host
-from weft.tune.step_table import NotMeasured, Place, StepShape, StepTable, best_of, table_path
+from weft.tune.step_table import NotMeasured, Place, StepShape, StepTable, best_of, spread_of, table_path
 
 Progress = Callable[[str, float], None]
 FEW_LAYERS = 4, 8
@@ -46,7 +47,7 @@ def grids(candidate: Candidate, load: ClientLoad) -> tuple[list[Place], list[Pla
     recorded = MAX_ROWS // groups  # beyond it steps on CPUs are eager
     decode = sorted({*_powers(rows, 4), rows, *(n for n in (recorded, recorded + 1) if n < rows)})
     prompts = sorted({*_powers(largest, 16), min(load.input_len, largest), largest})
-    contexts, cached = (load.input_len, load.tokens), (0, load.tokens - 1)
+    contexts, cached = (load.shortest, load.tokens), (0, load.tokens - 1)
     return (
         [(n, context) for n in decode for context in contexts],
         [(n, prompt, tokens) for n in (0, rows) for prompt in prompts for tokens in cached],
@@ -89,7 +90,7 @@ def step_times(
     if progress is None:
         raise NotMeasured(f"no times of {candidate} under this load are kept on this host")
     table = measure(candidate, load, progress)
-    table.about = about | {"load": asdict(load)}
+    table.about = about | {"load": asdict(replace(load, arrivals=()))}
     table.write(path)
     return table
 
@@ -97,28 +98,30 @@ def step_times(
 def kept_loads(candidates: Sequence[Candidate]) -> list[ClientLoad]:
     """Return the loads of the candidates' kept times."""
     tables = [StepTable.read(table_path(described(each))) for each in candidates]
-    return list(dict.fromkeys(ClientLoad(**table.about["load"]) for table in tables if table and "load" in table.about))
+    found = [table.about["load"] for table in tables if table and "load" in table.about]
+    return list(dict.fromkeys(ClientLoad(**each | {"arrivals": ()}) for each in found))
 
 
 def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepTable:
     """Return the measured times of a candidate's steps, extrapolated by the number of layers for a deep model."""
     decode, mixed = grids(candidate, load)
     shapes = [StepShape(int(n), context) for n, context in decode]
-    shapes += [StepShape(int(n), load.input_len, int(prompt), cached) for n, prompt, cached in mixed]
+    shapes += [StepShape(int(n), load.shortest, int(prompt), cached) for n, prompt, cached in mixed]
     checks = _between(decode, mixed, load)
     layers = candidate.model.num_layers
     counts = FEW_LAYERS if layers > FEW_LAYERS[1] + FEW_LAYERS[0] else (layers,)
-    found, table, points = list[list[float]](), StepTable(), [*shapes, *checks]
+    found, table, points, runs = list[list[float]](), StepTable(), [*shapes, *checks], list[list[float]]()
     for done, number in enumerate(counts):
         with started_ranks(configs(candidate, load, number), candidate.model, progress) as ranks:
             rounds: list[list[float]] = [[] for _ in points]
             for at in range(ROUNDS * len(points)):  # in turns, as a busy host is slow for seconds
-                us = ranks.mean_us(points[at % len(points)], load.input_len)
-                rounds[at % len(points)].append(us)
+                runs.append(ranks.run_us(points[at % len(points)], load.input_len))
+                rounds[at % len(points)].append(statistics.fmean(runs[-1]))
                 progress(f"measuring {candidate}", (done + (at + 1) / len(points) / ROUNDS) / len(counts))
         best = [best_of(times) for times in rounds]
         found.append([us for us, _ in best])
         table.residuals += [residual for _, residual in best]
+    table.spread = spread_of(runs)
     whole = found[0]
     if len(counts) > 1:
         more = (layers - counts[0]) / (counts[1] - counts[0])

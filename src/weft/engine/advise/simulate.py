@@ -1,16 +1,19 @@
 """Simulation of a load: the engine's own loop and schedulers, on steps of modelled times and a clock of their own.
 
-Clients form a closed loop: each waits for its output and sends its next request at once. The time of the HTTP server
-and of clients is not in it.
+Clients form a closed loop: each waits for its output and sends its next request at once; or requests arrive at recorded
+times. An HTTP server handles requests and tokens one after the other. The time of clients is not in it.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -32,16 +35,88 @@ TOKEN = 5
 """Token that every row samples: the load ignores end tokens."""
 
 
+@dataclass(frozen=True)
+class ApiTimes:
+    """CPU time of the HTTP server and the controller.
+
+    Attributes:
+        request_us, token_us: µs of a request, and of each token of an output.
+        crowded: no core is free of ranks, so that this time is added to their steps.
+    """
+
+    request_us: float = 0.0
+    token_us: float = 0.0
+    crowded: bool = False
+
+
+NO_API = ApiTimes()
+
+
+class Clock:
+    """Seconds of a simulation, calls at later times, and the HTTP server, which does one thing at a time.
+
+    Attributes:
+        now: end of the last collected step, or the time of the current call.
+        crowded_s: seconds of the server since the last step that ranks have to wait for.
+    """
+
+    def __init__(self, api: ApiTimes = NO_API):
+        self.now = self.crowded_s = 0.0
+        self._api, self._api_free, self._order = api, 0.0, itertools.count()
+        self._calls: list[tuple[float, int, Callable[[], object]]] = []
+        self._lock = threading.RLock()
+
+    def at(self, seconds: float, call: Callable[[], object]) -> None:
+        """Call `call` at a time; at once if it is now."""
+        if seconds <= self.now and not self._calls:
+            call()
+        else:
+            heapq.heappush(self._calls, (seconds, next(self._order), call))
+
+    def served(self, us: float) -> float:
+        """Return the time at which the server is done with work of these µs that begins now or once it is free."""
+        self._api_free = max(self.now, self._api_free) + us / 1e6
+        self.crowded_s += us / 1e6 * self._api.crowded
+        return self._api_free
+
+    @property
+    def free_of_charge(self) -> bool:
+        """True if requests cost nothing, so that clients that send at the same time are read at once."""
+        return not self._api.request_us
+
+    def request(self, submit: Callable[[], object]) -> None:
+        """Submit a request once the server has read it."""
+        self.at(self.served(self._api.request_us), submit)
+
+    def token(self) -> float:
+        """Return the time at which a client has a token of the step that has ended now."""
+        return self.served(self._api.token_us)
+
+    def move(self, seconds: float) -> None:
+        """Go on to a time, with all calls before it."""
+        with self._lock:
+            while self._calls and self._calls[0][0] <= seconds:
+                when, _, call = heapq.heappop(self._calls)
+                self.now = max(self.now, when)
+                call()
+            self.now = max(self.now, seconds)
+
+    def skip(self) -> None:
+        """Go on to the next call, if there is one: nothing runs before."""
+        if self._calls:
+            self.move(self._calls[0][0])
+
+
 class ModelledRanks(Executor):
     """Ranks that compute nothing: a step ends its modelled time after it was sent and the one before has ended.
 
-    now: seconds of the clock, at the end of the last collected step. unknown: the first step without a time.
+    unknown: the first step without a time.
     """
 
-    def __init__(self, config: EngineConfig, groups: Sequence[CacheGroup], us: StepUs):
+    def __init__(self, config: EngineConfig, groups: Sequence[CacheGroup], us: StepUs, clock: Clock):
         super().__init__(config)
-        self._of_start, self._us = tuple(groups), us
-        self.now = self._busy_until = 0.0
+        self._of_start, self._us, self._clock = tuple(groups), us, clock
+        self._busy_until = 0.0
         self.steps, self.unknown = 0, ""
         self._sent: deque[tuple[Step, float]] = deque()
         self._lengths: list[dict[int, int]] = [{} for _ in range(config.attn_dp)]  # tokens of each row, by DP group
@@ -58,14 +133,15 @@ class ModelledRanks(Executor):
             us = self._us(shapes)
         except NotMeasured as error:
             us, self.unknown = 0.0, self.unknown or str(error)
-        self._busy_until = max(self.now, self._busy_until) + us / 1e6
+        self._busy_until = max(self._clock.now, self._busy_until) + us / 1e6 + self._clock.crowded_s
+        self._clock.crowded_s = 0.0
         self._sent.append((step, self._busy_until))
         self.steps += 1
 
     def collect(self) -> list[Result]:
         """End the oldest step: move the clock."""
         step, ended = self._sent.popleft()
-        self.now = max(self.now, ended)
+        self._clock.move(ended)
         ran = Ran(step.number, step.counts, 0, 0)
         leaders = map(self.mesh.leader, range(self.mesh.attn_dp))
         sampled = ((TOKEN,) * len(rows.sampled_rows) for rows in step.groups)
@@ -109,70 +185,112 @@ class LoadFigures:
 
 
 class Clients:
-    """Closed loop of a load's clients against one engine.
+    """Clients of a load against one engine: a closed loop, or one that sends requests as they were recorded.
 
-    requests: number of all requests. vocabulary: number of its tokens. now: returns the seconds of the clock. seed: of
-    the prompts.
+    Args:
+        requests: number of all requests, unless the load has arrivals.
+        vocabulary: number of the model's tokens.
+        now: returns the seconds at which a request is sent.
+        seed: of the prompts.
+        clock: of a simulation; None: an engine runs the load, and all times are `now`'s.
     """
 
-    def __init__(self, load: ClientLoad, requests: int, vocabulary: int, now: Callable[[], float], seed: int = 0):
-        self._load, self._left, self._now, self._vocabulary = load, requests, now, vocabulary
-        self._random, self._open, self.ended = Random(seed), requests, threading.Event()
+    def __init__(
+        self,
+        load: ClientLoad,
+        requests: int,
+        vocabulary: int,
+        now: Callable[[], float],
+        seed: int = 0,
+        clock: Clock | None = None,
+    ):
+        sizes = [(each.input_len, each.output_len) for each in load.arrivals]
+        self._sizes = deque(sizes or [(load.input_len, load.output_len)] * requests)
+        self._load, self._now, self._clock, self._vocabulary = load, now, clock, vocabulary
+        self._random, self._open, self.ended = Random(seed), len(self._sizes), threading.Event()
+        self._live = 0  # requests that the engine has
         self._shared = self._tokens(int(load.input_len * load.shared_prefix))
-        self._params = SamplingParams(max_tokens=load.output_len, temperature=0.0, ignore_eos=True)
         self.times: list[list[float]] = []  # seconds of each request: of its sending, and of its tokens
         self.submit: Callable[[Sequence[Request]], object] = lambda requests: None
 
     def begin(self) -> None:
-        """Send the first request of each client."""
-        self.submit([self._request() for _ in range(min(self._load.concurrency, self._left))])
+        """Send the first request of each client, or schedule all recorded ones; without a clock all are sent now."""
+        if self._load.arrivals and self._clock is not None:
+            for each in self._load.arrivals:
+                self._clock.at(each.seconds, self._send) if each.seconds else self._send()
+        else:
+            self._send(len(self._sizes) if self._load.arrivals else min(self._load.concurrency, len(self._sizes)))
+        if self._clock is not None and not self._live:
+            self._clock.skip()
+
+    def _send(self, count: int = 1) -> None:
+        requests = [self._request() for _ in range(count)]
+        if self._clock is None or self._clock.free_of_charge:
+            self._submit(requests)
+        else:
+            for each in requests:
+                self._clock.request(partial(self._submit, [each]))
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        self._live += len(requests)
+        self.submit(requests)
 
     def _request(self) -> Request:
-        self._left -= 1
+        input_len, output_len = self._sizes.popleft()
         times = [self._now()]
         self.times.append(times)
 
         def callback(output: RequestOutput) -> None:
             _, token, _, end = output.take_token()
             if token is not None:
-                times.append(self._now())
+                times.append(self._now() if self._clock is None else self._clock.token())
             if end is not None:
-                self._open -= 1
-                if self._left:
-                    self.submit([self._request()])
+                self._open, self._live = self._open - 1, self._live - 1
+                if self._sizes and not self._load.arrivals:
+                    self._send()
                 if not self._open:
                     self.ended.set()
+                elif not self._live and self._clock is not None:
+                    self._clock.skip()
 
-        own = self._tokens(self._load.input_len - len(self._shared))
-        return [*self._shared, *own], self._params, callback
+        own = self._tokens(max(1, input_len - len(self._shared)))
+        params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+        return [*self._shared[: input_len - 1], *own][:input_len], params, callback
 
     def _tokens(self, count: int) -> list[int]:
         return [self._random.randrange(self._vocabulary) for _ in range(count)]
 
 
 def simulate(
-    config: EngineConfig, groups: Sequence[CacheGroup], load: ClientLoad, us: StepUs, requests: int
+    config: EngineConfig,
+    groups: Sequence[CacheGroup],
+    load: ClientLoad,
+    us: StepUs,
+    requests: int,
+    api: ApiTimes = NO_API,
 ) -> LoadFigures:
     """Return the figures of one server under a load.
 
-    config, groups: options and cache groups of its ranks. us: times of steps. requests: number of all requests.
+    config, groups: options and cache groups of its ranks. us: times of steps. requests: number of all requests. api:
+    time of the HTTP server.
     """
-    ranks: list[ModelledRanks] = []
+    ranks, clock = list[ModelledRanks](), Clock(api)
 
     def make(given: EngineConfig) -> ModelledRanks:
-        ranks.append(ModelledRanks(given, groups, us))
+        ranks.append(ModelledRanks(given, groups, us, clock))
         return ranks[0]
 
-    many = replace(config, max_waiting=max(config.max_waiting, load.concurrency), max_choices=max(1, load.concurrency))
+    waiting = max(config.max_waiting, load.concurrency, len(load.arrivals))
+    many = replace(config, max_waiting=waiting, max_choices=max(1, load.concurrency))
     with Engine(many, executor=make) as engine:
-        clients = Clients(load, requests, engine.model_config.vocab_size, lambda: ranks[0].now)
+        clients = Clients(load, requests, engine.model_config.vocab_size, lambda: clock.now, clock=clock)
         clients.submit = engine.submit_all
         clients.begin()
         if not clients.ended.wait(WAIT_S):
             raise TimeoutError(f"the simulation of {requests} requests did not end in {WAIT_S:.0f} s")
         preemptions = engine.stats().preemptions
     ttft, itl, rate = figures(clients.times, 0.0)
-    return LoadFigures(rate, ttft, itl, ranks[0].now, ranks[0].steps, preemptions, ranks[0].unknown)
+    return LoadFigures(rate, ttft, itl, clock.now, ranks[0].steps, preemptions, ranks[0].unknown)
 
 
 def figures(times: Sequence[Sequence[float]], began: float) -> tuple[tuple[float, float], tuple[float, float], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -32,10 +31,11 @@ class StepRunner:
         self._longest = min(config.max_model_len or model.max_position, config.cached_tokens)
         self._number, self._random = 0, Random(0)
 
-    def mean_us(self, shape: StepShape, input_len: int) -> float:
-        """Return the mean µs of steps of this shape in each DP group; prompts have `input_len` rows, the last fewer.
+    def run_us(self, shape: StepShape, input_len: int) -> list[float]:
+        """Return the µs of each step of a run of this shape in each DP group; prompts have `input_len` rows, the last
+        fewer.
 
-        Single steps tell less: after a late result the next one seems early.
+        Only the mean prices a step: after a late result the next one seems early.
         """
         steps = MAX_STEPS + WARM_STEPS
         start = max(1, min(int(shape.context), self._longest - steps - 1))
@@ -56,7 +56,7 @@ class StepRunner:
             counted = found[WARM_STEPS:]
             if len(counted) >= MIN_STEPS and sum(counted) > POINT_S * 1e6:
                 break
-        return statistics.fmean(found[WARM_STEPS:])
+        return found[WARM_STEPS:]
 
     def _join(self, row: int, context: int, more: int) -> Join:
         groups, span = self._executors[0].groups, self._config.interleave.span

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -19,12 +20,13 @@ class Command:
     """Choose a layout for a model on this host under a load, and say how sure the choice is.
 
     Every layout that starts runs made-up steps of the load for some seconds; its times are kept. The load is then
-    simulated by the engine's own scheduler on these times. The time of the HTTP server and of clients is not in it.
+    simulated by the engine's own scheduler on these times, and on the HTTP server's. The time of clients is not in it.
 
     Examples:
       weft advise                                       the embedded model on all GPUs, or all cores
       weft advise DIR --ranks 2 --input-len 512 --output-len 128 --concurrency 16
       weft advise DIR --gpus 4 --input-len 4000 --output-len 1500 --concurrency 64 --ttft-ms 500 --itl-ms 20
+      weft advise --preset gpt-oss-120b --what-if h200x8         published GPUs instead of this host
       weft advise DIR --ranks 2 --for vllm              the same layout in vLLM
     """
 
@@ -34,6 +36,8 @@ class Command:
     """Number of ranks of all servers; omitted: a rank per GPU, or per core."""
     gpus: int | None = None
     """Number of ranks on GPUs: --ranks N --device cuda."""
+    what_if: str | None = None
+    """Published GPUs instead of this host, such as h200x8: steps are priced by data sheets, and nothing is measured."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; auto: GPUs, if there are any."""
     load_format: Literal["auto", "dummy"] = "auto"
@@ -50,12 +54,16 @@ class Command:
     """Number of clients; each waits for its output, then sends its next request."""
     shared_prefix: float = 0.0
     """Fraction of a prompt that all prompts share."""
+    trace: Path | None = None
+    """File of recorded requests instead of clients: JSON lines with timestamp, in s, input_length and output_length."""
     ttft_ms: float | None = None
     """Limit of the median time to the first token."""
     itl_ms: float | None = None
     """Limit of the median time between two tokens."""
     measure: bool = True
     """Measure layouts without kept times; otherwise their figures are not known."""
+    http: bool = True
+    """Add the time of the HTTP server and the controller."""
     again: bool = False
     """Measure all layouts again."""
     json: bool = False
@@ -66,17 +74,18 @@ class Command:
     def run(self) -> int:
         """Print the advice; return 1 if nothing is known, else 0. Raises UserError, LayoutError, ModelError."""
         from weft.engine.advise.advice import Limits, advise
-        from weft.engine.advise.candidates import ClientLoad, choose_ranks
+        from weft.engine.advise.candidates import choose_ranks
+        from weft.engine.advise.simulate import NO_API
+        from weft.serve.cli.api_times import api_times
 
         if self.gpus is not None and (self.ranks is not None or self.device == "cpu"):
             raise UserError("--gpus N is --ranks N --device cuda: give one of them")
-        try:
-            load = ClientLoad(self.input_len, self.output_len, self.concurrency, self.shared_prefix)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        ranks, device = choose_ranks(self.gpus or self.ranks, "cuda" if self.gpus is not None else self.device)
+        load, (gpu, count) = self._load(), self._published()
+        ranks, device = count, self.device
+        if gpu is None:
+            ranks, device = choose_ranks(self.gpus or self.ranks, "cuda" if self.gpus is not None else self.device)
         preset, revision = self.source.preset, self.source.revision
-        dummy: Any = self.load_format if preset is None else "dummy"
+        dummy: Any = self.load_format if preset is None and gpu is None else "dummy"
         options = EngineArguments(preset=preset, revision=revision, load_format=dummy, device=device, dtype=self.dtype)
         base = replace(engine_config(self.model, options), nnodes=None)
         stop_on_sigterm()
@@ -87,16 +96,57 @@ class Command:
                 bar.update(task, description=what, completed=part)
 
             limits, show = Limits(self.ttft_ms, self.itl_ms), progress if self.measure else None
-            advice = advise(base, ranks, load, limits, show, self.again, self.kv_dtypes)
+            api = api_times(show, self.again) if self.http and gpu is None else NO_API
+            advice = advise(base, ranks, load, limits, show, self.again, self.kv_dtypes, api=api, gpu=gpu)
         commands = [self._commands(each) for each in advice.predictions]
         if self.json:
             found = advice.as_dict()
             for layout, lines in zip(found["layouts"], commands, strict=True):
                 layout["commands"] = lines
-            print(json.dumps({"load": vars(load), "ranks": ranks, "device": device} | found, indent=1))
+            described = asdict(load) | (
+                {"trace": str(self.trace), "arrivals": len(load.arrivals)} if self.trace else {}
+            )
+            about = {"what_if": self.what_if, "load": described, "ranks": ranks, "device": device, "api": asdict(api)}
+            print(json.dumps(about | found, indent=1))
         else:
+            if gpu is not None:
+                print(
+                    f"what if {self.what_if}: predicted from published figures of this GPU, not measured on this host"
+                )
             print("\n".join(advice.lines(commands)))
         return 0 if advice.predictions else 1
+
+    def _published(self) -> tuple[Any, int]:
+        """Return the GPU and the number of GPUs of --what-if; (None, 0) without. Raises UserError."""
+        from weft.engine.advise.step_prices import GPUS
+
+        if self.what_if is None:
+            return None, 0
+        name, _, count = self.what_if.partition("x")
+        if name not in GPUS or not count.isdecimal() or int(count) < 1:
+            raise UserError(f"--what-if {self.what_if} is no published host; known: {', '.join(GPUS)}, such as h200x8")
+        if self.gpus is not None or self.ranks is not None or self.device != "auto":
+            raise UserError(f"--what-if {self.what_if} names the GPUs: drop --ranks, --gpus and --device")
+        return GPUS[name], int(count)
+
+    def _load(self) -> Any:
+        """Return the load of the options, or of a file. Raises UserError."""
+        from weft.engine.advise.candidates import Arrival, ClientLoad
+
+        try:
+            if self.trace is None:
+                return ClientLoad(self.input_len, self.output_len, self.concurrency, self.shared_prefix)
+            lines = [json.loads(line) for line in self.trace.read_text().splitlines() if line.strip()]
+            rows = ((each["timestamp"], each["input_length"], each["output_length"]) for each in lines)
+            load = ClientLoad.recorded([Arrival(float(when), int(given), int(out)) for when, given, out in rows])
+            return replace(load, shared_prefix=self.shared_prefix)
+        except OSError as error:
+            raise UserError(f"cannot read {self.trace}: {error.strerror}") from error
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            need = 'a JSON object a line, such as {"timestamp": 0.5, "input_length": 200, "output_length": 50}'
+            raise UserError(f"--trace {self.trace} is {need}; found {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
     def _commands(self, prediction: Any) -> list[str]:
         """Return the command line of each server of a layout."""

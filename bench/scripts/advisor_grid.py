@@ -28,7 +28,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from weft.engine.advise.candidates import Arrival, ClientLoad
-from weft.engine.advise.simulate import Clients, figures
+from weft.engine.advise.measured_load import run_load
 from weft.engine.controller.engine import Engine
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse
@@ -44,10 +44,10 @@ LATENT |= dict(kv_lora_rank=128, q_lora_rank=None, qk_nope_head_dim=64, qk_rope_
 LATENT |= dict(moe_intermediate_size=256, first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax")
 SHAPES = {"moe": SHARED | MOE, "latent": SHARED | LATENT}
 """Shapes with made-up weights in float32: 260 M parameters with grouped queries, and 60 M with latent attention."""
-LOADS = {"short": "4x64x32", "long": "2x512x16", "mixed": "", "shared": "4x128x32x0.75", "cover": ""}
-"""Loads by name: CLIENTSxINPUTxOUTPUTxSHARED. `cover` is not run: its times hold for the other loads."""
+LOADS = {"short": "4x64x32", "long": "2x256x16", "mixed": "", "shared": "4x128x32x0.75", "cover": ""}
+"""Loads by name: CLIENTSxINPUTxOUTPUTxSHARED. `cover` is not run: its times hold for several other loads."""
 MIXED = [(24 + 40 * (at % 5), 8 + 12 * (at % 3)) for at in range(12)]
-RECORDED = {"mixed": MIXED, "cover": [(24, 1), *[(512, 40)] * 11]}
+RECORDED = {"mixed": MIXED, "cover": [(24, 1), *[(256, 40)] * 11]}
 """Requests that come at once: tokens of prompt and output."""
 FIGURES = ("tokens_s", "ttft_ms", "itl_ms")
 KINDS = ("", "median"), ("_p99", "p99")
@@ -148,18 +148,8 @@ def measured_engines(layout: dict[str, Any], loads: Sequence[str]) -> Iterator[d
         configs = [engine_config(command.model, command.engine) for command in commands]
         engines = [stack.enter_context(Engine(config)) for config in configs]
         for name in loads:
-            load, found = load_of(name).per_server(layout["replicas"]), []
-            for seed in range(ROUNDS):
-                requests = max(16, 4 * load.concurrency)
-                groups = [Clients(load, requests, VOCABULARY, time.perf_counter, seed) for _ in engines]
-                began = time.perf_counter()
-                for group, engine in zip(groups, engines, strict=True):
-                    group.submit = engine.submit_all
-                    group.begin()
-                if not all(group.ended.wait(START_S) for group in groups):
-                    raise SystemExit(f"requests did not end in {START_S:.0f} s")
-                found.append(figures([times for group in groups for times in group.times], began))
-            (ttft, ttft_p99), (itl, itl_p99), rate = max(found[1:], key=lambda each: each[2])  # the first one warms up
+            load = load_of(name).per_server(layout["replicas"])
+            (ttft, ttft_p99), (itl, itl_p99), rate = run_load(engines, load, max(16, 4 * load.concurrency), 0, ROUNDS)
             named = {"tokens_s": rate, "ttft_ms": ttft, "ttft_p99_ms": ttft_p99, "itl_ms": itl, "itl_p99_ms": itl_p99}
             yield {name: round(value, 3) for name, value in named.items()}
 
@@ -208,7 +198,8 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / "weft-advisor-grid"
     folder.mkdir(exist_ok=True)
     for model, ranks in product(asked.models, asked.ranks):
-        advice(model, "cover", ranks, folder, not asked.engine)
+        if len(asked.loads) > 1:
+            advice(model, "cover", ranks, folder, not asked.engine)
         named: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
         for load in asked.loads:
             for layout in advice(model, load, ranks, folder, not asked.engine):

@@ -17,6 +17,7 @@ from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import grids, measure, step_times
+from weft.engine.advise.measured_load import correct
 from weft.engine.advise.simulate import NO_API
 from weft.engine.advise.step_prices import GPUS, PricedSteps
 from weft.engine.assets import preset_dir
@@ -154,6 +155,7 @@ def test_other_engines_are_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--ranks 1 --input-len 1000 --output-len 100", "beyond the 1024 tokens of the model's context"),
         ("--concurrency 0", "concurrency is 0; it must be 1 or more"),
         ("--what-if h9000x8", "no published host; known: h200, such as h200x8"),
+        ("--what-if h200x8 --measure-load 1", "drop --what-if and --trace"),
         ("--what-if h200", "no published host"),
         ("--what-if h200x8 --ranks 2", "drop --ranks, --gpus and --device"),
         ("--shared-prefix 1", "shared_prefix is 1.0; it must be from 0 to below 1"),
@@ -257,6 +259,23 @@ def test_published_gpus_stand_for_ones_that_are_not_here() -> None:
     assert near < far
     floor = (two.footprint.dense + 200 * two.footprint.token) / (small.gb_s * 1e3) / small.efficiency
     assert near > floor + 32 * small.layer_us
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_a_wrong_table_is_corrected_by_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times that are planted 40 times too large: the second prediction is nearer to what was measured."""
+    load, base = ClientLoad(20, 8, 2), EngineConfig(executor="thread", device="cpu")
+    monkeypatch.setattr(
+        "weft.engine.advise.measure.measure",
+        lambda candidate, load, progress: StepTable(*(dict.fromkeys(g, 2e6) for g in grids(candidate, load)), [0.1]),
+    )
+    [wrong] = advise(base, 1, load, progress=lambda what, part: None).predictions
+    report = correct(wrong, load, 0.0)["tokens_s"]
+    [better] = advise(base, 1, load, requests=8).predictions
+    real = report["measured"]
+    assert report["predicted"] < real / 10
+    assert better.figures.tokens_s == pytest.approx(real, rel=0.05)
+    assert step_times(wrong.candidate, load).factor < 0.1
 
 
 def test_a_recorded_load_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ class Footprint:
     def of(
         cls, layers: LanguageModel, model: ModelConfig, specs: Mapping[str, Spec], kv_dtype: torch.dtype
     ) -> Footprint:
-        """Return the footprint of a rank's layers, which may be on the `meta` device. specs, kv_dtype: of its caches.
+        """Return the footprint of a rank's `layers` of a `model`, which may be on the `meta` device.
+
+        specs, kv_dtype: of its caches.
 
         Steps read a row of the embedding per token, so it counts only where it is the head, too.
         """

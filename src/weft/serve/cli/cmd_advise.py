@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,6 +63,9 @@ class Command:
     """Limit of the median time between two tokens."""
     measure: bool = True
     """Measure layouts without kept times; otherwise their figures are not known."""
+    measure_load: float | None = None
+    """Run the load on the best two layouts for these seconds each, without HTTP, such as 60; show predicted and
+    measured figures, and keep the factor between them for this prediction and later ones."""
     http: bool = True
     """Add the time of the HTTP server and the controller."""
     again: bool = False
@@ -75,11 +79,16 @@ class Command:
         """Print the advice; return 1 if nothing is known, else 0. Raises UserError, LayoutError, ModelError."""
         from weft.engine.advise.advice import Limits, advise
         from weft.engine.advise.candidates import choose_ranks
+        from weft.engine.advise.measured_load import correct
         from weft.engine.advise.simulate import NO_API
         from weft.serve.cli.api_times import api_times
 
         if self.gpus is not None and (self.ranks is not None or self.device == "cpu"):
             raise UserError("--gpus N is --ranks N --device cuda: give one of them")
+        if self.measure_load is not None and (self.what_if or self.trace or self.measure_load < 0):
+            raise UserError(
+                "--measure-load S runs clients on this host: drop --what-if and --trace, with S of 0 or more"
+            )
         load, (gpu, count) = self._load(), self._published()
         ranks, device = count, self.device
         if gpu is None:
@@ -97,7 +106,11 @@ class Command:
 
             limits, show = Limits(self.ttft_ms, self.itl_ms), progress if self.measure else None
             api = api_times(show, self.again) if self.http and gpu is None else NO_API
-            advice = advise(base, ranks, load, limits, show, self.again, self.kv_dtypes, api=api, gpu=gpu)
+            ask = partial(advise, base, ranks, load, limits, kv_dtypes=self.kv_dtypes, api=api, gpu=gpu)
+            advice, measured = ask(show, self.again), []
+            if self.measure_load is not None:
+                measured = [correct(each, load, self.measure_load) for each in advice.predictions[:2]]
+                advice = ask()
         commands = [self._commands(each) for each in advice.predictions]
         if self.json:
             found = advice.as_dict()
@@ -106,13 +119,24 @@ class Command:
             described = asdict(load) | (
                 {"trace": str(self.trace), "arrivals": len(load.arrivals)} if self.trace else {}
             )
-            about = {"what_if": self.what_if, "load": described, "ranks": ranks, "device": device, "api": asdict(api)}
+            about: dict[str, Any] = {
+                "what_if": self.what_if,
+                "load": described,
+                "ranks": ranks,
+                "device": device,
+                "api": asdict(api),
+            }
+            about |= {"measured": measured} if measured else {}
             print(json.dumps(about | found, indent=1))
         else:
             if gpu is not None:
                 print(
                     f"what if {self.what_if}: predicted from published figures of this GPU, not measured on this host"
                 )
+            for each in measured:
+                pairs = ((name, each[name]) for name in ("tokens_s", "ttft_ms", "itl_ms"))
+                text = ", ".join(f"{name} {pair['predicted']:,.1f} / {pair['measured']:,.1f}" for name, pair in pairs)
+                print(f"predicted / measured without HTTP: {each['layout']}: {text}")
             print("\n".join(advice.lines(commands)))
         return 0 if advice.predictions else 1
 

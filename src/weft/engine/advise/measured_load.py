@@ -18,11 +18,13 @@ from weft.engine.controller.engine import Engine
 from weft.tune.step_table import table_path
 
 MAX_ROUND_S = 600.0
-Figures = tuple[tuple[float, float], tuple[float, float], float]
+RoundFigures = tuple[tuple[float, float], tuple[float, float], float]
 """TTFT, ITL and output tokens per second, as `figures` returns them."""
 
 
-def run_load(engines: Sequence[Engine], load: ClientLoad, requests: int, seconds: float, rounds: int = 2) -> Figures:
+def run_load(
+    engines: Sequence[Engine], load: ClientLoad, requests: int, seconds: float, rounds: int = 2
+) -> RoundFigures:
     """Return the figures of the quickest round, after one that warms up.
 
     Args:
@@ -34,7 +36,7 @@ def run_load(engines: Sequence[Engine], load: ClientLoad, requests: int, seconds
 
     Raises EngineError for a round that does not end.
     """
-    found, until = list[Figures](), time.monotonic() + seconds
+    found, until = list[RoundFigures](), time.monotonic() + seconds
     while len(found) <= rounds or time.monotonic() < until:
         vocabulary, seed = engines[0].model_config.vocab_size, len(found)
         groups = [Clients(load, requests, vocabulary, time.perf_counter, seed) for _ in engines]

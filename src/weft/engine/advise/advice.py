@@ -182,18 +182,18 @@ def predict(
 ) -> Prediction:
     """Return a candidate's figures by a table of its steps. Arguments are as in `advise`. Raises NotMeasured.
 
-    The time of each step is drawn from the spread of measured steps, with the same seed for all layouts.
+    The time of each step is sampled from the spread of measured steps, with the same seed for all layouts.
     """
     own = load.per_server(candidate.replicas)
     count = max(own.concurrency, min(max(MIN_REQUESTS, ROUNDS * own.concurrency), MAX_TOKENS // load.output_len))
     if requests is not None:
         count = -(-requests // candidate.replicas)
-    given, draw = replace(candidate.config, cpu_bind="off", threads=1), Random(0)
+    given, random = replace(candidate.config, cpu_bind="off", threads=1), Random(0)
 
-    def drawn_us(shapes: Sequence[StepShape]) -> float:
-        return step_us(table.us, shapes) * draw.choice(table.spread)
+    def sampled_us(shapes: Sequence[StepShape]) -> float:
+        return step_us(table.us, shapes) * random.choice(table.spread)
 
-    figures = simulate(given, candidate.groups, own, drawn_us, count, replace(api, crowded=candidate.crowded))
+    figures = simulate(given, candidate.groups, own, sampled_us, count, replace(api, crowded=candidate.crowded))
     if figures.unknown:
         raise NotMeasured(f"times of {figures.unknown} were not measured")
     figures = replace(figures, tokens_s=figures.tokens_s * candidate.replicas)

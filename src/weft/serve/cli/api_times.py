@@ -79,15 +79,15 @@ def measure_api() -> ApiTimes:
     config = EngineConfig(device="cpu", cpu_bind="off", threads=1)
     groups = (CacheGroup(Rule(), config.num_pages),)
     with (
-        bind("127.0.0.1", 0) as listener,
+        bind("127.0.0.1", 0) as bound,
         Engine(config, executor=lambda given: SlowRanks(given, groups, lambda shapes: 0.0, Clock())) as engine,
     ):
         options = Options()
         client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
         server = Server(create_app(client, "weft", options), client, options)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
-        port = listener.getsockname()[1]
+        port = bound.getsockname()[1]
         _cpu_us(port, 1, 1)  # warm
         pairs = [[_cpu_us(port, ROUNDS, tokens) for tokens in (1, TOKENS + 1)] for _ in range(3)]
         server.stop()

@@ -43,11 +43,13 @@ def make_case(
     spec: PagedKV | Window | Latent = PagedKV(2, 8),  # noqa: B008
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """A case of sequences of (rows, context), in layer 1 of 2, with scores far from even. dtype: of the cache."""
+    """A case of sequences of (rows, context), in layer 1 of 2, with scores far from even. dtype: of the cache; if it is
+    bfloat16, also of queries, keys and values."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    own = dtype if dtype == torch.bfloat16 else torch.float32
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(own)
 
     needed = [-(-(rows + context) // page) for rows, context in spans]
     free = draw.sample(range(sum(needed) + 3), sum(needed))

@@ -33,10 +33,14 @@ BACKEND_DTYPES = pytest.mark.parametrize(
     ("backend", "dtype"),
     [
         pytest.param(backend, dtype, id=f"{backend.option}-{dtype}")
-        for backend, dtype in ((TORCH, torch.float32), (TORCH, FLOAT8), (NATIVE, torch.float32), (NATIVE, FLOAT8))
+        for backend, dtype in (
+            *((TORCH, torch.float32), (TORCH, FLOAT8), (NATIVE, torch.float32), (NATIVE, FLOAT8)),
+            (NATIVE, torch.bfloat16),  # by AMX, where a host has it
+        )
     ],
 )
 """The cache's dtypes of each backend."""
+TOLERANCE = {torch.float32: 1e-5, FLOAT8: 1e-5, torch.bfloat16: 2e-2}
 
 
 @BACKEND_DTYPES
@@ -47,7 +51,7 @@ def test_rows_see_what_they_should(
 ) -> None:
     for seed in range(3):
         case = make_case(STEPS[step], seed=seed, spec=spec, dtype=dtype)
-        check(backend.make(case.cache), case, STEPS[step])
+        check(backend.make(case.cache), case, STEPS[step], TOLERANCE[dtype])
 
 
 @BACKEND_DTYPES
@@ -57,7 +61,7 @@ def test_padding_rows_write_nothing_and_see_nothing(
     capacity: int, spec: PagedKV | Window | Latent, backend: BackendEntry, dtype: torch.dtype
 ) -> None:
     case = padded(make_case(STEPS["decode"], seed=capacity, spec=spec, dtype=dtype), capacity)
-    check(backend.make(case.cache), case, STEPS["decode"])
+    check(backend.make(case.cache), case, STEPS["decode"], TOLERANCE[dtype])
 
 
 @BACKEND_DTYPES
@@ -69,7 +73,7 @@ def test_prompts_in_tensors_of_larger_capacity(
         rows = sum(n for n, _ in spans)
         for more in (0, 3):
             case = roomy(make_case(spans, seed=seed, spec=spec, dtype=dtype), rows + 2 * more, len(spans) + more)
-            check(backend.make(case.cache), case, spans)
+            check(backend.make(case.cache), case, spans, TOLERANCE[dtype])
 
 
 def test_no_rows_at_all() -> None:
@@ -100,25 +104,28 @@ def test_states_begin_at_zero_and_padding_sequences_keep_none() -> None:
 
 
 @pytest.mark.parametrize("heads_at_once", [1, 4])
-def test_expanded_prompts_are_absorbed_ones(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("entry", "dtype"), [(TORCH, torch.float32), (NATIVE, torch.bfloat16)], ids=["torch", "cpu"])
+def test_expanded_prompts_are_absorbed_ones(
+    entry: BackendEntry, dtype: torch.dtype, heads_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks and prompts behind cached tokens are expanded. The absorbed form is chosen by operations: few rows, many
     tokens. An expanded prompt reads neither absorbed projection.
     """
     spans, spec = [(1, 12), (9, 0), (1, 0), (6, 5), (2, 0), (2, 30)], Latent(28, 24, (6, 5))
-    plain, case = (make_case(spans, seed=3, spec=Latent(28, 24)), make_case(spans, seed=3, spec=spec))
+    plain, case = (make_case(spans, seed=3, spec=each, dtype=dtype) for each in (Latent(28, 24), spec))
     torch.manual_seed(0)
-    up, q = torch.randn(4, 11, 24) / 5, torch.randn(len(case.batch.tokens), 4, 10)
+    up, q = (torch.randn(4, 11, 24) / 5).to(dtype), torch.randn(len(case.batch.tokens), 4, 10).to(dtype)
     absorbed = Absorbed(*up.split([6, 5], dim=1))
     monkeypatch.setattr(sdpa, "MAX_ELEMENTS", heads_at_once * 11 * 11)
     outs = []
     for each, projections in ((plain, absorbed), (case, replace(absorbed, up=up))):
-        backend = TORCH.make(each.cache)
+        backend = entry.make(each.cache)
         plan = backend.plan(each.batch, each.batch.tables[0])
         backend.cache.write(1, plan.stored, each.k, None)
         outs.append(backend.attend(plan, 1, Queries(q, 0.3, absorbed=projections))[0])
-    assert torch.allclose(*outs, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(*outs, rtol=TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
     unread = torch.full_like(up, NAN)
-    backend = TORCH.make(case.cache)
+    backend = entry.make(case.cache)
     plan = backend.plan(case.batch, case.batch.tables[0])
     found, _ = backend.attend(plan, 1, Queries(q, 0.3, absorbed=Absorbed(unread[:, :6], unread[:, 6:], up)))
     rows = torch.repeat_interleave(torch.tensor([n for n, _ in spans]))

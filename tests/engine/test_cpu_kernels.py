@@ -147,8 +147,8 @@ def test_products_into_parts_of_other_tensors(dtype: torch.dtype, normal: Callab
 def test_products_of_many_rows(rows: int, inputs: int, normal: Callable[..., Tensor]) -> None:
     """AMX has them for bfloat16, with the bits of few rows. By other instruction sets torch computes them."""
     for outputs in (1, 77, 300):
-        weight, bias = (normal(*shape).bfloat16() for shape in ((outputs, inputs), (outputs,)))
-        x = normal(rows, inputs + 3).bfloat16()[:, 1:-2]
+        weight, bias = (normal(outputs, n).bfloat16() for n in (inputs + 5, 1))
+        weight, bias, x = weight[:, 2:-3], bias[:, 0], normal(rows, inputs + 3).bfloat16()[:, 1:-2]
         for isa in ISAS:
             model_kernels().use(isa)
             assert (cpu_ops.linear(x, weight) is None) == (isa != "amx")
@@ -189,6 +189,10 @@ def test_a_host_without_kernels_uses_torch(monkeypatch: pytest.MonkeyPatch, norm
     assert torch.equal(ops.linear(x, weight), torch.nn.functional.linear(x, weight))
 
 
+LATENTS = (9, 1, 96, 64)
+"""Heads, key-value heads, and elements of a key and of a value, which is part of it."""
+
+
 def attention(
     q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, length: int, window: int | None, scale: float, page: int
 ) -> tuple[Tensor, Tensor]:
@@ -202,7 +206,7 @@ def attention(
 
 @in_pairs(
     "shape, window, dtype",
-    [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 128, 128)],
+    [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 128, 128), LATENTS],
     [None, 1, 70, 300],
     DTYPES,
 )
@@ -225,6 +229,7 @@ def test_attention_over_pages(
             skipped = 0 if window is None else min(count, max(0, length - window - i * page))
             keys[begin + skipped : begin + count] = normal(count - skipped, kv_heads, dim, dtype=dtype)
             values[begin + skipped : begin + count] = normal(count - skipped, kv_heads, value_dim, dtype=dtype)
+    values = keys[..., :value_dim] if shape == LATENTS else values
     q, tokens = normal(len(lengths), heads, dim, dtype=dtype), torch.tensor(lengths, dtype=torch.int32)
 
     def run(at: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -245,27 +250,23 @@ def test_attention_over_pages(
         near(lses[row], lse, torch.float32, slack=4)
 
 
-@pytest.mark.parametrize("window", [None, 1, 70, 300])
-@pytest.mark.parametrize(("rows", "context"), [(1, 0), (5, 0), (45, 0), (33, 300), (150, 131)])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "value_dim"), [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 192, 128)]
+@in_pairs(
+    "shape, step, window",
+    [(9, 3, 64, 64), (4, 4, 40, 24), (7, 1, 33, 31), (2, 2, 192, 128), LATENTS],
+    [(1, 0), (5, 0), (45, 0), (33, 300), (150, 131)],
+    [None, 1, 70, 300],
 )
 def test_attention_of_prompts(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    value_dim: int,
-    rows: int,
-    context: int,
-    window: int | None,
-    normal: Callable[..., Tensor],
+    shape: tuple[int, int, int, int], step: tuple[int, int], window: int | None, normal: Callable[..., Tensor]
 ) -> None:
     """AMX has it for bfloat16: NaN in all slots that no row sees, and the same bits for a prompt in parts."""
+    (heads, kv_heads, dim, value_dim), (rows, context) = shape, step
     tokens, unseen = context + rows, 0 if window is None else max(0, context - window + 1)
     slots = torch.randperm(tokens + 20)[:tokens].int()
     keys, values = (torch.full((tokens + 20, kv_heads, n), NAN).bfloat16() for n in (dim, value_dim))
     for cached in (keys, values):
         cached[slots[unseen:].long()] = normal(tokens - unseen, *cached.shape[1:]).bfloat16()
+    values = keys[..., :value_dim] if shape == LATENTS else values
     q = normal(rows, heads, dim).bfloat16()
 
     def attend(first: int, last: int) -> tuple[Tensor, Tensor] | None:

@@ -44,51 +44,17 @@ WEFT_TARGET inline void pack_tokens(const Prompt& c, int64_t kv, int64_t first, 
 
 // Fills scores [32, 32] of two tiles of tokens.
 WEFT_TARGET inline void score_tiles(const bf16* keys, const bf16* q, int64_t depth, float* scores) {
-  asm volatile("" ::: "memory");
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t d = 0; d < depth; ++d, keys += kTile, q += 2 * kTile) {
-    _tile_loadd(4, keys, 64);
-    _tile_loadd(5, keys + depth * kTile, 64);
-    _tile_loadd(6, q, 64);
-    _tile_loadd(7, q + kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, scores, 128);
-  _tile_stored(1, scores + 16, 128);
-  _tile_stored(2, scores + 512, 128);
-  _tile_stored(3, scores + 512 + 16, 128);
-  asm volatile("" ::: "memory");
+  begin_sums(nullptr);
+  for (int64_t d = 0; d < depth; ++d, keys += kTile, q += 2 * kTile) add_products(keys, keys + depth * kTile, q);
+  store_sums(scores);
 }
 
 // Adds weighted values of `blocks` blocks of 32 tokens to two tiles of outputs [16 elements, 32 rows].
 WEFT_TARGET inline void value_tiles(const bf16* values, int64_t stride, const bf16* weights, int64_t blocks,
                                     float* out) {
-  asm volatile("" ::: "memory");
-  _tile_loadd(0, out, 128);
-  _tile_loadd(1, out + 16, 128);
-  _tile_loadd(2, out + 512, 128);
-  _tile_loadd(3, out + 512 + 16, 128);
-  for (; blocks; --blocks, values += stride, weights += 2 * kTile) {
-    _tile_loadd(4, values, 64);
-    _tile_loadd(5, values + kTile, 64);
-    _tile_loadd(6, weights, 64);
-    _tile_loadd(7, weights + kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_stored(0, out, 128);
-  _tile_stored(1, out + 16, 128);
-  _tile_stored(2, out + 512, 128);
-  _tile_stored(3, out + 512 + 16, 128);
-  asm volatile("" ::: "memory");
+  begin_sums(out);
+  for (; blocks; --blocks, values += stride, weights += 2 * kTile) add_products(values, values + kTile, weights);
+  store_sums(out);
 }
 
 // 2^x for x up to 127; 0 below -126.
@@ -137,9 +103,7 @@ WEFT_TARGET inline F softmax_of(const Prompt& c, int64_t first, int64_t tokens, 
 
 // Attention of rows first … first + 31 of a head. packed: see `pack_tokens`. memory: PromptSizes.work() floats.
 WEFT_TARGET inline void attend_rows(const Prompt& c, int64_t head, int64_t first, const float* packed, float* memory) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) shapes.rows[tile] = 16, shapes.bytes[tile] = 64;
-  _tile_loadconfig(&shapes);
+  use_whole_tiles();
   const PromptSizes size(c);
   const int64_t kv = head / (c.heads / c.kv_heads), rows = std::min<int64_t>(32, c.rows - first);
   const auto keys = static_cast<const bf16*>(static_cast<const void*>(packed + kv * size.both()));

@@ -73,46 +73,40 @@ struct Finished {
     for (const int64_t stop = std::min(std::min<int64_t>(32, c.rows - first), row + rows); row < stop; ++row) {
       F a = load(sums + row * 32), b = load(sums + row * 32 + 16);
       if (c.bias) {
-        const __m512i bias = _mm512_maskz_loadu_epi16(outputs, static_cast<const bf16*>(c.bias) + begin);
-        a = add(a, wide(_mm512_castsi512_si256(bias))), b = add(b, wide(_mm512_extracti64x4_epi64(bias, 1)));
+        alignas(64) bf16 bias[32];
+        _mm512_store_si512(bias, _mm512_maskz_loadu_epi16(outputs, static_cast<const bf16*>(c.bias) + begin));
+        a = add(a, load16(bias)), b = add(b, load16(bias + 16));
       }
       bf16* out = static_cast<bf16*>(c.out) + (first + row) * c.out_stride + begin;
       _mm512_mask_storeu_epi16(out, outputs, _mm512_permutex2var_epi16(rounded_bf16(a), high, rounded_bf16(b)));
     }
   }
-  WEFT_TARGET static inline F wide(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-  }
 };
 
-// Adds the products of `tiles` tiles of 32 rows and of 32 outputs to sums [32, 32], and finishes earlier sums meanwhile.
-// fresh: the sums are not read.
-WEFT_TARGET inline void add_tiles(const bf16* x, const bf16* weight, int64_t tiles, bool fresh, float* sums,
-                                  Finished& earlier) {
+// Makes all tiles whole: 16 rows of 64 bytes.
+WEFT_TARGET inline void use_whole_tiles() {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.rows[tile] = 16, shapes.bytes[tile] = 64;
+  _tile_loadconfig(&shapes);
+}
+
+// Fills tiles 0 … 3 with sums [32, 32]; null: zeros.
+WEFT_TARGET inline void begin_sums(const float* sums) {
   asm volatile("" ::: "memory");  // GCC's intrinsics do not say that they read memory
-  if (fresh) {
+  if (!sums) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-  } else {
-    _tile_loadd(0, sums, 128);
-    _tile_loadd(1, sums + 16, 128);
-    _tile_loadd(2, sums + kSums / 2, 128);
-    _tile_loadd(3, sums + kSums / 2 + 16, 128);
+    return;
   }
-  const int64_t each = (32 + tiles - 1) / tiles;
-  for (; tiles; --tiles, x += 2 * kTile, weight += 2 * kTile) {
-    _tile_loadd(4, x, 64);
-    _tile_loadd(6, weight, 64);
-    _tile_loadd(7, weight + kTile, 64);
-    _tile_loadd(5, x + kTile, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-    earlier.next(each);
-  }
+  _tile_loadd(0, sums, 128);
+  _tile_loadd(1, sums + 16, 128);
+  _tile_loadd(2, sums + kSums / 2, 128);
+  _tile_loadd(3, sums + kSums / 2 + 16, 128);
+}
+
+WEFT_TARGET inline void store_sums(float* sums) {
   _tile_stored(0, sums, 128);
   _tile_stored(1, sums + 16, 128);
   _tile_stored(2, sums + kSums / 2, 128);
@@ -120,11 +114,34 @@ WEFT_TARGET inline void add_tiles(const bf16* x, const bf16* weight, int64_t til
   asm volatile("" ::: "memory");
 }
 
+// Adds the products of two tiles of rows and of the two tiles at `with` to tiles 0 … 3.
+WEFT_TARGET inline void add_products(const bf16* rows, const bf16* more_rows, const bf16* with) {
+  _tile_loadd(4, rows, 64);
+  _tile_loadd(6, with, 64);
+  _tile_loadd(7, with + kTile, 64);
+  _tile_loadd(5, more_rows, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+// Adds the products of `tiles` tiles of 32 rows and of 32 outputs to sums [32, 32], and finishes earlier sums meanwhile.
+// fresh: the sums are not read.
+WEFT_TARGET inline void add_tiles(const bf16* x, const bf16* weight, int64_t tiles, bool fresh, float* sums,
+                                  Finished& earlier) {
+  begin_sums(fresh ? nullptr : sums);
+  const int64_t each = (32 + tiles - 1) / tiles;
+  for (; tiles; --tiles, x += 2 * kTile, weight += 2 * kTile) {
+    add_products(x, x + kTile, weight);
+    earlier.next(each);
+  }
+  store_sums(sums);
+}
+
 // Computes outputs begin … end − 1 of all rows. They are a panel's; memory: see `panel_floats`.
 WEFT_TARGET inline void many_rows(const Linear& c, int64_t begin, int64_t end, float* memory) {
-  TileShapes shapes;
-  for (int tile = 0; tile < 8; ++tile) shapes.rows[tile] = 16, shapes.bytes[tile] = 64;
-  _tile_loadconfig(&shapes);
+  use_whole_tiles();
   const int64_t pairs = (end - begin + 31) / 32;
   const bool deep = c.inputs > kPanelInputs;
   bf16* x = static_cast<bf16*>(static_cast<void*>(memory));

@@ -4,6 +4,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -48,7 +49,9 @@ class Pool {
     if (sleepers_.load() > 0) wake();
     while (claim()) {
     }
-    while (done_.load(std::memory_order_acquire) < chunks) relax();
+    // A thread with a chunk may have lost its core: this one is of more use to others then.
+    for (int spins = 0; done_.load(std::memory_order_acquire) < chunks; ++spins)
+      spins < kSpins ? relax() : void(sched_yield());
   }
 
  private:
@@ -96,6 +99,7 @@ class Pool {
   void futex(int what, uint32_t value) { syscall(SYS_futex, &wakes_, what, value, nullptr, nullptr, 0); }
 
   static constexpr std::chrono::microseconds kSpin{100};  // the time between two kernels of a step
+  static constexpr int kSpins = 2000;                     // as long
   std::vector<std::thread> workers_;
   uint32_t epoch_ = 0;
   alignas(64) std::atomic<uint64_t> state_{0};

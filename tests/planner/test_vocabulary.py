@@ -54,12 +54,12 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
 def test_auto_splits_where_steps_are_quicker_by_it(
     preset: str | None, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On pretended GPUs a head of 622 MB is worth a split, the embedded model's is not. CPUs never split."""
+    """On CPUs and on pretended GPUs a head of 622 MB is worth a split; the embedded model's is not."""
     from weft.engine.assets import preset_dir
 
     model = {"model": preset_dir(preset), "load_format": "dummy"} if preset else {}
     config = EngineConfig(attn_tp=2, ep=2, cost="h200x4", split_vocabulary="auto", **model)
-    assert startup.resolve_defaults(replace(config, device="cpu")).split_vocabulary == "off"
+    assert startup.resolve_defaults(replace(config, device="cpu", cost="cpu")).split_vocabulary == found
     monkeypatch.setattr(startup, "on_gpus", lambda config: True)
     monkeypatch.setattr(startup, "enabled_transports", lambda config: (PEER,))
     assert startup.resolve_defaults(config).split_vocabulary == found

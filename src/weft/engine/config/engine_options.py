@@ -100,7 +100,7 @@ class LayoutOptions(OptionGroup):
     dcp_query: Literal["gather", "replicate"] = "gather"
     """gather: the ranks of dcp gather their queries; replicate: each computes all queries, from more weights."""
     split_vocabulary: Literal["off", "on", "auto"] = "auto"
-    """on: split embedding and head over attn_tp; auto: on GPUs, if decode steps are predicted to be quicker."""
+    """on: split embedding and head over attn_tp; auto: if predicted to pay, on CPUs for heads from 32 MiB on."""
     moe_exchange: Forms = "auto"
     """gather: every rank gets all rows; dispatch: rows go to the ranks of their experts and back (on GPUs with
     transport peer), and every rank holds whole shared experts; auto: gather on GPUs, on CPUs the cheaper for each

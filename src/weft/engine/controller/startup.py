@@ -25,7 +25,7 @@ from weft.engine.models.weights.checkpoint import weight_files
 from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.worker.batch_limits import with_batch_limits
 from weft.engine.worker.open_transports import cost_model
-from weft.engine.worker.planning import plan_model, split_steps
+from weft.engine.worker.planning import may_split, plan_model, split_steps
 from weft.planner.cost import Offer
 from weft.planner.experts import Dispatch
 from weft.planner.plan import Planner
@@ -90,14 +90,15 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
     if config.moe_exchange == "auto" and on_gpus(config):
         config = replace(config, moe_exchange="gather")
     if config.split_vocabulary == "auto":
-        config = replace(config, split_vocabulary="on" if on_gpus(config) and _split_pays(config) else "off")
+        config = replace(config, split_vocabulary="on" if _split_pays(config) else "off")
     return with_batch_limits(with_cpu_shares(config))
 
 
 def _split_pays(config: EngineConfig) -> bool:
     """Tell whether a split vocabulary is predicted to be quicker for decode steps of one and of many sequences."""
-    model, rows = read_model(config), [1, config.batch_sequences]
-    steps = split_steps(model, config.mesh, dtype_of(config), _offers(config), rows)
+    model, dtype = read_model(config), dtype_of(config)
+    rows = [1, config.batch_sequences] if may_split(model, dtype, on_gpus(config)) else []
+    steps = split_steps(model, config.mesh, dtype, _offers(config), rows)
     return bool(steps) and all(step.saved_us > 0 for step in steps)
 
 

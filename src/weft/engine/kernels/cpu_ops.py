@@ -28,8 +28,7 @@ MAX_DIM = 1024
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None, bias: Tensor | None = None) -> Tensor | None:
     if x.dim() != 2 or not covers(x, weight, out, bias) or not multiplies(x):
         return None
-    if out is None:
-        out = torch.empty((len(x), len(weight)), dtype=x.dtype)
+    out = torch.empty((len(x), len(weight)), dtype=x.dtype) if out is None else out
     run("linear", x, weight, bias, out)
     return out
 

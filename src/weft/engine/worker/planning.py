@@ -35,8 +35,7 @@ def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Worksp
     """Return the model's chain, from a run on zero rows with weights without memory. Raises LayoutError.
 
     It runs on the CPU, since the `meta` device runs many operations in Python, with imports of seconds. workspace:
-    allocator of the layers' tensors, which sees all of them.
-    """
+    allocator of the layers' tensors, which sees all of them."""
     cpu = torch.device("cpu")
     model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
     layers = cached_layers(model)
@@ -70,8 +69,7 @@ def check_heads(config: ModelConfig, mesh: Mesh, caches: Iterable[Spec]) -> None
     heads.
 
     Neighbours hold the same heads only if attn_tp exceeds the number of key-value heads. A latent cache is the same on
-    all ranks.
-    """
+    all ranks."""
     kinds, ranks = set(map(type, caches)), mesh.attn_tp
     if mesh.dcp == 1 or not kinds & {PagedKV, Latent}:
         return
@@ -103,8 +101,7 @@ def plan_model(
 ) -> Planner:
     """Return the planner of a model on a mesh. Raises LayoutError, PlacementError.
 
-    recipes: in the naive plan, `auto` means the first recipe of the table. Other arguments are as in `Planner`.
-    """
+    recipes: in the naive plan, `auto` means the first recipe of the table. Other arguments are as in `Planner`."""
     if choice == "naive":
         auto = [kind for kind, asked in (recipes or {}).items() if asked == "auto"]
         recipes = {**(recipes or {}), **{kind: RECIPES[kind][0].name for kind in auto}}
@@ -114,8 +111,7 @@ def plan_model(
 def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: Chain) -> ShardedContext | None:
     """Return attention's context for tokens sharded over dcp, from a traced chain; None if they are not sharded.
 
-    dtype: dtype of keys and values, as in `KVCache`.
-    """
+    dtype: dtype of keys and values, as in `KVCache`."""
     if mesh.dcp == 1:
         return None
     caches = cached_layers(build_model(config, mesh, 0, config.dtype, torch.device("meta"))).values()
@@ -126,12 +122,16 @@ def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: 
     return ShardedContext(mesh.dcp, values, tokens, bytes_a_token, latent)
 
 
+def may_split(config: ModelConfig, dtype: torch.dtype, gpus: bool) -> bool:
+    """Return True if a split vocabulary may pay: on GPUs, or for a head that no cache of a CPU holds."""
+    return gpus or config.vocab_size * config.hidden_size * dtype.itemsize >= 32 << 20
+
+
 def split_steps(
     config: ModelConfig, mesh: Mesh, dtype: torch.dtype, offers: Sequence[Offer], rows: Sequence[int]
 ) -> list[SplitStep]:
     """Return the effect of a split vocabulary on decode steps of each number of rows per DP group; empty if there is
-    nothing to split it over. Raises errors of `plan_model`.
-    """
+    nothing to split it over. Raises errors of `plan_model`."""
     if mesh.attn_tp == 1 or not rows:
         return []
     head = SplitHead(mesh.attn_tp, config.vocab_size, config.hidden_size * dtype.itemsize)

@@ -26,7 +26,7 @@ from weft.comm.transport_registry import (
 from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.models.load import build_model, describe_products
 from weft.engine.models.registry import load_config, registry
-from weft.engine.worker.planning import plan_model, sharded_context, split_steps
+from weft.engine.worker.planning import may_split, plan_model, sharded_context, split_steps
 from weft.planner.cost import costs
 from weft.planner.dcp import dcp_dict, dcp_text
 from weft.planner.experts import Forms
@@ -106,7 +106,7 @@ class Command:
         gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
         config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
-        splits = layout.split_vocabulary == "on" or (layout.split_vocabulary == "auto" and gpus)
+        splits = layout.split_vocabulary in ("on", "auto" if may_split(config, config.dtype, gpus) else "on")
         steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and splits])
         split = layout.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
         config = replace(config, split_vocabulary=split)

@@ -17,7 +17,8 @@ from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import GroupRows, Ran, Result, Scored
 from weft.engine.messages.request import FAIR_SHARE, SamplingParams, Sequence, Sharing, TokenLogprob
-from weft.engine.scheduler.scheduler import Scheduled, Scheduler
+from weft.engine.scheduler.scheduled import Scheduled
+from weft.engine.scheduler.scheduler import Scheduler
 
 VOCABULARY = 50
 UNWRITTEN = -1

@@ -20,7 +20,7 @@ from weft.engine.messages.request import Output, SamplingParams, Sequence
 from weft.engine.output.detokenizer import TextStream
 from weft.engine.output.request_output import RequestOutput, prepare
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.scheduler.scheduler import Scheduled
+from weft.engine.scheduler.scheduled import Scheduled
 
 TEXT_PROCESSOR = TextProcessor(AutoTokenizer.from_pretrained(embedded_model_dir()), embedded_model_dir(), 1024, (2,))
 TEXT = TEXT_PROCESSOR.tokenizer.encode("The 漢 stop 😀 é is here. ", add_special_tokens=False)

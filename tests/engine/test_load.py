@@ -16,7 +16,8 @@ from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.kv.manager import CacheManager
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.request import SamplingParams, Sequence, Sharing
-from weft.engine.scheduler.scheduler import Scheduled, Scheduler
+from weft.engine.scheduler.scheduled import Scheduled
+from weft.engine.scheduler.scheduler import Scheduler
 from weft.engine.scheduler.waiting_queue import WaitingQueue
 
 GREEDY = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)

@@ -16,7 +16,8 @@ from weft.engine.kv.cache_spec import PagedKV, Recurrent, Spec, Window, cache_gr
 from weft.engine.kv.manager import CacheManager
 from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.messages.request import Sharing
-from weft.engine.scheduler.scheduler import PAGES_AHEAD, Scheduled, Scheduler
+from weft.engine.scheduler.scheduled import Scheduled
+from weft.engine.scheduler.scheduler import PAGES_AHEAD, Scheduler
 from weft.engine.speculation.drafting import Speculation
 
 WHOLE, STATE = PagedKV(1, 1), Recurrent(((1,),))

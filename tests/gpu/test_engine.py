@@ -28,7 +28,8 @@ from weft.engine.controller.startup import resolve_defaults
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.messages.request import SamplingParams, Sequence
-from weft.engine.scheduler.scheduler import Scheduled, make_schedulers
+from weft.engine.scheduler.scheduled import Scheduled
+from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.open_transports import cost_model, lacks_cost_table, open_transports
 from weft.engine.worker.step_graphs import StepGraphs

@@ -31,7 +31,8 @@ from weft.engine.output.request_output import OutputCallback, Request, RequestOu
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.scheduler.draft_rows import make_speculation
-from weft.engine.scheduler.scheduler import Scheduled, Scheduler, make_schedulers
+from weft.engine.scheduler.scheduled import Scheduled
+from weft.engine.scheduler.scheduler import Scheduler, make_schedulers
 from weft.stream.stats import StepStat
 
 T = TypeVar("T")
@@ -94,8 +95,7 @@ class Engine(ProcessBound):
         self._requests = RequestQueue(config.max_waiting + config.batch_sequences * config.attn_dp)
         self._number = threading.Lock()  # held while requests are numbered and queued, so that the orders agree
         self._outputs = OutputProcessor(self._requests)
-        self._steps = self._step_rows = 0
-        self._step_sizes = [0] * MAX_STEP_BITS
+        self._steps, self._step_rows, self._step_sizes = 0, 0, [0] * MAX_STEP_BITS
         self._closing, self._ended = threading.Event(), threading.Event()
         self._draining = self._stopping = False
         self._phase = "serving"

@@ -12,7 +12,7 @@ from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.messages.rank_messages import Result
 from weft.engine.messages.request import FinishReason
 from weft.engine.output.request_output import RequestOutput
-from weft.engine.scheduler.scheduler import Scheduled
+from weft.engine.scheduler.scheduled import Scheduled
 
 
 class OutputProcessor:

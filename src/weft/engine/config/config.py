@@ -118,7 +118,12 @@ class EngineConfig(EngineOptions, ModelDirectory):
         replicates = self.dcp_query == "replicate"
         split, float8 = self.split_vocabulary == "on", self.float8 == "on"
         return replace(
-            model_config, split_vocabulary=split, replicate_queries=replicates, experts=self.moe_exchange, float8=float8
+            model_config,
+            split_vocabulary=split,
+            replicate_queries=replicates,
+            experts=self.moe_exchange,
+            float8=float8,
+            drafts=self.drafts_on_ranks and model_config.draft_layers > 0,
         )
 
     @property

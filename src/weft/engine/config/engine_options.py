@@ -207,9 +207,10 @@ class RequestOptions(OptionGroup):
 class SpeculationOptions(OptionGroup):
     """Speculative decoding: several tokens of a sequence in one step. It changes no output."""
 
-    speculative: Literal["off", "ngram"] = "off"
-    """Source of drafts, which the model checks in one step. ngram: the tokens after an earlier
-    occurrence of a sequence's last tokens. Sequences pause while their drafts are rejected."""
+    speculative: Literal["off", "ngram", "mtp"] = "off"
+    """Source of drafts, which the model checks in one step. ngram: the tokens after an earlier occurrence of a
+    sequence's last tokens. mtp: the checkpoint's draft layer, on CPUs only so far. Sequences pause while their drafts
+    are rejected."""
     speculative_tokens: int = 3
     """Maximum drafts of a sequence in one step."""
     prompt_lookup_min: int = 2
@@ -223,6 +224,11 @@ class SpeculationOptions(OptionGroup):
             raise ValueError(
                 f"prompt_lookup_max={self.prompt_lookup_max} is below prompt_lookup_min={self.prompt_lookup_min}"
             )
+
+    @property
+    def drafts_on_ranks(self) -> bool:
+        """True if ranks propose drafts, by a draft layer."""
+        return self.speculative == "mtp"
 
     @property
     def decode_tokens(self) -> int:

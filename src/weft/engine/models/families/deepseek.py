@@ -51,7 +51,7 @@ def read(fields: Fields) -> DeepseekConfig:
     fields.only("scoring_func", "sigmoid" if v3 else "softmax")
     fields.only("topk_method", *(("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")))
     if v3:
-        fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # draft layers, which are not run
+        fields.get("num_mtp_layers")  # a version of num_nextn_predict_layers
     else:
         fields.only("norm_topk_prob", False)
         fields.only("rope_interleave", True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields
 from weft.engine.models.layers.basic import Builder, Layer
-from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
+from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer, DraftNames
 from weft.engine.models.layers.mlp import FeedForward, GatedMLP
 from weft.engine.models.layers.moe import MoEConfig, SparseMoE
 from weft.engine.models.layers.routing import Routing
@@ -23,6 +23,11 @@ class FirstDenseConfig(DecoderConfig):
     intermediate_size: int
     dense_layers: int
     moe: MoEConfig
+
+    @property
+    def draft_names(self) -> DraftNames:
+        path = f"{self.prefix}.layers.{self.num_layers}"
+        return DraftNames(path, f"{path}.enorm", f"{path}.hnorm", f"{path}.eh_proj", f"{path}.shared_head.norm")
 
     @abstractmethod
     def attention(self, b: Builder, path: str) -> Layer:
@@ -57,6 +62,7 @@ def first_dense_fields(fields: Fields, sigmoid: bool, grouped: bool = True) -> d
     experts = fields.size("n_routed_experts", high=MAX_EXPERTS)
     shared, stored = inner * fields.size("n_shared_experts", 0, low=0), ExpertStorage(shared="shared_experts")
     return dict(
+        draft_layers=fields.size("num_nextn_predict_layers", 0, low=0),
         intermediate_size=fields.size("intermediate_size"),
         dense_layers=fields.size("first_k_dense_replace", 0, low=0),
         moe=MoEConfig(experts, inner, routing, shared, shared_gate=False, stored=stored),

@@ -23,7 +23,7 @@ class GlmConfig(FirstDenseConfig):
 
 def read(fields: Fields) -> GlmConfig:
     """Read a config of GLM-4.5, GLM-4.5-Air or GLM-4.6. Raises ModelError."""
-    fields.get("num_nextn_predict_layers"), fields.get("num_mtp_layers")  # draft layers, which are not run
+    fields.get("num_mtp_layers")  # a version of num_nextn_predict_layers
     dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
     parameters = fields.section("rope_parameters")
     # transformers has filled in a missing value, but not null.

@@ -43,7 +43,8 @@ def read(fields: Fields) -> QwenConfig:
     """Read a config of any of these; `_moe` in the model type means experts. Raises ModelError."""
     fields.only("use_sliding_window", False)
     fields.get("sliding_window"), fields.get("max_window_layers")  # no effect without use_sliding_window
-    layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS))
+    drafts = fields.size("mtp_num_hidden_layers", 0, low=0, high=MAX_LAYERS)
+    layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS) + drafts)
     full_attention(fields)
     qwen3, has_experts = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
     bias = fields.flag("attention_bias") if qwen3 else fields.flag("qkv_bias", True) if has_experts else True
@@ -65,6 +66,7 @@ def read(fields: Fields) -> QwenConfig:
         bias=bias,
         output_bias=bias and qwen3,
         head_norms=qwen3,
+        draft_layers=drafts,
         intermediate_size=fields.size("intermediate_size"),
         moe_layers=frozenset(i for i in layers if experts and i not in dense and (i + 1) % interval == 0),
         moe=moe,

@@ -6,17 +6,30 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from weft.engine.attention.caches import StepCaches
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.models.config_json.common_fields import Rope
-from weft.engine.models.layers.basic import Builder, Embedding, Head, Layer, RMSNorm
+from weft.engine.models.layers.basic import Builder, Embedding, Head, Layer, Linear, RMSNorm
 from weft.engine.models.layers.mlp import FeedForward
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.layers.rotary import Rotary, RotaryTable
 from weft.stream.hidden import Hidden
 from weft.stream.stream import GROUP, Stream, TraceStream
+
+
+@dataclass(frozen=True)
+class DraftNames:
+    """Prefixes of a draft layer's weights in the checkpoint: decoder layer, norms of the embedding and of the hidden
+    state, projection of both, and last norm."""
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    join: str
+    norm: str
 
 
 @dataclass(frozen=True)
@@ -28,9 +41,15 @@ class DecoderConfig(ModelConfig):
         """Rotary embeddings from which layers choose, by index."""
         return (self.rope,)
 
+    @property
+    def draft_names(self) -> DraftNames:
+        """Names of the draft layer's weights; as in Qwen3-Next."""
+        return DraftNames("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+
     @abstractmethod
     def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
-        """Build layer `index`, with weights' names that begin with `path`. Raises LayoutError, see `build`."""
+        """Build layer `index`, with weights' names that begin with `path`; the draft layer is the one after the last.
+        Raises LayoutError, see `build`."""
 
     def build(self, b: Builder) -> Decoder:
         return Decoder(b, self)
@@ -83,17 +102,60 @@ class Decoder(LanguageModel):
         self.norm = _norm(b, f"{c.prefix}.norm", c)
         tied = self.embed if c.tie_embeddings else None
         self.head = Head(b, "lm_head", c.vocab_size, c.hidden_size, c.split_vocabulary, tied)
+        self.draft = DraftLayer(b, c, self) if c.drafts else None
 
     def forward(self, stream: Stream | TraceStream, batch: Batch, caches: StepCaches) -> Tensor:
+        logits: Tensor = self.head(self.rows(stream, batch, caches, batch.sample_rows))
+        return logits
+
+    def rows(
+        self, stream: Stream | TraceStream, batch: Batch, caches: StepCaches, wanted: Tensor | slice | None = None
+    ) -> Tensor:
+        """Return the normalised rows after the last layer, `[T, width]`, or only the rows `wanted`."""
         hidden = self.embed(batch.tokens)
         tables = [rotary(batch.positions, hidden.value.dtype) for rotary in self.rotaries]
         stream.add(hidden)
         kept, last = False, len(self.layers) - 1
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of_layer, strict=True)):
-            kept = layer(stream, tables[rope], caches, batch.sample_rows if i == last else None)
+            kept = layer(stream, tables[rope], caches, wanted if i == last else None)
         rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")
-        logits: Tensor = self.head(rows if kept else rows[batch.sample_rows])
-        return logits
+        return rows if kept or wanted is None else rows[wanted]
+
+
+class DraftLayer(Layer):
+    """Layer of a checkpoint that predicts the token after the next one (DeepSeek-V3, arXiv 2412.19437): a chain of its
+    own, with the model's embedding and head.
+
+    forward returns its normalised rows `[T, width]`, which may be the hidden states of a next pass, and logits
+    `[S, vocabulary]` of the batch's sampled rows. Row i has the position of a token, and predicts from what follows it.
+
+    Args:
+        c: config of the model.
+        model: gives its embedding, head and rotary embeddings.
+        batch: its `tokens` are the tokens after each row's.
+        hidden: the model's rows `[T, width]` (`Decoder.rows`), or the rows of the pass before.
+    """
+
+    def __init__(self, b: Builder, c: DecoderConfig, model: Decoder):
+        super().__init__("draft")
+        names = c.draft_names
+        self.embedding_norm, self.hidden_norm = _norm(b, names.embedding_norm, c), _norm(b, names.hidden_norm, c)
+        self.join = Linear(b, names.join, 2 * c.hidden_size, c.hidden_size, plain=True)
+        self.layer = c.layer(b, names.layer, c.num_layers)
+        self.norm = _norm(b, names.norm, c)
+        self._model = [model]  # in a list, so that it does not become a submodule
+
+    def forward(
+        self, stream: Stream | TraceStream, batch: Batch, caches: StepCaches, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        [model] = self._model
+        embedded = model.embed(batch.tokens)
+        follows = Hidden(hidden, embedded.placement, embedded.mesh, self.hidden_norm.path)
+        both = [self.embedding_norm(embedded).value, self.hidden_norm(follows).value]
+        stream.add(self.join(Hidden(torch.cat(both, -1), embedded.placement, embedded.mesh, self.join.path)))
+        self.layer(stream, model.rotaries[self.layer.rope](batch.positions, hidden.dtype), caches)
+        rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")
+        return rows, model.head(rows[batch.sample_rows])
 
 
 def _norm(b: Builder, path: str, c: ModelConfig) -> RMSNorm:

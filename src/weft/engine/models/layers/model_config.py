@@ -29,12 +29,14 @@ class ModelConfig(ABC):
         rope: rotary embedding of queries and keys, unless a layer names another.
         storage: format of the checkpoint's weights, which the registry sets.
         ignored: fields of config.json that cannot change what the model computes.
+        draft_layers: draft layers of the checkpoint, which predict the token after the next one.
 
     The layout sets these fields; config.json does not have them:
         split_vocabulary: shard embedding and head over attn_tp by tokens of the vocabulary.
         replicate_queries: each rank of a dcp group computes the queries of all its ranks.
         experts: allowed exchanges of rows for mixtures of experts (`weft.planner.experts`).
         float8: compute products in the storage format, where it has them, instead of dequantising the weights.
+        drafts: build the first draft layer.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -55,10 +57,12 @@ class ModelConfig(ABC):
     rope: Rope
     storage: WeightFormat = field(default=PLAIN, kw_only=True)
     ignored: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
+    draft_layers: int = field(default=0, kw_only=True)
     split_vocabulary: bool = field(default=False, kw_only=True)
     replicate_queries: bool = field(default=False, kw_only=True)
     experts: Forms = field(default="gather", kw_only=True)
     float8: bool = field(default=False, kw_only=True)
+    drafts: bool = field(default=False, kw_only=True)
 
     @abstractmethod
     def build(self, b: Builder) -> LanguageModel:
@@ -67,7 +71,11 @@ class ModelConfig(ABC):
 
 class LanguageModel(Layer):
     """Model on one rank. forward: (stream, batch, caches) → logits `[S, vocabulary]` of the sampled rows, or this
-    rank's share of a split vocabulary."""
+    rank's share of a split vocabulary. draft: its draft layer (`weft.engine.models.layers.decoder.DraftLayer`)."""
 
     config: ModelConfig
     embed: Embedding
+
+    def __init__(self, path: str):
+        super().__init__(path)
+        self.draft: Layer | None = None

@@ -493,8 +493,8 @@ OWN = [
     Fault(
         "the whole prompt is reused, and no row is left to run",
         "engine/kv/manager.py",
-        "known = tokens[: len(tokens) - 1] if reuse else []",
-        "known = tokens if reuse else []",
+        "known = tokens[: len(tokens) - 1]\n",
+        "known = tokens\n",
         ("tests/engine/test_reuse.py", "tests/engine/test_scheduler.py"),
     ),
     Fault(

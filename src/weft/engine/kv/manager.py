@@ -36,7 +36,9 @@ class CacheAllocation:
 
 
 class CacheManager:
-    """Pages and slots of one DP group. groups, page_size: sizes. prefix_cache: reuse prefixes. events: of changes."""
+    """Pages and slots of one DP group. groups, page_size: sizes. prefix_cache: reuse prefixes. events: of changes.
+    lookahead: the cache of a token depends on the next one too, as draft layers' do, so that the last token of a common
+    prefix runs again."""
 
     def __init__(
         self,
@@ -45,7 +47,9 @@ class CacheManager:
         *,
         prefix_cache: bool = True,
         events: CacheEvents | None = None,
+        lookahead: bool = False,
     ):
+        self._lookahead = lookahead
         self.groups, self.page_size = tuple(groups), page_size
         self.rules = [group.rule for group in groups]
         self.pools = [PagePool(group.size) for group in groups]
@@ -79,14 +83,21 @@ class CacheManager:
 
     def longest(self, tokens: Sequence[int], salt: str = "") -> int:
         """Return the number of leading tokens that a request would reuse. At least one token has to run."""
-        return self.tree.longest(tokens[: len(tokens) - 1], salt) if self.tree else 0
+        return self.tree.longest(self._known(tokens, salt), salt) if self.tree else 0
+
+    def _known(self, tokens: Sequence[int], salt: str) -> Sequence[int]:
+        """Return the leading tokens that may be reused."""
+        known = tokens[: len(tokens) - 1]
+        if self._lookahead and self.tree:
+            known = known[: max(0, self.tree.longest(known, salt) - 1)]
+        return known
 
     def admit(
         self, tokens: Sequence[int], rows: int, *, reuse: bool = True, salt: str = ""
     ) -> tuple[CacheAllocation, int] | None:
         """Allocate for a request of `tokens` and its next `rows`. Return the allocation and the number of reused ones;
         None, and no change, if memory is short. reuse: the request may start from a cached prefix under its `salt`."""
-        known = tokens[: len(tokens) - 1] if reuse else []
+        known = self._known(tokens, salt) if reuse else []
         match = self.tree.match(known, salt) if self.tree else PrefixMatch(0, [[] for _ in self.groups], 0, ABSENT)
         reused, tables = match.tokens + match.more, match.tables
         for group in self._states:

@@ -90,7 +90,8 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
     if config.moe_exchange == "auto" and on_gpus(config):
         config = replace(config, moe_exchange="gather")
     if config.split_vocabulary == "auto":
-        config = replace(config, split_vocabulary="on" if _split_pays(config) else "off")
+        pays = not config.drafts_on_ranks and _split_pays(config)
+        config = replace(config, split_vocabulary="on" if pays else "off")
     return with_batch_limits(with_cpu_shares(config))
 
 
@@ -125,22 +126,25 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if config.shrink and (on_gpus(config) or config.mesh.hosts > 1):
         raise LayoutError("--shrink runs on the CPUs of one host only so far: drop the option")
     check_speculation(config, model)
-    rows, dispatches = 1, False
+    rows, dispatches, drafts = 1, False, [planner_of(config, model, draft=True)] if model.drafts else []
     while True:
         counts = (min(rows, config.batch_tokens),) * config.mesh.attn_dp
         inside = (op for read in planner.plan(counts).reads for op in read.inside)
         dispatches |= any(isinstance(op.value, Dispatch) for op in inside)
         planner.naive(counts)
+        for of_drafts in drafts:
+            of_drafts.plan(counts)
         if rows >= config.batch_tokens:
             return config if dispatches or config.moe_exchange != "auto" else replace(config, moe_exchange="gather")
         rows *= 2
 
 
-def planner_of(config: EngineConfig, model: ModelConfig) -> Planner:
-    """Return the planner of the ranks' eager steps, for tensors of any size. Raises errors as `check_plans`."""
+def planner_of(config: EngineConfig, model: ModelConfig, draft: bool = False) -> Planner:
+    """Return the planner of the ranks' eager steps, for tensors of any size. Raises errors as `check_plans`. draft: of
+    the draft layer's passes."""
     recipes: Recipes = {Merge: config.dcp_exchange, Prompt: config.dcp_prefill}
     try:
-        return plan_model(model, config.mesh, dtype_of(config), _offers(config), config.plan, recipes=recipes)
+        return plan_model(model, config.mesh, dtype_of(config), _offers(config), config.plan, False, recipes, draft)
     except ModelError as error:
         raise ModelError(f"{config_file(config.model)}: {error}") from error
 
@@ -157,10 +161,25 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     if config.speculative == "off":
         return
     option = f"--speculative {config.speculative}"
+    if config.drafts_on_ranks:
+        check_draft_layer(model, config.split_vocabulary)
+        if config.num_layers is not None:
+            raise LayoutError(f"{option} follows the model's last layer: drop --num-layers, or the option")
+        if on_gpus(config):
+            raise LayoutError(f"{option} runs on CPUs only so far: drop the option, or use --device cpu")
     if any(isinstance(spec, Recurrent) for spec in declared_caches(config, model)):
         raise LayoutError(
             f"{option} does not support models with recurrent states, which cannot be undone: drop the option"
         )
+
+
+def check_draft_layer(model: ModelConfig, split_vocabulary: str) -> None:
+    """Raise LayoutError if ranks cannot run the model's draft layer. split_vocabulary: the option."""
+    option = "--speculative mtp"
+    if not model.draft_layers:
+        raise LayoutError(f"{option} runs the checkpoint's draft layer, and config.json names none: drop the option")
+    if split_vocabulary == "on":
+        raise LayoutError(f"{option} supports no split vocabulary so far: drop --split-vocabulary, or the option")
 
 
 def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:

@@ -125,12 +125,14 @@ class Chunk(Struct, frozen=True, array_like=True):
         tokens: encoded by `weft.engine.kv.tokens.token_bytes`.
         samples: whether a token is sampled after the last one.
         score: requested logprobs of prompt tokens, if any.
+        following: the token after the last one, for draft layers, if it is not sampled.
     """
 
     row: int
     tokens: bytes
     samples: bool
     score: Score | None = None
+    following: int = 0
 
     @property
     def count(self) -> int:
@@ -182,6 +184,11 @@ class GroupRows(Struct, frozen=True, array_like=True):
         return self.decode_count + sum(chunk.count for chunk in self.chunks)
 
     @property
+    def sampling_count(self) -> int:
+        """Number of sequences that sample."""
+        return len(self.decode_rows) + sum(chunk.samples for chunk in self.chunks)
+
+    @property
     def sampled_rows(self) -> list[int]:
         """Table row of each sampled token, in the order of a step's tokens."""
         each = (row for row, tokens in self.decode_each for _ in range(tokens))
@@ -189,10 +196,12 @@ class GroupRows(Struct, frozen=True, array_like=True):
 
 
 class Step(Struct, frozen=True, tag=True):
-    """Controller to every rank: run one forward pass. Ranks run steps in the order of arrival."""
+    """Controller to every rank: run one forward pass. Ranks run steps in the order of arrival. drafts: number of drafts
+    that draft layers propose after each sampled row."""
 
     number: int
     groups: tuple[GroupRows, ...]
+    drafts: int = 0
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -298,6 +307,7 @@ class Result(Struct, frozen=True, tag=True):
         logprobs: logprobs of these tokens, None for rows without a request; empty if no row has one.
         scored: prompt logprobs of each chunk with a `score`, in order.
         accepted: number of tokens of each sampling row, its accepted drafts and one more; empty: one each.
+        drafts: drafts of draft layers after the tokens of each sampling row; empty: none.
     """
 
     rank: int
@@ -306,6 +316,7 @@ class Result(Struct, frozen=True, tag=True):
     logprobs: tuple[Logprobs | None, ...] = ()
     scored: tuple[Scored, ...] = ()
     accepted: tuple[int, ...] = ()
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 class Stat(Struct, frozen=True, array_like=True):

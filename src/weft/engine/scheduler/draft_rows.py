@@ -14,7 +14,9 @@ def make_speculation(config: EngineConfig) -> Speculation | None:
     """Return the drafts of an engine; None: off."""
     if config.speculative == "off":
         return None
-    source = SOURCES[config.speculative](config.prompt_lookup_min, config.prompt_lookup_max)
+    source = None
+    if not config.drafts_on_ranks:
+        source = SOURCES[config.speculative](config.prompt_lookup_min, config.prompt_lookup_max)
     return Speculation(source, config.speculative_tokens, config.step_drafts)
 
 
@@ -30,7 +32,10 @@ def propose(decoding: Iterable[Sequence], spare: int) -> None:
     for sequence in decoding:
         sequence.drafts, drafting = None, sequence.drafting
         limit = min(spare, sequence.to_run - sequence.computed - 1)
-        if limit < 1 or sequence.pending or drafting is None or not seeks_drafts(sequence):
+        if drafting is None:
+            continue
+        if limit < 1 or sequence.pending or not seeks_drafts(sequence):
+            drafting.given = ()
             continue
         drafts = drafting.propose(sequence.tokens, limit)
         try:

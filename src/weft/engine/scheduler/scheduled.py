@@ -31,6 +31,9 @@ class Scheduled:
     def take_tokens(self, result: Result) -> Iterator[tuple[Sequence, int, Logprobs | None]]:
         """Yield (sequence, token, its logprobs) of sequences that still run; the tokens are no longer pending."""
         logprobs = result.logprobs or repeat(None, len(result.tokens))
+        for (sequence, allocation), drafts in zip(self.sampled, result.drafts, strict=bool(result.drafts)):
+            if sequence.allocation is allocation and sequence.drafting is not None:
+                sequence.drafting.given = drafts
         if result.accepted:
             yield from self._take_accepted(result.accepted, zip(result.tokens, logprobs, strict=True))
             return

@@ -64,6 +64,8 @@ class Scheduler:
     ):
         self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running
         self.speculation = speculation
+        # Rows of a draft layer behind a sequence's last token.
+        self._rows_ahead = speculation.max_drafts - 1 if speculation and speculation.source is None else 0
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = self.stalls = 0
@@ -127,7 +129,10 @@ class Scheduler:
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
         if self.speculation is not None:
             propose(decoding, min(budget - len(self.running), self.speculation.step_drafts))
-        if any((a := s.allocation) and s.computed + s.decode_tokens > a.capacity and not s.ending for s in decoding):
+        ahead = self._rows_ahead
+        if any(
+            (a := s.allocation) and s.computed + s.decode_tokens + ahead > a.capacity and not s.ending for s in decoding
+        ):
             self._preallocate(decoding)
         for sequence in decoding:  # in the order of `running`
             end = sequence.computed + sequence.decode_tokens
@@ -229,8 +234,10 @@ class Scheduler:
                 decode_tokens.append(rows)
                 drafts += sequence.drafts.tobytes() if sequence.drafts else b""
             else:
-                tokens = sequence.tokens[sequence.computed : sequence.computed + rows].tobytes()
-                chunks.append(Chunk(sequence.row, tokens, rows == sequence.left, scoring(sequence, rows)))
+                end = sequence.computed + rows
+                tokens, samples = sequence.tokens[sequence.computed : end].tobytes(), rows == sequence.left
+                after = 0 if samples or self.speculation is None else sequence.tokens[end]
+                chunks.append(Chunk(sequence.row, tokens, samples, scoring(sequence, rows), after))
                 if chunks[-1].score:
                     scores.append((sequence, allocation))
                 if not chunks[-1].samples:
@@ -337,10 +344,22 @@ def make_schedulers(
     records: Seq[CacheEvents | None] = events or [None] * config.attn_dp
     return [
         Scheduler(
-            CacheManager(groups, config.interleave.span, prefix_cache=config.prefix_cache, events=record),
+            CacheManager(
+                groups,
+                config.interleave.span,
+                prefix_cache=config.prefix_cache,
+                events=record,
+                lookahead=config.drafts_on_ranks,
+            ),
             max_batch_tokens=config.batch_tokens,
             max_running=config.batch_sequences,
             speculation=drafts,
         )
         for record in records
     ]
+
+
+def drafts_asked(schedulers: Seq[Scheduler]) -> int:
+    """Return the number of drafts that ranks propose after each row of the next step."""
+    asking = (s.speculation for s in schedulers if s.drafts_next and s.speculation and s.speculation.source is None)
+    return next((speculation.max_drafts for speculation in asking), 0)

@@ -7,6 +7,7 @@ accept the draft if it is equal. So outputs do not depend on drafts, and a wrong
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.engine.kv.tokens import token_array
@@ -25,13 +26,14 @@ MIN_PAUSE, MAX_PAUSE = 32, 256
 
 
 class Speculation:
-    """Drafts of an engine. max_drafts, step_drafts: maximum drafts of a row, and of a DP group's step.
+    """Drafts of an engine. source: None: ranks propose. max_drafts, step_drafts: maximum drafts of a row, and of a DP
+    group's step.
 
     Attributes:
         drafted, accepted: drafts so far by position in their row.
     """
 
-    def __init__(self, source: DraftSource, max_drafts: int, step_drafts: int):
+    def __init__(self, source: DraftSource | None, max_drafts: int, step_drafts: int):
         self.source, self.max_drafts, self.step_drafts = source, max_drafts, step_drafts
         self.drafted, self.accepted = [0] * max_drafts, [0] * max_drafts
 
@@ -44,17 +46,24 @@ class Drafting:
         gain: moving average of saved steps per step.
         resumes: number of the sequence's tokens from which it drafts.
         pause: tokens of its next pause.
+        given: drafts of the ranks for the next step alone.
     """
 
     speculation: Speculation
     gain: float = FIRST_GAIN
     resumes: int = 0
     pause: int = MIN_PAUSE
+    given: Sequence[int] = ()
 
     def propose(self, tokens: array[int], limit: int) -> array[int]:
         """Return up to `limit` drafts."""
-        count = min(limit, self.speculation.max_drafts)
-        return token_array(self.speculation.source.propose(tokens, count)[:count])
+        count, source, given, self.given = (
+            min(limit, self.speculation.max_drafts),
+            self.speculation.source,
+            self.given,
+            (),
+        )
+        return token_array((given if source is None or not count else source.propose(tokens, count))[:count])
 
     def note(self, drafted: int, accepted: int, tokens: int) -> None:
         """Count the drafts of a step.

@@ -15,13 +15,17 @@ from weft.engine.attention.backend_registry import BackendEntry, default_backend
 from weft.engine.attention.caches import Caches, cached_layers
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.kv.cache_spec import CacheGroup
-from weft.engine.messages.rank_messages import GroupRows, Planned
+from weft.engine.messages.rank_messages import GroupRows, Planned, Step
+from weft.engine.models.layers.decoder import Decoder
 from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
+from weft.engine.worker.draft_chain import DraftChain, Drafts, RowsKept
 from weft.engine.worker.exchange_times import Timer, exchange_times, graph_seconds, host_seconds
 from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, RecordedInputs, Shape, captures_prompts
 from weft.engine.worker.planning import plan_model, sharded_context
+from weft.engine.worker.recorded_drafts import RecordedDrafts
 from weft.engine.worker.recorded_steps import RecordedSteps
+from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.run_stats import RunStats
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
@@ -62,6 +66,7 @@ class ModelRunner:
         stats: exchanges of the steps.
         attention: the attention backend in use.
         observer: called with the reads of each step without a graph (`weft.stream.stream.Stream`).
+        draft: the draft layer, if any.
     """
 
     def __init__(
@@ -88,6 +93,9 @@ class ModelRunner:
         offers = [offer_of(t.entry, mesh, costs.of(t.entry.name, mesh.world)) for t in transports]
         recipes: Recipes = {Merge: dcp_exchange, Prompt: dcp_prefill}
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes)
+        drafts = (
+            plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes, draft=True) if config.drafts else None
+        )
         self.exchanges = BlockExchanges(mesh, rank, self.transports, self.planner.blocks)
         self.vocabulary = None
         if config.split_vocabulary and mesh.attn_tp > 1:
@@ -100,7 +108,12 @@ class ModelRunner:
         self.caches = Caches(layers, groups, sharding.span, self._kv_dtype, device, self.attention.make, group)
         self._graphs: StepGraphs | None = None
         self.observer: Observer | None = None
-        self.stats = RunStats(self.planner, self.exchanges, weight.device)
+        self.stats = RunStats(self.planner, self.exchanges, weight.device, drafts)
+        self.draft: DraftChain | None = None
+        if drafts is not None:
+            assert isinstance(model, Decoder)
+            shared = self.transports, self.exchanges, self.caches, self.stats
+            self.draft = DraftChain(model, mesh, rank, drafts, *shared)
         self._checksums: dict[tuple[Counts, bool], int] = {}
 
     @torch.inference_mode()
@@ -121,25 +134,28 @@ class ModelRunner:
         rows = StepRows(self.mesh, self.rank, counts)
         plan, times = self.planner.plan(counts), self.stats.times()
         stream = Stream(plan, self.transports, rows, times, self.exchanges, self.observer)
-        logits: Tensor = self.model(stream, batch, self.caches.plan(batch))
+        caches = self.caches.plan(batch)
+        logits: Tensor = self._called(stream, batch, caches)
         stream.finish()
         logits = self.full_logits(logits) if full else logits.float()
         self.stats.ran(counts)
         return logits
 
-    def plan_checksum(self, counts: Counts, shape: Shape | None = None) -> int:
-        """Return `Plan.checksum` of a step of these counts. shape: shape of the step's graph, if any."""
+    def plan_checksum(self, counts: Counts, shape: Shape | None = None, passes: tuple[Counts, ...] = ()) -> int:
+        """Return the checksum of the plans of a step of these counts. shape: shape of the step's graph, if any. passes:
+        counts of its passes of the draft layer."""
         plan = self.planner.plan(counts) if shape is None else self.stats.graph_plan(shape.rows)
         key = (plan.counts, shape is not None)
         if key not in self._checksums:
             self._checksums[key] = plan.checksum()
-        return self._checksums[key]
+        return self._checksums[key] ^ (self.draft.checksum(passes) if self.draft and passes else 0)
 
     def planned(self, max_rows: int) -> tuple[Planned, ...]:
         """Return the plans of all graphs, and of steps without a graph of `max_rows` rows per DP group."""
         largest = {shape.rows: shape for shape in (self._graphs.shapes if self._graphs else ())}
         captured = [Planned(rows, True, self.plan_checksum((), shape)) for rows, shape in sorted(largest.items())]
-        eager = Planned(max_rows, False, self.plan_checksum((max_rows,) * self.mesh.attn_dp))
+        counts = (max_rows,) * self.mesh.attn_dp
+        eager = Planned(max_rows, False, self.plan_checksum(counts, passes=(counts,)))
         return (*captured, eager)
 
     def capture(self, rows: DeviceRows, max_rows: int, progress: Callable[[int, int], None] | None = None) -> None:
@@ -168,6 +184,8 @@ class ModelRunner:
         """Prepare recorded decode steps on CPUs (`RecordedSteps`). Collective. Returns the reason if there are none."""
         inputs = RecordedInputs(rows, self.rules, self._page_size).limit(MAX_ROWS // self.mesh.attn_dp)
         graphs = RecordedSteps(*self._capturing(self.planner.plan, self.transports, rows, [inputs]))
+        if self.draft is not None:
+            graphs.drafts = RecordedDrafts(self.draft, rows, self.rules, self._page_size)
         graphs.capture()
         self._graphs = None if graphs.refusal else graphs
         return graphs.refusal
@@ -176,7 +194,7 @@ class ModelRunner:
         self, plan: Callable[[Counts], Plan], able: dict[str, Transport], rows: DeviceRows, inputs: Sequence[Inputs]
     ) -> tuple[Any, ...]:
         """Return the arguments of StepGraphs."""
-        place = self.model, self.mesh, self.rank
+        place = self._called, self.mesh, self.rank
         return *place, plan, able, self.caches, rows, inputs, self.exchanges, self.vocabulary
 
     def _time_exchanges(self, rows: int, able: dict[str, Transport], timer: Timer) -> None:
@@ -187,6 +205,28 @@ class ModelRunner:
         for plan in (planner.plan(capacity), planner.naive(capacity)):
             seconds |= exchange_times(plan, able, full, weight, timer)
         self.stats.graph_seconds[rows] = seconds
+
+    @property
+    def _called(self) -> LanguageModel | RowsKept:
+        """The model as steps call it."""
+        return self.model if self.draft is None else self.draft.kept
+
+    def drafts(
+        self,
+        step: Step,
+        rows: GroupRows,
+        table: RowTable,
+        tokens: Tensor,
+        accepted: Sequence[int],
+        shape: Shape | None = None,
+    ) -> Drafts | None:
+        """Run the draft layer, if any, after a step: see `DraftChain.run`. shape: shape of the step's graph."""
+        if self.draft is None:
+            return None
+        if shape is None:
+            return self.draft.run(step, rows, table, tokens, accepted)
+        assert isinstance(self._graphs, RecordedSteps) and self._graphs.drafts is not None
+        return self._graphs.drafts.run(step, rows, table, tokens, accepted, shape)
 
     @property
     def captures_prompts(self) -> bool:

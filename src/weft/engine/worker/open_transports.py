@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import torch
 
+from weft.comm import peer
 from weft.comm.transport import Transport
-from weft.comm.transport_registry import PEER, Opening
+from weft.comm.transport_registry import NCCL, PEER, Opening, TransportEntry
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.worker.arena import ArenaNeed, arena_need, available_bytes, check_memory
@@ -97,6 +99,14 @@ def bind(config: EngineConfig, rank: int) -> EngineConfig:
         os.sched_setaffinity(0, config.cores[config.place_on_host(rank)])
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     return replace(config, cpu_bind="off")
+
+
+def preset_of(entries: Sequence[TransportEntry], ranks: int) -> str:
+    """Return the preset that prices transports of a plan without ranks. ranks: of a host."""
+    if all(entry.device == "cpu" for entry in entries):
+        return "cpu"
+    measured = all(entry in (PEER, NCCL) for entry in entries) and ranks <= peer.MAX_RANKS
+    return "h200x4" if measured else "h200-nvlink"
 
 
 def table_file(config: EngineConfig) -> Path | None:

@@ -31,11 +31,14 @@ from weft.stream.interleave import Interleave
 from weft.stream.stream import TraceStream
 
 
-def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Workspace = torch_empty) -> Chain:
+def trace(
+    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Workspace = torch_empty, draft: bool = False
+) -> Chain:
     """Return the model's chain, from a run on zero rows with weights without memory. Raises LayoutError.
 
     It runs on the CPU, since the `meta` device runs many operations in Python, with imports of seconds. workspace:
-    allocator of the layers' tensors, which sees all of them."""
+    allocator of the layers' tensors, which sees all of them. draft: the chain of its draft layer instead.
+    """
     cpu = torch.device("cpu")
     model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
     layers = cached_layers(model)
@@ -47,8 +50,12 @@ def trace(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Worksp
         group = context_group(Interleave(mesh.dcp, 1, 1), stream.exchanges)
         caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
-        model(stream, batch, caches.plan(batch))
-        stream.exchanges.found += _head(config, mesh)
+        if draft:
+            assert model.draft is not None
+            model.draft(stream, batch, caches.plan(batch), torch.empty(0, config.hidden_size, dtype=dtype))
+        else:
+            model(stream, batch, caches.plan(batch))
+            stream.exchanges.found += _head(config, mesh)
         return stream
 
     first = form(0)
@@ -98,14 +105,17 @@ def plan_model(
     choice: Choice = "cheapest",
     slices_copy: bool = False,
     recipes: Recipes | None = None,
+    draft: bool = False,
 ) -> Planner:
     """Return the planner of a model on a mesh. Raises LayoutError, PlacementError.
 
-    recipes: in the naive plan, `auto` means the first recipe of the table. Other arguments are as in `Planner`."""
+    recipes: in the naive plan, `auto` means the first recipe of the table. draft: plan its draft layer. `choice`,
+    `offers`, `slices_copy`: as in `Planner`.
+    """
     if choice == "naive":
         auto = [kind for kind, asked in (recipes or {}).items() if asked == "auto"]
         recipes = {**(recipes or {}), **{kind: RECIPES[kind][0].name for kind in auto}}
-    return Planner(mesh, trace(config, mesh, dtype), offers, choice, slices_copy, recipes)
+    return Planner(mesh, trace(config, mesh, dtype, draft=draft), offers, choice, slices_copy, recipes)
 
 
 def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: Chain) -> ShardedContext | None:
@@ -114,7 +124,8 @@ def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: 
     dtype: dtype of keys and values, as in `KVCache`."""
     if mesh.dcp == 1:
         return None
-    caches = cached_layers(build_model(config, mesh, 0, config.dtype, torch.device("meta"))).values()
+    model = replace(config, drafts=False)
+    caches = cached_layers(build_model(model, mesh, 0, config.dtype, torch.device("meta"))).values()
     bytes_a_token = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
     latent = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, Latent))
     tokens = Counter(gathered_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV | Latent))

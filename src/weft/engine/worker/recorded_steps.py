@@ -7,8 +7,8 @@ leaves no trace. Rows of DP groups with fewer rows are padding, and so are all r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 from weft.engine.kernels import cpu_ops
 from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.worker.graph_inputs import SampledRows, Shape
-from weft.engine.worker.recorder import NotRecordable, Recorder
+from weft.engine.worker.recorded_drafts import RecordedDrafts, RecordedPass
+from weft.engine.worker.recorder import NotRecordable, Recorder, StepRecording
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.planner.chain import Counts
-from weft.stream.step_rows import captured_rows
+from weft.stream.step_rows import CapturedRows, captured_rows
 
 _log = logging.getLogger(__name__)
 
@@ -30,9 +31,11 @@ class RecordedSteps(StepGraphs):
 
     Attributes:
         refusal: reason why steps run eagerly; None: they are recorded.
+        drafts: passes of the draft layer behind the steps; None: it has none.
     """
 
     greedy = True
+    drafts: RecordedDrafts | None = None
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -48,6 +51,8 @@ class RecordedSteps(StepGraphs):
         shape = None if self.refusal else super().shape_of(groups, counts)
         if shape is not None and shape not in self._graphs:
             self._record(shape)
+        if self.drafts is not None and shape in self._graphs:
+            self.drafts.prepare(groups, self.record_pass)
         return shape if shape in self._graphs else None
 
     @torch.inference_mode()
@@ -57,13 +62,10 @@ class RecordedSteps(StepGraphs):
         counts.fill((0,) * mesh.attn_dp)
         step, ran = int(self._rows.steps), dict(self._exchanges.ran)
         try:
-            with ExitStack() as recorded:
-                for name, transport in self._transports.items():
-                    if not hasattr(transport, "recorded"):  # of a plug-in, for GPUs
-                        raise NotRecordable(f"transport {name} has no `recorded`")
-                    recorded.enter_context(transport.recorded(recorder))
-                recording = recorded.enter_context(recorder.recording())
+            with self._recording() as recording:
                 logits = self._step(shape, counts)
+            if self.drafts is not None:
+                self.drafts.record_first(shape.rows, self.record_pass)
         except NotRecordable as error:
             self.refusal = str(error)
             if self._graphs:  # otherwise the rank reports it when it is ready
@@ -73,6 +75,28 @@ class RecordedSteps(StepGraphs):
         self._exchanges.ran.clear()
         self._exchanges.ran.update(ran)
         self._rows.steps.fill_(step)
+
+    @contextmanager
+    def _recording(self) -> Iterator[StepRecording]:
+        """Record the calls inside the context. Raises NotRecordable."""
+        with ExitStack() as recorded:
+            for name, transport in self._transports.items():
+                if not hasattr(transport, "recorded"):  # of a plug-in, for GPUs
+                    raise NotRecordable(f"transport {name} has no `recorded`")
+                recorded.enter_context(transport.recorded(self._recorder))
+            yield recorded.enter_context(self._recorder.recording())
+
+    @torch.inference_mode()
+    def record_pass(self, rows: int, run: Callable[[CapturedRows], tuple[Tensor, ...]]) -> RecordedPass:
+        """Record a pass of the draft layer of up to `rows` rows per DP group, without a live row: see `RecordPass`."""
+        counts = captured_rows(self._transports.values(), self._mesh, self._rank, rows, self._device)
+        counts.fill((0,) * self._mesh.attn_dp)
+        ran = dict(self._exchanges.ran)
+        with self._recording() as recording:
+            made = run(counts)
+        self._exchanges.ran.clear()
+        self._exchanges.ran.update(ran)
+        return RecordedPass(recording, counts, tuple(map(self._recorder.borrowed, made)))
 
     def _sample(self, logits: Tensor, sampled: SampledRows) -> None:
         rows, split = self._rows, self._vocabulary

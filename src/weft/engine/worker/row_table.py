@@ -78,6 +78,11 @@ class RowTable:
             joined = on_device([join.row for join in group_rows.joins], torch.int64, self.device)
             self.last_token.index_fill_(0, joined, NO_TOKEN)
 
+    def capacity(self, row: int) -> int:
+        """Return the number of tokens that a row's pages hold."""
+        tables = zip(self.rows[row].tables, self.rules, strict=True)
+        return min(len(table) * self.page_size for table, rule in tables if not rule.state)
+
     def forget(self) -> None:
         """Empty every row."""
         self.rows.clear()

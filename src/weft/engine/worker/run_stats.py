@@ -23,7 +23,8 @@ MAX_COUNTS = 4096
 class RunStats:
     """Counts of one rank.
 
-    planner: of eager steps. exchanges: exchanges inside blocks, which count themselves. device: the rank's.
+    planner: of eager steps. exchanges: exchanges inside blocks, which count themselves. device: the rank's. drafts: the
+    draft layer's planner.
 
     Attributes:
         timing_interval: number of eager steps for each one with timed collectives.
@@ -33,8 +34,10 @@ class RunStats:
 
     timing_interval = 16
 
-    def __init__(self, planner: Planner, exchanges: BlockExchanges, device: torch.device):
-        self._planner, self._exchanges, self._device = planner, exchanges, device
+    def __init__(
+        self, planner: Planner, exchanges: BlockExchanges, device: torch.device, drafts: Planner | None = None
+    ):
+        self._planner, self._exchanges, self._device, self._drafts = planner, exchanges, device, drafts
         self.graph_planner = planner
         self.graph_seconds: dict[int, dict[StepKey, float]] = {}
         self.forget()
@@ -43,6 +46,7 @@ class RunStats:
         """Clear all counts."""
         self._stats, self._naive, self._times = Stats(), Stats(), StepTimes(self._device)
         self.steps: Counter[tuple[Counts, int | None]] = Counter()  # steps not yet added to the totals
+        self._draft_passes: Counter[Counts] = Counter()
         self._exchanges.ran.clear()
         self._eager = 0
 
@@ -55,6 +59,12 @@ class RunStats:
         self.steps[counts, graph_rows] += steps
         self._eager += steps if graph_rows is None else 0
         if len(self.steps) == MAX_COUNTS:
+            self._count()
+
+    def ran_draft(self, counts: Counts) -> None:
+        """Count a pass of the draft layer."""
+        self._draft_passes[counts] += 1
+        if len(self._draft_passes) == MAX_COUNTS:
             self._count()
 
     def report(self) -> list[StepStat]:
@@ -93,7 +103,9 @@ class RunStats:
         return moves
 
     def _in_order(self, found: list[StepStat]) -> list[StepStat]:
-        order = {fold(read.site): at for at, read in reversed([*enumerate(self._planner.chain.reads)])}
+        planners = [self._planner, *([self._drafts] if self._drafts else [])]
+        reads = [read for planner in planners for read in planner.chain.reads]
+        order = {fold(read.site): at for at, read in reversed([*enumerate(reads)])}
         return sorted(found, key=lambda stat: order[stat.site])
 
     def _count(self) -> None:
@@ -105,7 +117,12 @@ class RunStats:
                 planner, capacity, alone = self.graph_planner, (rows,) * len(counts), (self.graph_seconds[rows],)
             self._stats.record(planner, planner.plan(capacity), counts, steps, *alone)
             self._naive.record(planner, planner.naive(capacity), counts, steps, *alone)
+        for counts, passes in self._draft_passes.items():
+            assert self._drafts is not None
+            self._stats.record(self._drafts, self._drafts.plan(counts), counts, passes)
+            self._naive.record(self._drafts, self._drafts.naive(counts), counts, passes)
         self.steps.clear()
+        self._draft_passes.clear()
         for (site, op), (calls, moved, seconds, predicted) in self._exchanges.ran.items():
             self._stats.add(site, op, calls, moved, seconds, predicted)
             self._add_naively(site, op, calls, moved)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.engine.kernels.staging import on_device, to_host
 from weft.engine.messages.rank_messages import GroupRows, Logprobs
+from weft.engine.worker.draft_chain import Drafts
 from weft.engine.worker.row_table import NO_TOKEN
 
 T = TypeVar("T")
@@ -41,7 +42,12 @@ class StepOutput:
         tokens: int32 `[S]`, sampled tokens on the device.
         read_tokens: waits for tokens that need no copy, and returns them; None: tokens are copied.
         accepted: `Result.accepted`.
+
+    Attributes:
+        drafts: drafts of the draft layer, set before `copy`.
     """
+
+    drafts: Drafts | None = None
 
     def __init__(
         self,
@@ -89,6 +95,8 @@ class StepOutput:
         if self._read_tokens is None:
             copied = to_host([self._tokens])
             self._read_tokens = lambda: copied()[0].numpy()
+        if self.drafts is not None:
+            self._wait_for_drafts = to_host([self.drafts.tokens])
         if self._found:
             self._wait = to_host([tensor for tensors in self._found for tensor in tensors])
 
@@ -101,7 +109,17 @@ class StepOutput:
         if NO_TOKEN in tokens:
             row = self._rows.sampled_rows[tokens.index(NO_TOKEN)]
             raise AssertionError(f"row {row} of the table was stepped without a last token")
-        return self._kept(tuple(tokens)), zlib.crc32(sampled.tobytes())
+        checksum = zlib.crc32(sampled.tobytes())
+        if self.drafts is not None:
+            checksum = zlib.crc32(self._wait_for_drafts()[0].numpy().tobytes(), checksum)
+        return self._kept(tuple(tokens)), checksum
+
+    def proposed(self) -> tuple[tuple[int, ...], ...]:
+        """Return `Result.drafts`, after `tokens`."""
+        if self.drafts is None:
+            return ()
+        each = zip(self._wait_for_drafts()[0].t().tolist(), self.drafts.counts, strict=True)
+        return tuple(tuple(drafts[:count]) for drafts, count in each)
 
     def _kept(self, each: tuple[T, ...]) -> tuple[T, ...]:
         """Return the values of sampled tokens without those after a rejected draft."""

@@ -43,6 +43,7 @@ from weft.engine.messages.rank_messages import (
 )
 from weft.engine.models.load import dummy_model, load_model
 from weft.engine.worker.device_rows import DeviceRows
+from weft.engine.worker.draft_chain import rows_of_passes
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_over_ranks
 from weft.engine.worker.model_runner import ModelRunner
@@ -232,10 +233,11 @@ class Worker:
         if self._leads:
             output.note_prompt_logprobs(logits)
             output.note_logprobs(sampled_logits(rows, logits), None if shape is None else beyond)
+        output.drafts = self.runner.drafts(step, rows, self.table, tokens, accepted.counts, shape)
         output.copy()
-        plan = self.runner.plan_checksum(counts, shape)
+        plan = self.runner.plan_checksum(counts, shape, rows_of_passes(step) if self.runner.draft else ())
         self._last = None
-        if shape is not None and not (shape.prompts or beyond or drafts):
+        if shape is not None and not (shape.prompts or beyond or drafts or self.runner.draft):
             again = tuple(GroupRows(group.decode_rows) for group in step.groups)
             self._last = Repeatable(again, counts, shape, tokens, plan)
         scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]
@@ -273,7 +275,8 @@ class Worker:
         if not self._leads:
             return Result(self.rank, ran)
         logprobs, scored = output.logprobs()
-        return Result(self.rank, ran, sampled, logprobs, tuple(map(Scored, scored_from, scored)), output.accepted)
+        prompts = tuple(map(Scored, scored_from, scored))
+        return Result(self.rank, ran, sampled, logprobs, prompts, output.accepted, output.proposed())
 
     @torch.inference_mode()
     def serve(self, receive: Callable[[], ToRank], send: Send) -> None:
@@ -299,7 +302,8 @@ class Worker:
                 send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))
             elif isinstance(message, AskPlan):
                 counts = (message.tokens,) * self.config.mesh.attn_dp
-                send(PlanText(plan_text(self.runner.planner, counts)))
+                text, draft = plan_text(self.runner.planner, counts), self.runner.draft
+                send(PlanText(text if draft is None else f"{text}\n\ndraft layer: {plan_text(draft.planner, counts)}"))
             elif isinstance(message, StartProfile):
                 send(self.profiler.start(message))
             elif isinstance(message, StopProfile):

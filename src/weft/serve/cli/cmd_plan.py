@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from textwrap import fill
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
 from transformers.utils import logging as transformers_logging
 
-from weft.comm import peer
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import (
-    NCCL,
     PEER,
     REFERENCE,
-    TransportEntry,
     TransportName,
     automatic,
     check_serves,
     transports,
 )
 from weft.engine.config.engine_options import LayoutOptions
+from weft.engine.controller.startup import check_draft_layer
 from weft.engine.models.load import build_model, describe_products
 from weft.engine.models.registry import load_config, registry
+from weft.engine.worker.open_transports import preset_of
 from weft.engine.worker.planning import may_split, plan_model, sharded_context, split_steps
 from weft.planner.cost import costs
 from weft.planner.dcp import dcp_dict, dcp_text
@@ -63,6 +62,7 @@ class Command:
       weft plan --preset qwen3-235b-a22b --attn-tp 4 --ep 4 --split-vocabulary on    the time saved per decode step
       weft plan DIR --attn-dp 2 --attn-tp 4 --ep 8 --transport reference --json
       weft plan DIR --attn-tp 4 --cost TABLE.json       a cost table written by weft tune
+      weft plan --preset deepseek-v3 --attn-dp 8 --speculative mtp    the draft layer's exchanges too
     """
 
     model: ModelDir = None
@@ -71,6 +71,8 @@ class Command:
     """Split of the model over the ranks, with the options of weft serve; omitted: --attn-dp 2 --attn-tp 2."""
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
+    speculative: Literal["off", "mtp"] = "off"
+    """mtp: print the plans of the checkpoint's draft layer too, for a pass of the same rows."""
     tokens: str = "1,64,4096"
     """Comma-separated numbers of tokens per DP group; each number gets a plan."""
     transport: Annotated[
@@ -98,7 +100,7 @@ class Command:
         named = {**known, REFERENCE.option: REFERENCE}
         entries = tuple(named[option] for option in self.transport) or automatic(known, "cuda", on_host)
         check_serves(entries, mesh)
-        model = costs(self._cost(entries, on_host))
+        model = costs(preset_of(entries, on_host) if self.cost == "auto" else self.cost)
         entries = tuple(replace(e, max_bytes=self.max_bytes) if e is PEER else e for e in entries)
         offers = [offer_of(entry, mesh, model.of(entry.name, mesh.world)) for entry in entries]
         where = model_dir(self.model, self.source.preset, self.source.revision, weights=False)
@@ -106,13 +108,18 @@ class Command:
         gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
         config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
-        splits = layout.split_vocabulary in ("on", "auto" if may_split(config, config.dtype, gpus) else "on")
+        if drafts := self.speculative == "mtp":
+            check_draft_layer(config, layout.split_vocabulary)
+            config = replace(config, drafts=True)
+        may = not drafts and may_split(config, config.dtype, gpus)
+        splits = layout.split_vocabulary in ("on", "auto" if may else "on")
         steps = split_steps(config, mesh, config.dtype, offers, [n for n in tokens if n and splits])
         split = layout.split_vocabulary == "on" or (bool(steps) and all(step.saved_us > 0 for step in steps))
         config = replace(config, split_vocabulary=split)
         # Slices copy where steps are captured.
         recipes: Recipes = {Merge: layout.dcp_exchange, Prompt: layout.dcp_prefill}
         planner = plan_model(config, mesh, config.dtype, offers, slices_copy=gpus, recipes=recipes)
+        of_drafts = plan_model(config, mesh, config.dtype, offers, "cheapest", gpus, recipes, True) if drafts else None
         counts_of = [(n,) * mesh.attn_dp for n in tokens]
         shared = sharded_context(config, mesh, config.dtype, planner.chain)
         both = forms_of(planner)
@@ -121,11 +128,13 @@ class Command:
             found, vocabulary = [plan_dict(planner, n) for n in counts_of], {step.rows: step for step in steps}
             for each, n in zip(found, tokens, strict=True):
                 each |= {} if shared is None else {"dcp": dcp_dict(shared, n, planner.blocks)}
+                each |= {} if of_drafts is None else {"draft_layer": plan_dict(of_drafts, (n,) * mesh.attn_dp)}
                 each |= {} if both is None else {"experts": forms_dict(both, n)}
                 each |= {"vocabulary": vocabulary_dict(vocabulary[n]) if n in vocabulary else None} if steps else {}
             print(json.dumps(found, indent=1))
         else:
             texts = [plan_text(planner, counts) for counts in counts_of]
+            texts += [f"draft layer: {plan_text(of_drafts, counts)}" for counts in counts_of if of_drafts]
             texts += [] if both is None else [forms_text(both, tokens)]
             texts += [] if shared is None else [dcp_text(shared, tokens, planner.blocks)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
@@ -134,14 +143,6 @@ class Command:
                 texts += [fill(note, 120)] if (note := describe_products(meta)) else []
             print("\n\n".join(texts))
         return 0
-
-    def _cost(self, entries: tuple[TransportEntry, ...], on_host: int) -> str:
-        if self.cost != "auto":
-            return self.cost
-        if all(entry.device == "cpu" for entry in entries):
-            return "cpu"
-        measured = all(entry in (PEER, NCCL) for entry in entries) and on_host <= peer.MAX_RANKS
-        return "h200x4" if measured else "h200-nvlink"
 
 
 def parse_tokens(text: str) -> list[int]:

@@ -1,0 +1,205 @@
+"""Drafts of a rank's draft layer, which runs after the model in each step, by plans of its own.
+
+The first pass has the rows of the step: each has the position and the pages of a token, the model's last hidden state
+there, and the token that follows. So it also fills the layer's cache, for prompts too. Each further pass has a row for
+each sequence that samples: it runs the draft of the pass before with that pass's hidden state.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.comm.transport import Transport
+from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.caches import Caches, StepCaches
+from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.kernels.staging import on_device
+from weft.engine.messages.rank_messages import GroupRows, Step
+from weft.engine.models.layers.decoder import Decoder
+from weft.engine.worker.row_table import RowTable
+from weft.engine.worker.run_stats import RunStats
+from weft.planner.chain import Counts
+from weft.planner.plan import Planner
+from weft.planner.spec import Mesh
+from weft.stream.block_exchanges import BlockExchanges
+from weft.stream.stats import StepTimes
+from weft.stream.step_rows import StepRows
+from weft.stream.stream import Stream
+
+
+class Drafts(NamedTuple):
+    """Drafts of a step. tokens: int64 `[drafts, sequences]`, on the device; counts: valid drafts of each sequence."""
+
+    tokens: Tensor
+    counts: Sequence[int]
+
+
+class RowsKept:
+    """A model that keeps the batch and the rows after its last layer, `[T, width]`, of its last call."""
+
+    def __init__(self, model: Decoder):
+        self._model, self.embed = model, model.embed
+        self.batch: Batch | None = None
+        self.rows: Tensor | None = None
+
+    def __call__(self, stream: Stream, batch: Batch, caches: StepCaches) -> Tensor:
+        self.batch, self.rows = batch, self._model.rows(stream, batch, caches)
+        logits: Tensor = self._model.head(self.rows[batch.sample_rows])
+        return logits
+
+    def taken(self) -> tuple[Batch, Tensor]:
+        """Return the batch and the rows, and forget them."""
+        assert self.batch is not None and self.rows is not None
+        found, self.batch, self.rows = (self.batch, self.rows), None, None
+        return found
+
+
+class DraftChain:
+    """Draft layer of a rank. All ranks run each pass, also ranks of a DP group without rows.
+
+    Args:
+        model: the model, with a draft layer.
+        mesh, rank: the layout, and this rank's place in it.
+        planner: of the layer's chain.
+        transports: by name.
+        exchanges: exchanges inside blocks, shared with the model.
+        caches: caches of all layers.
+        stats: statistics, which count the passes.
+
+    Attributes:
+        kept: the model to run, which keeps what the layer reads.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        rank: int,
+        planner: Planner,
+        transports: Mapping[str, Transport],
+        exchanges: BlockExchanges,
+        caches: Caches,
+        stats: RunStats,
+    ):
+        assert model.draft is not None
+        self.model, self.kept = model, RowsKept(model)
+        self._layer, self._mesh, self._rank, self.planner = model.draft, mesh, rank, planner
+        self._transports, self._exchanges, self._caches, self._stats = transports, exchanges, caches, stats
+        self.checksum = cache(self._checksum)
+
+    def _checksum(self, passes: tuple[Counts, ...]) -> int:
+        """Return the checksum of the plans of passes with these rows of each DP group."""
+        return zlib.crc32(repr([self.planner.plan(counts).checksum() for counts in passes]).encode())
+
+    def run(
+        self, step: Step, rows: GroupRows, table: RowTable, tokens: Tensor, accepted: Sequence[int]
+    ) -> Drafts | None:
+        """Run the passes of a step without a graph. Collective. Returns its drafts; None if it asks for none.
+
+        Args:
+            rows: this DP group's part of the step.
+            table: the rank's table, after the step's tokens.
+            tokens: int32 `[S]`, sampled tokens of `rows.sampled_rows`.
+            accepted: as in `Result`.
+        """
+        counts, (batch, hidden) = rows_of_passes(step), self.kept.taken()
+        last = on_device(last_rows(rows, accepted), torch.int64, batch.tokens.device)
+        wanted = last if step.drafts else last[:0]
+        states, logits = self._pass(counts[0], replace(following(rows, batch, tokens), sample_rows=wanted), hidden)
+        self.count(counts)
+        if not step.drafts:
+            return None
+        found, states = [logits.argmax(-1)], states.index_select(0, last)
+        sampling = [*rows.decode_rows, *(chunk.row for chunk in rows.chunks if chunk.samples)]
+        for ahead, of_groups in enumerate(counts[1:]):
+            states, logits = self._pass(of_groups, next_rows(table, sampling, ahead, found[-1]), states)
+            found.append(logits.argmax(-1))
+        beyond = [table.capacity(row) - table.rows[row].length for row in sampling]
+        return Drafts(torch.stack(found), [1 + max(0, min(more, step.drafts - 1)) for more in beyond])
+
+    def _pass(self, counts: Counts, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.walk(StepRows(self._mesh, self._rank, counts), counts, batch, hidden, self._stats.times())
+
+    def walk(
+        self, rows: StepRows, counts: Counts, batch: Batch, hidden: Tensor, times: StepTimes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer along its plan. Returns its rows, and the logits of the batch's sampled rows.
+
+        Args:
+            rows: rows of the pass.
+            counts: rows of each DP group, for the plan.
+            batch, hidden: as of the layer.
+            times: not None if the pass is timed.
+        """
+        stream = Stream(self.planner.plan(counts), self._transports, rows, times, self._exchanges)
+        states, logits = self._layer(stream, batch, self._caches.plan(batch), hidden)
+        stream.finish()
+        return states, logits
+
+    def count(self, passes: Sequence[Counts]) -> None:
+        """Count passes in the statistics."""
+        for counts in passes:
+            self._stats.ran_draft(counts)
+
+
+def rows_of_passes(step: Step) -> tuple[Counts, ...]:
+    """Return the rows of each DP group in each pass of a step, which all ranks know."""
+    sampling = tuple(group.sampling_count for group in step.groups)
+    return (step.counts, *[sampling] * (step.drafts - 1 if any(sampling) else 0))
+
+
+def last_rows(rows: GroupRows, accepted: Sequence[int]) -> list[int]:
+    """Return the row of a step at which each sequence that samples ends, after its accepted drafts."""
+    kept, firsts = accepted or (1,) * len(rows.decode_rows), accumulate((n for _, n in rows.decode_each), initial=0)
+    last = [first + count - 1 for first, count, _ in zip(firsts, kept, rows.decode_rows, strict=False)]
+    ends = accumulate((chunk.count for chunk in rows.chunks), initial=rows.decode_count)
+    return last + [end + chunk.count - 1 for end, chunk in zip(ends, rows.chunks, strict=False) if chunk.samples]
+
+
+def following(rows: GroupRows, batch: Batch, tokens: Tensor) -> Batch:
+    """Return the batch of a first pass, with the token after each row. Arguments are as of `DraftChain.run`.
+
+    The rows of rejected drafts have tokens too. What they leave in the cache lies behind the sequence's length.
+    """
+    sampled, known, end = [*range(rows.decode_count)], list[tuple[int, int]](), rows.decode_count
+    for chunk in rows.chunks:
+        end += chunk.count
+        if chunk.samples:
+            sampled.append(end - 1)
+        else:
+            known.append((end - 1, chunk.following))
+    device, shifted = batch.tokens.device, batch.tokens.roll(-1)
+    shifted[on_device(sampled, torch.int64, device)] = tokens.long().clamp(min=0)
+    if known:
+        at, values = on_device(known, torch.int64, device).unbind(1)
+        shifted[at] = values
+    return replace(batch, tokens=shifted)
+
+
+def next_rows(table: RowTable, sampling: Sequence[int], ahead: int, drafts: Tensor) -> Batch:
+    """Return the batch of a further pass, with a row for each of the table's rows `sampling`. It runs its one of
+    `drafts`, found by the pass before, `ahead` tokens behind the sequence's length.
+
+    A row behind its pages is not stored, and its own draft is not valid.
+    """
+    seqs, unstored = list[SeqRows](), list[int]()
+    for at, row in enumerate(sampling):
+        context, limit = table.rows[row].length + ahead, table.capacity(row)
+        if context >= limit:
+            unstored.append(at)
+        seqs.append(SeqRows(1, min(context, limit - 1), table.rows[row].tables, 1))
+    batch = build_batch([0] * len(seqs), seqs, table.page_size, table.rules, table.device)
+    if unstored:
+        places = on_device(unstored, torch.int64, table.device)
+        for tables in batch.tables:
+            if isinstance(tables, PageTables):
+                tables.slots.index_fill_(0, places, -1)
+    return replace(batch, tokens=drafts)

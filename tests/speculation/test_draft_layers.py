@@ -1,0 +1,291 @@
+"""Draft layers of checkpoints: drafts as defined by transformers' layers, and outputs without a change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import small_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from e2e.here import weft_here
+from engine.conftest import byte_model, byte_tokenizer
+from engine.test_engine import config
+from engine.test_hybrids import FAMILIES as OTHERS
+from speculation.draft_layers import add_draft_layer
+from speculation.test_outputs import GREEDY, LAYOUTS, PROMPTS, results, same
+from weft.comm.reference import ReferenceWorld
+from weft.engine.assets import embedded_model_dir
+from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import check_speculation, resolve_defaults
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.kv.manager import CacheManager
+from weft.engine.kv.tokens import token_bytes
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Result, Sampling, Step
+from weft.engine.models.registry import load_config
+from weft.engine.worker.worker import Worker
+from weft.planner.cost import costs
+from weft.planner.spec import LayoutError
+
+pytestmark = pytest.mark.usefixtures("planned_once")
+WHOLE = {name: {k: v for k, v in layout.items() if k != "split_vocabulary"} for name, layout in LAYOUTS.items()}
+"""Layouts with a whole vocabulary."""
+
+
+@pytest.fixture(scope="session")
+def drafting_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_draft_layer(byte_model(tmp_path_factory.mktemp("drafting")))
+
+
+class Defined:
+    """Draft layer made of transformers' parts."""
+
+    def __init__(self, directory: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        names, tensors = load_config(directory).draft_names, load_file(directory / "model.safetensors")  # type: ignore[attr-defined]
+        self.weights = {name: tensors[f"{name}.weight"] for name in vars(names).values() if name != names.layer}
+        self.names, self.eps = names, self.model.config.rms_norm_eps
+        last = self.model.model.layers[-1]
+        self.layer = type(last)(self.model.config, len(self.model.model.layers) - 1).eval()
+        own = {n.removeprefix(f"{names.layer}."): t for n, t in tensors.items() if n.startswith(names.layer)}
+        missing = self.layer.load_state_dict(fused(own), strict=False).missing_keys
+        assert not missing, missing
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weights[name], self.eps)
+
+    @torch.no_grad()
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """Return the drafts after a sequence, whose last token has not run."""
+        model, names = self.model.model, self.names
+        hidden, follow = model(torch.tensor([tokens[:-1]])).last_hidden_state, torch.tensor([tokens[1:]])
+        cache, first, found = DynamicCache(config=self.model.config), 0, list[int]()
+        for _ in range(count):
+            both = [self.norm(model.embed_tokens(follow), names.embedding_norm), self.norm(hidden, names.hidden_norm)]
+            x = torch.cat(both, -1) @ self.weights[names.join].t()
+            places = torch.arange(first, first + x.shape[1])[None]
+            seen = torch.arange(first + x.shape[1])[None] <= places[0][:, None]
+            mask = torch.zeros(seen.shape).masked_fill(~seen, float("-inf"))[None, None]
+            rotary = model.rotary_emb(x, places)
+            out = self.layer(
+                x, attention_mask=mask, position_ids=places, past_key_values=cache, position_embeddings=rotary
+            )
+            hidden = self.norm(out, names.norm)[:, -1:]
+            follow, first = self.model.lm_head(hidden).argmax(-1), first + x.shape[1]
+            found.append(int(follow))
+        return found
+
+
+def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a layer's tensors as transformers 5 has them, with the experts of a layer in one tensor."""
+    experts = 1 + max(int(name.split(".")[2]) for name in tensors if name.startswith("mlp.experts."))
+
+    def of(kind: str) -> Tensor:
+        return torch.stack([tensors[f"mlp.experts.{i}.{kind}.weight"] for i in range(experts)])
+
+    rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("mlp.experts.")}
+    gate_up = torch.cat([of("gate_proj"), of("up_proj")], 1)
+    return rest | {"mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": of("down_proj")}
+
+
+class DraftingRank:
+    """A rank with one sequence, whose prompt runs in two chunks."""
+
+    def __init__(self, directory: Path, pages: int = 40, **options: Any):
+        values = dict(executor="thread", max_running=4, kv_tokens=1024, page_size=4, speculative="mtp") | options
+        worker = Worker(
+            resolve_defaults(config(directory, **values)),
+            [ReferenceWorld(1).transports()[0]],
+            costs("cpu"),
+            lambda message: None,
+        )
+        self.worker, self.number, prompt = worker, 0, PROMPTS[0][:11]
+        join = Join(2, 1, 0, (tuple(range(pages)),), Sampling(temperature=0.0))
+        first, rest = prompt[:5], prompt[5:]
+        self.step(GroupRows(joins=(join,), chunks=(Chunk(2, token_bytes(first), False, None, rest[0]),)), 0)
+        self.tokens = list(prompt)
+        self.note(self.step(GroupRows(chunks=(Chunk(2, token_bytes(rest), True),))))
+
+    @torch.inference_mode()
+    def step(self, rows: GroupRows, drafts: int = 4) -> Result:
+        self.number += 1
+        return self.worker.step(Step(self.number, (rows,), drafts))()
+
+    def note(self, result: Result) -> None:
+        self.tokens += result.tokens
+        self.drafts = list(result.drafts[0])
+
+    def decode(self, drafts: Sequence[int]) -> None:
+        count = (len(drafts) + 1,) if drafts else ()
+        self.note(self.step(GroupRows((2,), decode_tokens=count, drafts=token_bytes(drafts))))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_drafts_are_those_of_the_definition(family: str, graphs: bool, tmp_path: Path) -> None:
+    """After prompts in chunks, and after accepted and rejected drafts, which leave nothing that is seen."""
+    small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
+    byte_tokenizer(tmp_path)
+    defined = Defined(add_draft_layer(tmp_path))
+    rank, accepted = DraftingRank(tmp_path, cuda_graphs=graphs), 0
+    assert (rank.worker.eager_because is None) == graphs
+    for step in range(9):
+        assert rank.drafts == defined.drafts(rank.tokens, 4), step
+        before = len(rank.tokens)
+        with torch.no_grad():
+            right = int(defined.model(torch.tensor([rank.tokens])).logits[0, -1].argmax())
+        rank.decode([[], [7, 8, 9], [right], [right, 5]][step % 4])
+        accepted += len(rank.tokens) - before - 1
+    assert accepted == 4
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_drafts_end_where_pages_do(drafting_dir: Path, graphs: bool) -> None:
+    """A row behind the pages is neither stored nor valid."""
+    defined, rank = Defined(drafting_dir), DraftingRank(drafting_dir, pages=4, cuda_graphs=graphs)
+    counts = []
+    while len(rank.tokens) <= 16:
+        assert rank.drafts == defined.drafts(rank.tokens, len(rank.drafts))
+        counts.append(len(rank.drafts))
+        rank.decode([])
+    assert counts == [4, 4, 4, 3, 2] and len(rank.drafts) == 1
+
+
+@contextmanager
+def drafts_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[int, ...], ...]]]:
+    """Note the drafts of each result."""
+    noted, result = list[tuple[tuple[int, ...], ...]](), Worker._result
+
+    def noting(worker: Worker, *arguments: Any) -> Result:
+        found = result(worker, *arguments)
+        if found.drafts:
+            noted.append(found.drafts)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "_result", noting)
+        yield noted
+
+
+@pytest.mark.usefixtures("never_pausing")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "1x1",
+        "2x1",
+        "dcp 2",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("1x2", "2x2", "ep 2", "dispatch")),
+    ],
+)
+def test_outputs_are_those_without_drafts(drafting_dir: Path, layout: str) -> None:
+    """Every parameter, in two rounds, the second one from the prefix cache."""
+    (plain, _), _ = results(drafting_dir, drafts=False)
+    rounds, engine = results(drafting_dir, speculative="mtp", **WHOLE[layout])
+    for found in rounds:
+        same(found, plain)
+    assert any(result.cached_tokens for result in rounds[1])
+    assert engine.speculation and min(engine.speculation.drafted) > 100
+
+
+@pytest.mark.usefixtures("never_pausing")
+def test_sequences_with_draft_layers_are_preempted(drafting_dir: Path) -> None:
+    (plain, _), _ = results(drafting_dir, drafts=False)
+    rounds, engine = results(drafting_dir, speculative="mtp", kv_tokens=96, max_batch_tokens=17)
+    for found in rounds:
+        same(found, plain)
+    assert engine.stats().preemptions and engine.speculation and sum(engine.speculation.drafted)
+
+
+@pytest.mark.usefixtures("never_pausing")
+def test_drafts_are_those_of_one_rank(drafting_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft by draft, by groups without a sequence too, and whatever is cached."""
+    tails = [[200, 201], [90], [91, 92, 93]]
+    prompts = [PROMPTS[0], *([*PROMPTS[0], *tail] for tail in tails)]
+
+    def drafts(layout: str, **changes: Any) -> list[Any]:
+        changes |= dict(page_size=4 if layout == "dcp 2" else 8)  # drafts end with the pages of a group
+        with (
+            drafts_noted(monkeypatch) as noted,
+            Engine(config(drafting_dir, speculative="mtp", **WHOLE[layout], **changes)) as engine,
+        ):
+            cached = [engine.generate([prompt], GREEDY)[0].cached_tokens for prompt in prompts]
+        assert any(cached) == changes.get("prefix_cache", True)
+        return noted
+
+    wanted = drafts("1x1", prefix_cache=False)
+    assert len(wanted) > 40
+    for layout in ("1x1", "2x1", "1x2", "dcp 2", "ep 2"):
+        assert drafts(layout, prefix_cache=False) == wanted, layout
+    assert drafts("1x1") == wanted
+
+
+def test_the_last_token_of_a_common_prefix_runs_again() -> None:
+    """Its entry in a draft layer's cache follows from the token after it."""
+    groups = [CacheGroup(Rule(), 40)]
+    found = []
+    for lookahead in (False, True):
+        caches = CacheManager(groups, 4, lookahead=lookahead)
+        admitted = caches.admit(list(range(12)), 12)
+        assert admitted is not None
+        caches.cache_prefix(admitted[0], list(range(12)), ended=True)
+        caches.release(admitted[0])
+        for tokens in ([*range(8), 99, 98], [*range(12), 99], [0, 99], [99, 98]):
+            again = caches.admit(tokens, 4)
+            assert again is not None and again[1] == caches.longest(tokens)
+            found.append(again[1])
+            caches.release(again[0])
+    assert found == [8, 12, 1, 0, 7, 11, 0, 0]
+
+
+@pytest.mark.usefixtures("never_pausing")
+def test_the_embedded_models_drafts_are_accepted() -> None:
+    """Its own draft layer is right for most tokens."""
+    tokens = []
+    for speculative in ("off", "mtp"):
+        with Engine(config(embedded_model_dir(), speculative=speculative)) as engine:
+            prompt = engine.tokenizer.apply_chat_template(
+                [{"role": "user", "content": "Mia has 3 boxes with 12 kites in each. How many kites does Mia have?"}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+            tokens.append(engine.generate([prompt], replace(GREEDY, ignore_eos=False, max_tokens=64))[0].token_ids)
+            steps = engine.stats().steps
+    assert tokens[0] == tokens[1] and len(tokens[0]) > 15
+    assert engine.speculation is not None
+    assert steps < 0.6 * len(tokens[0]) and engine.speculation.accepted[0] > 0.6 * engine.speculation.drafted[0]
+
+
+def test_a_draft_layer_that_cannot_run_is_refused_in_one_line(
+    model_dir: Path, drafting_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(says: str, model: Path = drafting_dir, **changes: Any) -> None:
+        with pytest.raises(LayoutError, match=says) as error:
+            Engine(config(model, **dict(speculative="mtp") | changes))
+        assert "\n" not in str(error.value)
+
+    refused("runs the checkpoint's draft layer, and config.json names none", model_dir)
+    refused("follows the model's last layer: drop --num-layers", num_layers=2)
+    refused("supports no split vocabulary so far", attn_tp=2, split_vocabulary="on")
+    OTHERS["qwen3_5_moe"](tmp_path)
+    byte_tokenizer(tmp_path)
+    refused("config.json names none", tmp_path)
+    monkeypatch.setattr("weft.engine.controller.startup.on_gpus", lambda config: True)
+    asked = config(drafting_dir, speculative="mtp")
+    with pytest.raises(LayoutError, match="--speculative mtp runs on CPUs only so far"):
+        check_speculation(asked, load_config(drafting_dir))
+
+
+def test_plans_show_the_draft_layer(drafting_dir: Path) -> None:
+    command = ("plan", str(drafting_dir), "--tokens", "2", "--speculative", "mtp")
+    code, text, _ = weft_here(*command)
+    assert code == 0 and "\ndraft layer: layout attn_dp=2 attn_tp=2" in text
+    assert "  layers.*.post_attention_layernorm" in text.partition("draft layer")[2]
+    code, text, _ = weft_here(*command, "--json")
+    assert code == 0 and '"site": "mtp.layers.0.input_layernorm"' in text

@@ -23,7 +23,7 @@ NAMES = {
     "--kv-dtype": "kv-cache-dtype",
     "--gpu-memory-fraction": "gpu-memory-utilization mem-fraction-static",
     "--float8, of weights that the checkpoint has in FP8": "quantization",
-    "--speculative ngram, with --speculative-tokens": "speculative-config speculative-algorithm speculative-algo",
+    "--speculative ngram|mtp, with --speculative-tokens": "speculative-config speculative-algorithm speculative-algo",
     "--speculative-tokens": "speculative-num-draft-tokens speculative-num-steps",
     "--prompt-lookup-max": "speculative-ngram-max-match-window-size",
     "--prompt-lookup-min": "speculative-ngram-min-match-window-size",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,10 +20,12 @@ from weft.engine.hosts import agents, digests, secured
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
 from weft.engine.messages.host_messages import (
+    Alive,
     Ended,
     FromAgent,
     FromRanks,
     Join,
+    Leave,
     Left,
     Start,
     Stopped,
@@ -74,8 +77,28 @@ def node_0(config: EngineConfig) -> Iterator[Agents]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members say nothing by themselves."""
+    """Members say nothing by themselves, also when node 0 ends."""
     monkeypatch.setattr(agents, "SILENT_S", WAIT_S)
+    monkeypatch.setattr(agents, "LEAVE_S", 0.0)
+
+
+def test_node_0_ends_once_its_agents_have_left(
+    cluster: EngineConfig, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages that node 0 has not read would reset the connection, and the request to leave would be lost."""
+    monkeypatch.setattr(agents, "LEAVE_S", WAIT_S)
+    node0, member = Agents(cluster), Member(context, cluster, "b")
+    hear(node0, lambda: not node0.missing)
+    assert isinstance(member.hears(), Welcome)
+    heard, decode = list[FromAgent](), agents.decode_from_agent
+    monkeypatch.setattr(agents, "decode_from_agent", lambda frame: heard.append(decode(frame)) or heard[-1])
+    member.say(*[Alive()] * 50)
+    ending = threading.Thread(target=node0.close)
+    ending.start()
+    assert isinstance(member.hears(), Leave)
+    member.say(Left("node 0 has ended"))
+    ending.join(WAIT_S)
+    assert not ending.is_alive() and len(heard) == 51 and isinstance(heard[-1], Left)
 
 
 def test_messages_of_an_earlier_start_are_not_taken_for_this_ones(cluster: EngineConfig, context: Any) -> None:

@@ -137,6 +137,7 @@ class HostAgent:
         if isinstance(message, Refused):
             raise EngineError(message.text)
         if isinstance(message, Leave):
+            self._send(Left("node 0 has ended"))
             self._say(f"node {self.node}: node 0 has ended")
             return False
         if isinstance(message, Welcome):

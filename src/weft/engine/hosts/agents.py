@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from weft.engine.messages.host_messages import (
 )
 
 log = logging.getLogger(__name__)
+LEAVE_S = 1.0
+"""Maximum seconds to wait until agents leave."""
 SILENT_S = 5.0
 """Seconds without a heartbeat after which an agent counts as lost; agents send one every second."""
 
@@ -184,11 +187,18 @@ class Agents:
                 self._drop_silent()
 
     def close(self) -> None:
-        """Request all agents to exit. May be called twice."""
+        """Request all agents to exit, and wait up to LEAVE_S for their answers. May be called twice."""
         if self._context.closed:
             return
         for agent in (*self._agents.values(), *self._candidates.values()):
             self._send(agent, encode(Leave()))
+        # A TCP socket that is closed with unread data resets its connection, and the agent loses the request.
+        waiting, deadline = {agent.identity for agent in self._agents.values()}, time.monotonic() + LEAVE_S
+        while waiting and self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            identity, frame = self.socket.recv_multipart()
+            with suppress(ValueError, msgspec.DecodeError):  # of another version
+                if isinstance(decode_from_agent(frame), Left):
+                    waiting.discard(identity)
         self._agents.clear()
         self.socket.close()
         self._authenticator.stop()

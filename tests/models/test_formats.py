@@ -267,7 +267,7 @@ def test_a_rank_with_rows_in_another_format_is_found(tmp_path: Path, monkeypatch
     monkeypatch.setattr(launch, "costs", lambda name: Costs("slow", {"*": {0: SLOW_BYTES}}))
     checksum = ModelRunner.plan_checksum
 
-    def other(self: ModelRunner, counts: tuple[int, ...], shape: Any = None) -> int:
+    def other(self: ModelRunner, counts: tuple[int, ...], shape: Any = None, passes: Any = ()) -> int:
         if shape is not None:
             return checksum(self, counts, shape)
         plan = self.planner.plan(counts)

@@ -187,7 +187,7 @@ class Agents:
                 self._drop_silent()
 
     def close(self) -> None:
-        """Request all agents to exit, and wait up to LEAVE_S for their answers. May be called twice."""
+        """Request all agents to exit, and wait up to LEAVE_S for their replies. May be called twice."""
         if self._context.closed:
             return
         for agent in (*self._agents.values(), *self._candidates.values()):

@@ -109,7 +109,9 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
 
     def made(worker: Worker, *args: Any) -> None:
         make(worker, *args)
-        worker.device_rows = worker.sampler.state = DeviceRows(worker.table, 64, worker.config.step_drafts)
+        worker.device_rows = worker.sampler.state = DeviceRows(
+            worker.table, 64, worker.config.batch_sampled - worker.config.batch_sequences
+        )
         if not worker.config.cuda_graphs:
             return
         worker.device_rows.entries.fill_(1 << 20)  # a page, or a slot, that was never told is none

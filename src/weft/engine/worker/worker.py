@@ -161,7 +161,10 @@ class Worker:
 
     def rows_on_device(self, longest: int) -> DeviceRows:
         """Return the table's part on the device. longest: maximum tokens of a sequence."""
-        return DeviceRows(self.table, -(-longest // self.config.interleave.span), self.config.step_drafts)
+        config = self.config  # with the same number of drafts as `measure` reckons with
+        return DeviceRows(
+            self.table, -(-longest // config.interleave.span), config.batch_sampled - config.batch_sequences
+        )
 
     def capture(self, longest: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture the graphs of steps. Collective. longest: maximum tokens of a sequence."""

@@ -42,6 +42,12 @@ class Drafts(NamedTuple):
     counts: Sequence[int]
 
 
+def drafts_of(found: Sequence[Tensor], left: Sequence[int]) -> Drafts:
+    """Return the drafts that each pass has found, int64 `[sequences]`. left: `RowTable.tokens_left` of each sequence:
+    drafts after the first end with it."""
+    return Drafts(torch.stack([*found]), [1 + max(0, min(more, len(found) - 1)) for more in left])
+
+
 class RowsKept:
     """A model that keeps the batch and the rows after its last layer, `[T, width]`, of its last call."""
 
@@ -122,8 +128,7 @@ class DraftChain:
         for ahead, of_groups in enumerate(counts[1:]):
             states, logits = self._pass(of_groups, next_rows(table, sampling, ahead, found[-1]), states)
             found.append(logits.argmax(-1))
-        beyond = [table.capacity(row) - table.rows[row].length for row in sampling]
-        return Drafts(torch.stack(found), [1 + max(0, min(more, step.drafts - 1)) for more in beyond])
+        return drafts_of(found, table.tokens_left(sampling))
 
     def _pass(self, counts: Counts, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.walk(StepRows(self._mesh, self._rank, counts), counts, batch, hidden, self._stats.times())

@@ -15,7 +15,7 @@ from weft.engine.kernels import cpu_ops
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.worker.device_rows import DeviceRows
-from weft.engine.worker.draft_chain import DraftChain, Drafts, last_rows, rows_of_passes
+from weft.engine.worker.draft_chain import DraftChain, Drafts, drafts_of, last_rows, rows_of_passes
 from weft.engine.worker.graph_inputs import RecordedInputs, SampledRows, Shape
 from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.step_graphs import CapturedStep
@@ -102,8 +102,8 @@ class RecordedDrafts:
         self._chain.count(counts)
         if not step.drafts:
             return None
-        beyond = [table.capacity(row) - table.rows[row].length for row in sampling]
-        order = sorted(range(len(sampling)), key=lambda at: -beyond[at])  # rows without pages are padding
+        left = table.tokens_left(sampling)
+        order = sorted(range(len(sampling)), key=lambda at: -left[at])  # rows without pages are padding
         last = torch.tensor(last_rows(rows, accepted), dtype=torch.int64)
         states, best = first.made
         found = [best[last, 1].long()]
@@ -113,11 +113,11 @@ class RecordedDrafts:
             self._inputs.begin(table, [sampling[at] for at in order], found[0][ordered])
         for ahead, of_groups in enumerate(counts[1:]):
             again = self._next[max(of_groups)]
-            self._inputs.live.fill_(sum(more > ahead for more in beyond))
+            self._inputs.live.fill_(sum(more > ahead for more in left))
             again.rows.fill(of_groups)
             again.step.replay()
             found.append(torch.empty_like(found[0]).index_copy_(0, ordered, self._found[: len(last)].long()))
-        return Drafts(torch.stack(found), [1 + max(0, min(more, step.drafts - 1)) for more in beyond])
+        return drafts_of(found, left)
 
     def prepare(self, groups: Sequence[GroupRows], record: RecordPass) -> None:
         """Record further passes behind a step of these rows, unless they are. It overwrites the recorder's memory and

@@ -83,6 +83,10 @@ class RowTable:
         tables = zip(self.rows[row].tables, self.rules, strict=True)
         return min(len(table) * self.page_size for table, rule in tables if not rule.state)
 
+    def tokens_left(self, rows: Sequence[int]) -> list[int]:
+        """Return the number of further tokens that the pages of each row hold."""
+        return [self.capacity(row) - self.rows[row].length for row in rows]
+
     def forget(self) -> None:
         """Empty every row."""
         self.rows.clear()

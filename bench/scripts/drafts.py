@@ -1,4 +1,4 @@
-"""Measure the time per output token with drafts of which a forced share is right, compared with no drafts.
+"""Measure the time per output token with a forced share of right drafts, compared with no drafts.
 
 Sequences of made-up prompts are sampled at a temperature of 100: the noise of seed and position decides, so outputs are
 the same tokens however a step rounds. An engine without drafts records them. The source of a second engine, which

@@ -93,7 +93,7 @@ def test_greedy_outputs_are_those_of_a_cpu(name: str, graphs: bool, expected: li
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", ["1x1", "1x2", "1x2 split", "2x1"])
 def test_drafts_change_no_token(name: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of which two in three are right, with every kind of parameters, next to prompts and with preemption."""
+    """Two drafts in three are right, with every kind of parameters, next to prompts and with preemption."""
     layout = LAYOUTS[name]
     if layout.get("attn_dp", 1) * layout.get("attn_tp", 1) > GPUS or (not graphs and name != "1x1"):
         pytest.skip(f"needs two of {GPUS} GPUs, or runs in one layout, to save time")

@@ -63,36 +63,51 @@ def test_the_distribution_has_the_engines_entry_point(engine: str) -> None:
     assert project["name"] == f"weft-{engine}" and not any(engine in each for each in project["dependencies"])
 
 
-BENCHMARKS = PLUGINS / "weft-vllm/benchmarks"
+SCRIPT, KERNELS = PLUGINS / "with_and_without.py", PLUGINS / "weft-vllm/benchmarks/kernels.py"
 
 
-def run_script(script: str, *arguments: str, folder: Path, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path, *arguments: str, folder: Path, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
     environment = environment_of("vllm", versions("vllm")[-1], folder)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if torchrun else []
-    command = [sys.executable, *launcher, str(BENCHMARKS / script), *arguments]
+    command = [sys.executable, *launcher, str(script), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_with_and_without_compares_tokens_and_times(tmp_path: Path) -> None:
     """The script's own steps, under the stand-in, which samples alike in both arms."""
     report = tmp_path / "report.json"
-    for what, keys in (("tokens", {"equal": 3, "sequences": 3, "passed": True}), ("time", {"passed": True})):
+    asked = ("--batches", "1", "2", "--steps", "3", "--rounds", "1", "--json", str(report), "--cases")
+    for what, cases in (("tokens", ["tp"]), ("time", ["tp", "dp"])):
         folder = tmp_path / what
         folder.mkdir()
-        asked = ("--batches", "1", "2", "--steps", "3", "--rounds", "1", "--json", str(report))
-        done = run_script("with_and_without.py", what, *asked, folder=folder)
+        done = run_script(SCRIPT, "vllm", what, *asked, *cases, folder=folder)
         assert done.returncode == 0, done.stderr
         result = json.loads(report.read_text())
-        assert result.items() >= keys.items()
-        arms = [arm for arm, _ in result["runs"]]
-        assert arms == (["without", "with"] if what == "tokens" else ["without", "with", "with", "without"])
-    assert result["step_ms_with"].keys() == result["step_ms_without"].keys() == {"1", "2"}
+        assert result["passed"] and list(result["cases"]) == cases
+        turns = ["without", "with"] if what == "tokens" else ["without", "with", "with", "without"]
+        for case in result["cases"].values():
+            assert [arm for arm, _ in case["runs"]] == turns
+            if what == "tokens":
+                assert case["equal"] == case["sequences"] == 3
+            else:
+                assert case["step_ms_with"].keys() == case["step_ms_without"].keys() == {"1", "2"}
 
 
-def test_tokens_that_differ_end_with_an_error() -> None:
-    specification = spec_from_file_location("with_and_without", BENCHMARKS / "with_and_without.py")
+def test_an_engine_that_fails_ends_its_case_alone(tmp_path: Path) -> None:
+    """The stand-in knows no decode context parallelism."""
+    report = tmp_path / "report.json"
+    asked = ("--batches", "1", "--steps", "3", "--rounds", "1", "--json", str(report), "--cases", "dcp", "tp")
+    done = run_script(SCRIPT, "vllm", "time", *asked, folder=tmp_path)
+    assert done.returncode == 1 and "the engine without the plug-in ended" in done.stdout
+    cases = json.loads(report.read_text())["cases"]
+    assert cases["tp"]["passed"] and not cases["dcp"]["passed"]
+
+
+def test_tokens_that_differ_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    specification = spec_from_file_location("with_and_without", SCRIPT)
     assert specification is not None and specification.loader is not None
     script = module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "with_and_without", script)  # its dataclasses look their annotations up there
     specification.loader.exec_module(script)
 
     def arm(tokens: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
@@ -125,7 +140,7 @@ def test_kernels_runs_on_cpus(tmp_path: Path) -> None:
         "--json",
         str(report),
     )
-    done = run_script("kernels.py", *asked, "--json", str(report), folder=tmp_path, torchrun=True)
+    done = run_script(KERNELS, *asked, "--json", str(report), folder=tmp_path, torchrun=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(report.read_text())["rows"]
     transports = [("all_reduce", "weft"), ("all_reduce+norm", "weft, then a norm"), ("all_reduce+norm", "weft, fused")]

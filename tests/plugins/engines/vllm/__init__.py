@@ -12,7 +12,9 @@ class SamplingParams:
 class LLM:
     """Samples a token that follows from the prompt."""
 
-    def __init__(self, model, load_format, skip_tokenizer_init, tensor_parallel_size, **arguments):
+    def __init__(self, model, load_format, skip_tokenizer_init, decode_context_parallel_size=1, **arguments):
+        if decode_context_parallel_size > 1:
+            raise ValueError("decode_context_parallel_size")
         self.arguments = arguments
         atexit.register(print, "Processed prompts: 100%")  # follows the caller's last line
 

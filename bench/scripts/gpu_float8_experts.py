@@ -1,4 +1,4 @@
-"""Measure the routed experts of prompts in FP8, by descriptors and by pointers, and in bfloat16, on made-up weights.
+"""Measure the experts of prompts in FP8 by Hopper's kernels and by Triton's, and in bfloat16, on made-up weights.
 
 They take turns. Prints a line of JSON per shape: medians in ms, and TFLOP/s of the three products. `equal` is the share
 of elements of the FP8 results that are the same.
@@ -53,8 +53,8 @@ def measure(name: str, token_rows: int, turns: int) -> None:
     outs = torch.empty(3, *x.shape, device="cuda", dtype=x.dtype)
     plain = [w.values.to(x.dtype) for w in (gate_up, down)]
     calls = {
-        "descriptors": lambda: fused_experts.experts(rows, routings[0], gate_up, down, outs[0]),
-        "pointers": lambda: fused_experts.experts(
+        "hopper": lambda: fused_experts.experts(rows, routings[1], gate_up, down, outs[0]),
+        "triton": lambda: fused_experts.experts(
             rows, routings[0], gate_up, down, outs[1], *float8_tiles_of(token_rows)
         ),
         "bfloat16": lambda: fused_experts.experts(x, routings[1], *plain, outs[2]),

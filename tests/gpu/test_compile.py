@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tvm_ffi import libinfo
 
-from weft.kernels.build import ARCHITECTURES, CSRC, CUDA_FLAGS, for_gpus
+from weft.kernels.build import ARCHITECTURES, CSRC, CUDA_FLAGS, HOPPER_KERNELS, for_gpus
 
 NVCC = shutil.which("nvcc")
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc, of CUDA 12.8 or later")
@@ -55,3 +55,14 @@ def test_what_differs_compiles_for_every_architecture(targets: tuple[str, ...], 
     source = tmp_path / "few.cu"
     source.write_text(FEW_KERNELS)
     compile_with(*for_gpus(targets), f"-I{CSRC / 'cuda'}", "-fatbin", "-o", tmp_path / "few.fatbin", source)
+
+
+def test_hoppers_kernels_keep_their_sums_in_registers(tmp_path: Path) -> None:
+    """The compiler neither spills registers nor lets products wait for each other, and would warn of both."""
+    _, source, *folders = HOPPER_KERNELS
+    include = libinfo.find_include_path(), libinfo.find_dlpack_include_path(), *folders
+    command = [str(NVCC), "-std=c++17", *CUDA_FLAGS, *for_gpus(["90a"]), *(f"-I{folder}" for folder in include)]
+    command += ["-Xptxas", "-v", "-cubin", "-o", str(tmp_path / "experts.cubin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "Performance Loss" not in done.stderr, done.stderr
+    assert done.stderr.count(" 0 bytes spill stores, 0 bytes spill loads") == 3, done.stderr

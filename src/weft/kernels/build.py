@@ -35,6 +35,7 @@ ARCHITECTURES = ("80", "89", "90a", "100", "120")
 OLDEST_GPU = (8, 0)
 CPU_KERNELS, CUDA_KERNELS = ("weft_cpu", CSRC / "cpu" / "shm.cc"), ("weft_cuda", CSRC / "cuda" / "peer.cu")
 MODEL_KERNELS = ("weft_model", CSRC / "model" / "model.cc", CSRC / "cpu")
+HOPPER_KERNELS, HOPPER = ("weft_hopper", CSRC / "hopper" / "experts.cu", CSRC / "cuda"), (9, 0)
 _log = logging.getLogger(__name__)
 
 
@@ -80,6 +81,18 @@ def cuda_kernels() -> Any:
         if capability < OLDEST_GPU:
             raise BuildError(f"{name} ({_sm(capability)}) is older than sm_80, which peer memory requires: use NCCL")
     return load(*CUDA_KERNELS, flags=CUDA_FLAGS, gpus=sorted(found))
+
+
+@cache
+def hopper_kernels() -> Any:
+    """Return the module of `csrc/hopper/experts.cu`: the models' kernels on Hopper GPUs. Raises BuildError."""
+    return load(*HOPPER_KERNELS, flags=CUDA_FLAGS, gpus=[HOPPER])
+
+
+@cache
+def can_load(name: str) -> bool:
+    """Return True if the CUDA kernels `name` are installed, or nvcc is here to compile them."""
+    return (BUILT / f"{name}.so").is_file() or shutil.which(nvcc()) is not None
 
 
 def load(name: str, source: Path, *folders: Path, flags: Sequence[str], gpus: Sequence[tuple[int, int]] = ()) -> Any:
@@ -204,7 +217,7 @@ def build_ahead(folder: Path) -> None:
         (MODEL_KERNELS, CPU_FLAGS, ()),
     ]
     if shutil.which(nvcc()):
-        todo.append((CUDA_KERNELS, CUDA_FLAGS, ARCHITECTURES))
+        todo += [(CUDA_KERNELS, CUDA_FLAGS, ARCHITECTURES), (HOPPER_KERNELS, CUDA_FLAGS, ("90a",))]
     else:
         print("weft: no nvcc here: the wheel goes without CUDA kernels, which are compiled when first used")
     for (name, *sources), flags, architectures in todo:

@@ -15,16 +15,14 @@ from weft.engine.kernels import ops
 from weft.engine.kernels.model_reference import choose
 from weft.engine.kernels.side_stream import on_side_stream
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.kernels.triton import fused_experts, prompt_experts, prompt_experts_float8
+from weft.engine.kernels.triton import fused_experts, prompt_experts
 from weft.engine.kernels.triton import route as kernels
-from weft.engine.kernels.triton.experts_tiles import ExpertsTile, float8_tiles_of, tile_rows_of
+from weft.engine.kernels.triton.experts_tiles import ExpertsTile, tile_rows_of
 from weft.engine.models.layers import moe
 from weft.engine.models.layers.basic import Builder
 from weft.engine.models.layers.moe import MoEConfig, SparseMoE
 from weft.engine.models.layers.routing import Router, Routing
 from weft.kernels import stream_ops
-from weft.kernels.float8 import FLOAT8, Fp8Weight
-from weft.kernels.triton import float8_rows
 from weft.planner.spec import Mesh, Placement, PlacementError, Rows
 from weft.stream.hidden import Hidden, ReadInfo
 
@@ -287,32 +285,6 @@ def test_experts_of_prompts(case: tuple[list[int], int, str], device: torch.devi
     wanted = wanted if shared is None else wanted + shared
     assert (out.double() - wanted).norm() <= 3e-3 * wanted.norm()
     assert torch.equal(out, run(prompt_experts.UP_TILE, prompt_experts.DOWN_TILE))
-
-
-@pytest.mark.parametrize("counts", [[64, 0, 65, 3], [1, 130, 0, 40]])
-def test_float8_experts_of_prompts(counts: list[int], device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads by descriptors give the bits of the kernels that load by pointers. No row without a pair is read."""
-    monkeypatch.setattr(prompt_experts_float8, "MIN_ROWS", 130)
-    expert = torch.tensor([e for e, n in enumerate(counts) for _ in range(n)] + [-1] * 33)
-    expert = expert[torch.randperm(len(expert))][:, None].int().to(device)
-    found = kernels.sort_pairs(torch.rand(expert.shape, device=device), expert, len(counts), 64)
-    rows, held, width, inner = len(expert), len(counts), 128, 256
-
-    def weight(*shape: int) -> Fp8Weight:
-        values = (torch.randn(shape, device=device) / 11).to(FLOAT8)
-        return Fp8Weight(
-            values, torch.rand(shape[0], shape[1] // 128, shape[2] // 128, device=device) + 0.5, (128, 128)
-        )
-
-    x = torch.randn(rows, width, device=device).half()
-    x[(found.expert < 0).all(-1)] = NAN
-    gate_up, down = weight(held, 2 * inner, width), weight(held, width, inner)
-    assert prompt_experts_float8.takes(float8_rows.quantise(x, 128), found, gate_up, down)
-    tiles = float8_tiles_of(rows)
-    ours, wanted = (
-        fused_experts.experts(x, found, gate_up, down, torch.full_like(x, NAN), *each) for each in ((), tiles)
-    )
-    assert torch.equal(ours, wanted) and ours.isfinite().all() and ours.any()
 
 
 @pytest.mark.parametrize("more", ["biases", "limit"])

@@ -173,7 +173,8 @@ def gpus() -> Iterator[Finding]:
     if (BUILT / "weft_cuda.so").exists():
         yield Finding("ok", "kernels of transport peer are installed")
     elif not shutil.which(nvcc()):
-        yield Finding("slow", "no nvcc", "transport peer cannot be built; install CUDA's nvcc, or set PATH to it")
+        why = "neither transport peer nor FP8 experts of prompts can be built; install CUDA's nvcc, or set PATH to it"
+        yield Finding("slow", "no nvcc", why)
 
 
 def links(matrix: str) -> Iterator[Finding]:

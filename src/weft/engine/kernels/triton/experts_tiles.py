@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from weft.engine.kernels import hopper_experts
 from weft.engine.kernels.triton.float8_linear import FEW_ROWS
 from weft.kernels.triton.launch import cdiv, next_power_of_2
 
@@ -18,9 +19,18 @@ class ExpertsTile(NamedTuple):
 
 
 def tile_rows_of(rows: int, pairs: int, experts: int, float8: bool = False) -> int:
-    """Return the rows of a tile for `pairs` of `rows` and `experts`; at most 64 if `float8`: sums take registers."""
+    """Return the rows of a tile for `pairs` of `rows` and `experts`. float8: Triton's tiles have 64 rows at most, as
+    sums take registers."""
     if float8:
-        return 16 if rows <= 64 else 32 if rows <= 128 else 64
+        return (
+            16
+            if rows <= 64
+            else 32
+            if rows <= 128
+            else hopper_experts.TILE_ROWS
+            if hopper_experts.has_tiles(rows)
+            else 64
+        )
     # Twice an expert's mean, which it seldom exceeds: another tile would read its weights again.
     return 128 if rows >= 1024 else min(64, max(16, next_power_of_2(2 * cdiv(pairs, experts))))
 

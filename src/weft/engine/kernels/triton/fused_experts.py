@@ -23,10 +23,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from weft.engine.kernels import hopper_experts
 from weft.engine.kernels.model_reference import Rule
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.kernels.triton import float8_linear, fused_experts_float8, prompt_experts, prompt_experts_float8
+from weft.engine.kernels.triton import float8_linear, fused_experts_float8, prompt_experts
 from weft.engine.kernels.triton.experts_tiles import (
     ExpertsTile,
     down_tile_of,
@@ -248,7 +249,7 @@ def _products(
     pairs = rows * k
     x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # not read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
-    hidden, plain = None, limit is None and gate_up_bias is None and down_bias is None
+    hidden, plain = None, alpha is None and gate_up_bias is None and down_bias is None and up_tile is down_tile is None
     if isinstance(gate_up, Fp8Weight) and isinstance(down, Fp8Weight):
         gate_up.check(), down.check()
         (_, up_scale, up_unit), (_, down_scale, down_unit) = gate_up, down
@@ -258,8 +259,8 @@ def _products(
         given, x_scale, found = x
         if found != up_unit[1]:
             raise ValueError(f"x comes by groups of {found} columns, gate_up by {up_unit[1]}")
-        if plain and up_tile is down_tile is None and prompt_experts_float8.takes(x, routing, gate_up, down):
-            return prompt_experts_float8.pairs_outputs(x, routing, gate_up, down, out)[None], 0
+        if plain and hopper_experts.takes(x, routing, gate_up, down, out):
+            return hopper_experts.pairs_outputs(x, routing, gate_up, down, out, limit)[None], 0
         shipped = float8_tiles_of(rows)
         up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
         if rows <= float8_linear.FEW_ROWS:
@@ -271,7 +272,7 @@ def _products(
         hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
-    elif plain and up_tile is down_tile is None and prompt_experts.takes(given, routing, up, last):
+    elif plain and limit is None and prompt_experts.takes(given, routing, up, last):
         return prompt_experts.pairs_outputs(given, routing, up, last)[None], 0
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()

@@ -152,16 +152,21 @@ class Engine:
     def __post_init__(self) -> None:
         case, work = CASES[self.case], self.folder / self.case
         write_config(case.preset, work, self.options)
-        port = free_port()
+        port = str(free_port())
         name = "weft" if self.arm == "with" else "none"
         environment = os.environ | NO_MULTICAST | {"VLLM_PLUGINS": name, "SGLANG_PLUGINS": name}
-        environment |= {"CASE": self.case, "WORK": str(work), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        environment |= {
+            "CASE": self.case,
+            "WORK": str(work),
+            "PORT": port,
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        }
         processes = case.data_parallel if self.options.engine == "vllm" else 1
         for rank in range(processes):
             ours, theirs = socket.socketpair()
             if processes > 1:
                 environment |= {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank), "VLLM_DP_SIZE": "2"}
-                environment |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(port)}
+                environment |= {"VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": port}
             command = [sys.executable, str(HERE), *sys.argv[1:], "--rank", str(rank)]
             environment["CHANNEL"] = str(theirs.fileno())
             with theirs:
@@ -300,6 +305,7 @@ def sglang(case: Case, options: argparse.Namespace) -> Generate:
         model_path=os.environ["WORK"],
         load_format="dummy",
         skip_tokenizer_init=True,
+        port=int(os.environ["PORT"]),  # the ports of DP ranks follow from it
         dtype="float32" if options.what == "tokens" else "bfloat16",
         random_seed=0,
         context_length=length,

@@ -486,7 +486,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "FP8 experts, 1 row": (lambda: mix_float8_experts(1, 64, 768, 2048), ("QGMMA", "LDGSTS")),
     "FP8 experts, 128 rows": (lambda: mix_float8_experts(128, 32, 2048, 7168), ("HMMA", "LDGSTS")),
     "FP8 experts, 256 rows": (lambda: mix_float8_experts(256, 32, 2048, 7168), ("QGMMA", "LDGSTS")),
-    "FP8 experts, 4096 rows": (lambda: mix_float8_experts(4096, 64, 768, 2048), ("QGMMA", "UTMALDG")),
+    "FP8 experts, 4096 rows": (lambda: mix_float8_experts(4096, 64, 768, 2048), ("QGMMA", "LDGSTS")),
     "FP8 experts, cut blocks": (lambda: mix_float8_experts(4096, 64, 96, 2048, (32, 32)), ("QGMMA", "LDGSTS")),
     "FP8 product, 1 row": (lambda: multiply_float8(1, 2560, 2048), ("QGMMA", "LDGSTS")),
     "FP8 product, 64 rows": (lambda: multiply_float8(64, 576, 7168), ("QGMMA", "LDGSTS")),

@@ -9,16 +9,19 @@ Weights are the engine's dummy ones, the same in every engine. VLLM_PLUGINS or S
 off. The engines of all cases and both arms start at once and keep the GPUs' memory; then one at a time measures, in
 rounds of without, with, with, without. A step's time is that of --steps tokens of each sequence beyond the first,
 divided by their number: the median of --repeats such differences, after one that compiles what is missing. An engine
-that does not start within --start-s ends its case, not the others. Nothing that takes multicast objects is turned on.
-Run it where the engine, weft and its plug-in are installed.
+that does not start within --start-s ends its case, not the others. With --profile an engine also traces each load once:
+the time in which a GPU runs kernels shows whether a step waits for the host. Nothing that takes multicast objects is
+turned on. Run it where the engine, weft and its plug-in are installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import statistics
@@ -27,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.resources import files
@@ -50,6 +53,8 @@ TINY = {"num_hidden_layers": 3, "hidden_size": 512, "moe_intermediate_size": 128
 
 Generate = Callable[[list[list[int]], int, bool], "list[tuple[list[int], list[float]]]"]
 """Engine's function from prompts, tokens and whether to return logprobs to the tokens and logprobs of each output."""
+Trace = Callable[[Path], AbstractContextManager[None]]
+"""Engine's function from a folder to a context that is traced into it."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cache-gib", type=float, default=2, help="key-value cache of an engine on each GPU")
     parser.add_argument("--start-s", type=float, default=600, help="time limit of the start")
+    parser.add_argument("--profile", type=Path, help="folder of torch's traces; adds the GPUs' time of a step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -157,6 +163,7 @@ class Engine:
         environment = os.environ | NO_MULTICAST | {"VLLM_PLUGINS": name, "SGLANG_PLUGINS": name}
         environment |= {
             "CASE": self.case,
+            "ARM": self.arm,
             "WORK": str(work),
             "PORT": port,
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -227,7 +234,7 @@ def run_rank(options: argparse.Namespace) -> None:
     """Run an engine's process, and measure at each line of the channel, until it closes."""
     channel = socket.socket(fileno=int(os.environ["CHANNEL"]))
     case = CASES[os.environ["CASE"]]
-    generate = (vllm if options.engine == "vllm" else sglang)(case, options)
+    generate, trace = (vllm if options.engine == "vllm" else sglang)(case, options)
     ranks = 1 if options.engine == "vllm" else case.data_parallel  # DP ranks of this process
     vocabulary = json.loads(Path(os.environ["WORK"], "config.json").read_text())["vocab_size"]
     given = random.Random(options.rank)
@@ -239,13 +246,26 @@ def run_rank(options: argparse.Namespace) -> None:
         outputs = generate(prompts, tokens, options.what != "time")
         return time.perf_counter() - begin, outputs
 
+    def gpu_ms(count: int) -> float:
+        """Return the GPUs' time of a step: with all tokens less that with one."""
+        found = []
+        for tokens in (1, options.steps + 1):
+            name = f"{os.environ['CASE']}-{os.environ['ARM']}-{count}x{tokens}-{options.rank}"
+            folder = options.profile.resolve() / name
+            with trace(folder):
+                timed(count, tokens)
+            found.append(busy_ms(folder))
+        return (found[1] - found[0]) / options.steps
+
     def measure() -> dict[str, Any]:
-        result: dict[str, Any] = {"tokens": [], "logprobs": [], "step_ms": {}}
+        result: dict[str, Any] = {"tokens": [], "logprobs": [], "step_ms": {}, "gpu_ms": {}}
         for count in options.batches:
             if options.what == "time":
                 pairs = [[timed(count, n)[0] for n in (1, options.steps + 1)] for _ in range(options.repeats + 1)]
                 steps = [(long - short) / options.steps * 1e3 for short, long in pairs[1:]]
                 result["step_ms"][count] = statistics.median(steps)
+                if options.profile:
+                    result["gpu_ms"][count] = gpu_ms(count)
                 continue
             timed(count, 2)
             for tokens, logprobs in timed(count, options.steps)[1]:
@@ -258,7 +278,22 @@ def run_rank(options: argparse.Namespace) -> None:
         channel.sendall(json.dumps(measure()).encode() + b"\n")
 
 
-def vllm(case: Case, options: argparse.Namespace) -> Generate:
+def busy_ms(folder: Path) -> float:
+    """Return the time in which a GPU runs at least one kernel: the mean of the traces below `folder`."""
+    found = []
+    for path in folder.rglob("*.json.gz"):
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+        busy = end = 0.0
+        kernels = ((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel")
+        for begin, until in sorted(kernels):
+            busy += max(0.0, until - max(begin, end))
+            end = max(end, until)
+        found.append(busy / 1e3)
+    return statistics.mean(found)
+
+
+def vllm(case: Case, options: argparse.Namespace) -> tuple[Generate, Trace]:
     """Start vLLM, or one of its DP ranks."""
     from vllm import LLM, SamplingParams
 
@@ -276,8 +311,21 @@ def vllm(case: Case, options: argparse.Namespace) -> Generate:
         # Engines share the GPUs: a cache of a fixed size, so that none measures the memory while others allocate.
         "kv_cache_memory_bytes": int(options.cache_gib * 2**30),
         "gpu_memory_utilization": 0.05,
+        "kernel_config": {"enable_flashinfer_autotune": False},  # with it 0.25.1 fails with --cases dcp
     }
+    traces = Path(os.environ["WORK"], f"traces-{os.environ['ARM']}-{options.rank}")
+    if options.profile:
+        config = {"profiler": "torch", "torch_profiler_dir": str(traces), "torch_profiler_with_stack": False}
+        arguments["profiler_config"] = config
     engine = LLM(**arguments | case.vllm)
+
+    @contextmanager
+    def trace(folder: Path) -> Iterator[None]:
+        shutil.rmtree(traces, ignore_errors=True)
+        engine.start_profile()
+        yield
+        engine.stop_profile()
+        shutil.copytree(traces, folder, dirs_exist_ok=True)
 
     def generate(prompts: list[list[int]], tokens: int, logprobs: bool) -> list[tuple[list[int], list[float]]]:
         sampling = SamplingParams(
@@ -292,10 +340,10 @@ def vllm(case: Case, options: argparse.Namespace) -> Generate:
         ]
         return list(map(int, output.token_ids)), chosen
 
-    return generate
+    return generate, trace
 
 
-def sglang(case: Case, options: argparse.Namespace) -> Generate:
+def sglang(case: Case, options: argparse.Namespace) -> tuple[Generate, Trace]:
     """Start SGLang."""
     from sglang import Engine as Server
 
@@ -328,7 +376,13 @@ def sglang(case: Case, options: argparse.Namespace) -> Generate:
         chosen = output["meta_info"].get("output_token_logprobs") or ()
         return list(map(int, output["output_ids"])), [float(each[0]) for each in chosen]
 
-    return generate
+    @contextmanager
+    def trace(folder: Path) -> Iterator[None]:
+        engine.start_profile(output_dir=str(folder), activities=["GPU"])
+        yield
+        engine.stop_profile()
+
+    return generate, trace
 
 
 def compared(runs: list[tuple[str, list[dict[str, Any]]]], what: str) -> dict[str, Any]:
@@ -340,6 +394,8 @@ def compared(runs: list[tuple[str, list[dict[str, Any]]]], what: str) -> dict[st
             counts = engines[0][0]["step_ms"]
             steps = {count: [max(rank["step_ms"][count] for rank in ranks) for ranks in engines] for count in counts}
             result[f"step_ms_{arm}"] = {count: round(statistics.median(times), 4) for count, times in steps.items()}
+            busy = {n: [max(rank["gpu_ms"][n] for rank in ranks) for ranks in engines] for n in engines[0][0]["gpu_ms"]}
+            result[f"gpu_ms_{arm}"] = {count: round(statistics.median(times), 4) for count, times in busy.items()}
         return result
     sequences = {arm: [tokens for rank in engines[0] for tokens in rank["tokens"]] for arm, engines in by_arm.items()}
     logprobs = {arm: [chosen for rank in engines[0] for chosen in rank["logprobs"]] for arm, engines in by_arm.items()}

@@ -80,7 +80,7 @@ def test_with_and_without_compares_tokens_and_times(tmp_path: Path) -> None:
     for what, cases in (("tokens", ["tp"]), ("time", ["tp", "dp"])):
         folder = tmp_path / what
         folder.mkdir()
-        done = run_script(SCRIPT, "vllm", what, *asked, *cases, folder=folder)
+        done = run_script(SCRIPT, "vllm", what, *asked, *cases, "--profile", str(folder / "traces"), folder=folder)
         assert done.returncode == 0, done.stderr
         result = json.loads(report.read_text())
         assert result["passed"] and list(result["cases"]) == cases
@@ -91,6 +91,7 @@ def test_with_and_without_compares_tokens_and_times(tmp_path: Path) -> None:
                 assert case["equal"] == case["sequences"] == 3
             else:
                 assert case["step_ms_with"].keys() == case["step_ms_without"].keys() == {"1", "2"}
+                assert case["gpu_ms_with"] == case["gpu_ms_without"] == {"1": 1.0, "2": 1.0}
 
 
 def test_an_engine_that_fails_ends_its_case_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kernels import cpu_ops, model_reference, ops
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.models.layers.routing import Routing
 from weft.engine.models.load import build_model
 from weft.engine.models.registry import read_config
 from weft.engine.models.weights.float8_weights import Float8Weight
@@ -391,6 +392,53 @@ def test_gated(inner: int, dtype: torch.dtype, normal: Callable[..., Tensor]) ->
         wide = options | ({"score": tuple(s.double() for s in score)} if "score" in options else {})
         found = everywhere(lambda x=x, o=options: cpu_ops.gated(x, **o), (1, 2))
         near(found, model_reference.gated(x.double(), **wide), dtype, slack=1 + 2 * ("score" in options))
+
+
+@each_dtype
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top", "best"), [(1, 1, 1), (4, 2, 1), (4, 3, 2)])
+def test_choices_of_experts(
+    groups: int, top: int, best: int, score: Literal["softmax", "sigmoid"], dtype: torch.dtype, normal: Any
+) -> None:
+    """Rows with bias and without, of another rank's experts, and with equal logits, whose first ones are chosen."""
+    for bias, renormalise, first in ((None, False, 0), (normal(16), True, 3)):
+        rule = Routing(3, score, groups, top, best, renormalise=renormalise, scale=1.5)
+        logits = 2 * normal(40, 20, dtype=dtype)[:, :16]
+        args = rule, None, range(first, 16), False, bias
+        weight, expert = everywhere(lambda given=(logits, *args): cpu_ops.route(*given), (1, 2))
+        wide, wanted = model_reference.route(logits.double(), *args)
+        order = (at.argsort(-1) for at in (expert, wanted))
+        (ours, theirs) = (
+            (w.gather(-1, o), e.gather(-1, o)) for o, w, e in zip(order, (weight, wide), (expert, wanted), strict=True)
+        )
+        apart = (ours[1] != theirs[1]).any(-1)  # near ties
+        assert int(apart.sum()) <= 1 + 8 * (dtype != torch.float32)
+        near(ours[0][~apart], theirs[0][~apart], torch.float32, slack=4)
+        alone = cpu_ops.route(logits[7:8], *args)
+        assert alone is not None and torch.equal(alone[0], weight[7:8]) and torch.equal(alone[1], expert[7:8])
+        found = cpu_ops.choose(logits, rule, bias=bias)
+        assert found is not None and torch.equal(found[1], expert + first)
+    even = cpu_ops.choose(torch.ones(1, 16), Routing(3, score))
+    assert even is not None and even[1].tolist() == [[0, 1, 2]]
+
+
+@each_dtype
+def test_embeddings_rotary_tables_and_joined_rows(dtype: torch.dtype, normal: Callable[..., Tensor]) -> None:
+    weight, tokens = normal(11, 33, dtype=dtype), torch.tensor([0, 10, 3, 3])
+    assert torch.equal(everywhere(lambda: cpu_ops.embed(tokens, weight)), weight[tokens])
+    part = weight[2:7]
+    assert torch.equal(cpu_ops.embed(tokens, part, 2), model_reference.embed(tokens, part, 2))  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match="tokens of the vocabulary"):
+        cpu_ops.embed(tokens + 1, weight)
+    positions, inverse = torch.tensor([0, 1, 77, 131_071]), 10_000.0 ** -torch.arange(0, 1, 0.2)
+    for interleaved in (False, True):
+        found = everywhere(lambda i=interleaved: cpu_ops.cos_sin(positions, inverse, 0.7, dtype, i), (1, 2))
+        for table, wanted in zip(
+            found, model_reference.cos_sin(positions, inverse, 0.7, dtype, interleaved), strict=True
+        ):
+            near(table, wanted, dtype)
+    left, right = normal(4, 7, dtype=dtype)[:, :5], normal(4, 3, dtype=dtype)
+    assert torch.equal(everywhere(lambda: cpu_ops.join(left, right)), model_reference.join(left, right))
 
 
 @in_pairs("tokens, shape, dtype", [1, 2, 5, 16, 29, 100], [(64, 48), (33, 7), (130, 100)], DTYPES)

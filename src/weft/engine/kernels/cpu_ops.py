@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.engine.kernels.model_reference import Chosen
+from weft.engine.kernels.model_reference import Chosen, Rule
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
 from weft.engine.kernels.step_inputs import StepInputs, TablePieces, unfilled_inputs
-from weft.kernels.cpu_rows import BLOCK, MAX_COLUMNS, MAX_ROWS, covers, isa, multiplies, run
+from weft.kernels.cpu_rows import BLOCK, DTYPES, MAX_COLUMNS, MAX_ROWS, covers, isa, multiplies, run
 from weft.kernels.float8 import Fp8Rows, Fp8Weight, Stored
 from weft.stream.formats import QuantisedWeight
 
@@ -73,9 +73,58 @@ def gated(
         return None
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty((len(rows), rows.shape[1] // 2), dtype=x.dtype)
-    run("gated", rows, out, _or_nan(limit), _or_nan(alpha))
-    out = out.view(*x.shape[:-1], -1)
-    return out if score is None else out * F.linear(*score).sigmoid().view(-1, *[1] * (x.dim() - 1))
+    factor = None if score is None else linear(*score)
+    run("gated", rows, out, _or_nan(limit), _or_nan(alpha), F.linear(*score) if score and factor is None else factor)
+    return out.view(*x.shape[:-1], -1)
+
+
+def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor | None:
+    if tokens.dim() != 1 or not covers(weight):
+        return None
+    out = weight.new_empty(len(tokens), weight.shape[1])
+    run("embed", tokens, weight, out, -1 if first is None else first)
+    return out
+
+
+def cos_sin(
+    positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
+) -> tuple[Tensor, Tensor] | None:
+    if dtype not in DTYPES or inverse.dtype != torch.float32 or not covers(inverse):
+        return None
+    cos, sin = (torch.empty((len(positions), 1, 2 * len(inverse)), dtype=dtype) for _ in range(2))
+    run("cos_sin", positions, inverse, cos, sin, factor, interleaved)
+    return cos, sin
+
+
+def join(left: Tensor, right: Tensor) -> Tensor | None:
+    if left.dim() != 2 or not covers(left, right):
+        return None
+    out = left.new_empty(len(left), left.shape[1] + right.shape[1])
+    run("join", left, right, out)
+    return out
+
+
+def choose(
+    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None = None, *, bias: Tensor | None = None
+) -> Chosen | None:
+    return _choose(logits, rule, 0, bias)
+
+
+def route(
+    logits: Tensor | SplitKPartials, rule: Rule, live: Tensor | None, mine: range, quantised: bool, bias: Tensor | None
+) -> Chosen | None:
+    return _choose(logits, rule, mine.start, bias)
+
+
+def _choose(logits: Tensor | SplitKPartials, rule: Rule, first: int, bias: Tensor | None) -> Chosen | None:
+    """Choose experts, counted from `first`."""
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not covers(logits) or not (bias is None or covers(bias)):
+        return None
+    weight, expert = (torch.empty((len(logits), rule.k), dtype=dtype) for dtype in (torch.float32, torch.int32))
+    by_groups = rule.groups, rule.top_groups, rule.group_best
+    how = rule.score == "softmax", *by_groups, rule.renormalise, rule.scale
+    run("choose", logits, bias, weight, expert, *how, first)
+    return weight, expert
 
 
 def experts(

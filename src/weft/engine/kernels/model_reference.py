@@ -105,6 +105,11 @@ def embed(tokens: Tensor, weight: Tensor, first: int | None = None) -> Tensor:
     return F.embedding((tokens - first).masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[:, None], 0.0)
 
 
+def join(left: Tensor, right: Tensor) -> Tensor:
+    """Return rows of left and right `[T, …]` next to each other."""
+    return torch.cat((left, right), -1)
+
+
 def cos_sin(
     positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype, interleaved: bool
 ) -> tuple[Tensor, Tensor]:

@@ -6,11 +6,11 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from weft.engine.attention.caches import StepCaches
 from weft.engine.attention.forward_batch import Batch
+from weft.engine.kernels.ops import join
 from weft.engine.models.config_json.common_fields import Rope
 from weft.engine.models.layers.basic import Builder, Embedding, Head, Layer, Linear, RMSNorm
 from weft.engine.models.layers.mlp import FeedForward
@@ -152,7 +152,7 @@ class DraftLayer(Layer):
         embedded = model.embed(batch.tokens)
         follows = Hidden(hidden, embedded.placement, embedded.mesh, self.hidden_norm.path)
         both = [self.embedding_norm(embedded).value, self.hidden_norm(follows).value]
-        stream.add(self.join(Hidden(torch.cat(both, -1), embedded.placement, embedded.mesh, self.join.path)))
+        stream.add(self.join(Hidden(join(*both), embedded.placement, embedded.mesh, self.join.path)))
         self.layer(stream, model.rotaries[self.layer.rope](batch.positions, hidden.dtype), caches)
         rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")
         return rows, model.head(rows[batch.sample_rows])

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from weft.engine.kernels import ops
@@ -24,7 +23,6 @@ from weft.engine.models.weights.expert_sources import (
     gate_up_biases,
 )
 from weft.engine.models.weights.source import Source
-from weft.kernels import stream_ops
 from weft.planner.spec import LayoutError, PlacementError, Rows
 from weft.stream.hidden import Hidden
 
@@ -205,12 +203,5 @@ class SparseMoE(FeedForward):
         return self.router.extra(x)
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.experts(x, self.router, None if self.shared is None else partial(self._shared_output, x))
-
-    def _shared_output(self, x: Hidden) -> Hidden:
-        assert self.shared is not None
-        # On GPUs the gate's score needs no kernel of its own.
-        if self.shared_gate is None or stream_ops.on_gpu(x.value):
-            return self.shared(x, self.shared_gate)
-        score: Hidden = self.shared_gate(x).elementwise(torch.sigmoid, self.shared_gate.path)
-        return self.shared(x).scale(score)
+        shared = None if self.shared is None else partial(self.shared, x, self.shared_gate)
+        return self.experts(x, self.router, shared)

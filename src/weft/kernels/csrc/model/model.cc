@@ -416,13 +416,18 @@ void rope(TensorView qkv, TensorView cos, TensorView sin, TensorView slots, Tens
   over_rows(threads, rows, qkv.size(1), [&](int64_t row) { kernels->rope(c, row); });
 }
 
-// Fills out [rows, inner] from x [rows, 2 · inner], gate first. limit, alpha: NaN for none.
-void gated(TensorView x, TensorView out, double limit, double alpha, int64_t threads) {
+namespace {
+void scale_rows(TensorView out, TensorView score);
+}  // namespace
+
+// Fills out [rows, inner] from x [rows, 2 · inner], gate first. limit, alpha: NaN for none. score: see `scale_rows`.
+void gated(TensorView x, TensorView out, double limit, double alpha, MaybeTensor score, int64_t threads) {
   Gated c = gate_of(dtype_of(x), out.size(1), x.data_ptr(), out.data_ptr(), limit, alpha);
   check_tensor(x, c.dtype, 2, "rows of two dimensions"), check_tensor(out, c.dtype, 2, "an output of the rows' type");
   c.x_stride = x.strides()[0];
   check(x.size(1) == 2 * c.inner && out.size(0) == x.size(0) && out.IsContiguous(), "matching shapes");
   over_rows(threads, x.size(0), c.inner, [&](int64_t row) { kernels->gated(c, row); });
+  if (score.has_value()) scale_rows(out, score.value());
 }
 
 // Fills values f8 [rows, width] and scales [rows, groups of columns] with x [rows, width].
@@ -465,6 +470,7 @@ int64_t read(TensorView x, int64_t threads) {
 
 #include "experts.h"
 #include "step.inl"
+#include "small.inl"
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(use, weft::model::use)
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(isa, weft::model::isa)

@@ -28,8 +28,9 @@ from weft.engine.controller.startup import check_speculation, resolve_defaults
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.kv.manager import CacheManager
 from weft.engine.kv.tokens import token_bytes
-from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Result, Sampling, Step
+from weft.engine.messages.rank_messages import HELD, Chunk, GroupRows, Join, Result, Sampling, Step
 from weft.engine.models.registry import load_config
+from weft.engine.scheduler.scheduler import drafts_asked
 from weft.engine.worker.worker import Worker
 from weft.planner.cost import costs
 from weft.planner.spec import LayoutError
@@ -114,9 +115,9 @@ class DraftingRank:
         self.note(self.step(GroupRows(chunks=(Chunk(2, token_bytes(rest), True),))))
 
     @torch.inference_mode()
-    def step(self, rows: GroupRows, drafts: int = 4) -> Result:
+    def step(self, rows: GroupRows, drafts: int = 4, hold: bool = False) -> Result:
         self.number += 1
-        return self.worker.step(Step(self.number, (rows,), drafts))()
+        return self.worker.step(Step(self.number, (rows,), drafts, hold))()
 
     def note(self, result: Result) -> None:
         self.tokens += result.tokens
@@ -158,9 +159,30 @@ def test_drafts_end_where_pages_do(drafting_dir: Path, graphs: bool) -> None:
     assert counts == [4, 4, 4, 3, 2] and len(rank.drafts) == 1
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_rank_holds_drafts_for_its_next_step(drafting_dir: Path, graphs: bool) -> None:
+    """A result tells their number, and a step that runs them names none."""
+    known, holding = (DraftingRank(drafting_dir, cuda_graphs=graphs) for _ in range(2))
+    for drafts in (3, 4, 2, 1):
+        known.note(known.step(GroupRows((2,)), drafts))
+        result = holding.step(GroupRows((2,)), drafts, hold=True)
+        assert result.drafts == ((HELD,) * drafts,) and result.tokens == (known.tokens[-1],)
+        sent, held = dict(decode_tokens=(drafts + 1,)), holding.worker.held
+        with torch.inference_mode():
+            held.run()
+        filled = held.filled(GroupRows((2,), **sent, drafts=token_bytes(result.drafts[0])))
+        assert filled.drafts == token_bytes(known.drafts)
+        after = [
+            rank.step(GroupRows((2,), **sent, drafts=token_bytes(each)), 0)
+            for rank, each in ((known, known.drafts), (holding, result.drafts[0]))
+        ]
+        assert after[0].tokens == after[1].tokens and after[0].accepted == after[1].accepted
+        assert after[0].ran.tokens != after[1].ran.tokens, "the held drafts are in the checksum"
+
+
 @contextmanager
 def drafts_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[int, ...], ...]]]:
-    """Note the drafts of each result."""
+    """Note the drafts of each result, which ranks do not hold."""
     noted, result = list[tuple[tuple[int, ...], ...]](), Worker._result
 
     def noting(worker: Worker, *arguments: Any) -> Result:
@@ -171,6 +193,7 @@ def drafts_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[i
 
     with monkeypatch.context() as patched:
         patched.setattr(Worker, "_result", noting)
+        patched.setattr("weft.engine.controller.engine.drafts_asked", lambda each: (drafts_asked(each)[0], False))
         yield noted
 
 
@@ -219,11 +242,20 @@ def test_drafts_are_those_of_one_rank(drafting_dir: Path, monkeypatch: pytest.Mo
         assert any(cached) == changes.get("prefix_cache", True)
         return noted
 
+    def accepted(layout: str) -> tuple[int, ...]:
+        changes = dict(page_size=4 if layout == "dcp 2" else 8, prefix_cache=False)
+        with Engine(config(drafting_dir, speculative="mtp", **WHOLE[layout], **changes)) as engine:
+            for prompt in prompts:
+                engine.generate([prompt], GREEDY)
+            return engine.stats().accepted
+
     wanted = drafts("1x1", prefix_cache=False)
     assert len(wanted) > 40
     for layout in ("1x1", "2x1", "1x2", "dcp 2", "ep 2"):
         assert drafts(layout, prefix_cache=False) == wanted, layout
     assert drafts("1x1") == wanted
+    counts = [accepted(layout) for layout in ("1x1", "2x1", "1x2")]  # of drafts that ranks hold
+    assert counts == [counts[0]] * 3
 
 
 def test_the_last_token_of_a_common_prefix_runs_again() -> None:

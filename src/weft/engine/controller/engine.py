@@ -383,7 +383,7 @@ class Engine(ProcessBound):
     def _step(self) -> None:
         """Send the next step, if there is one, then collect the previous step (without overlap, this step)."""
         scheduled = [scheduler.schedule() for scheduler in self._schedulers]
-        step = Step(self._steps + 1, tuple(s.rows for s in scheduled), drafts_asked(self._schedulers))
+        step = Step(self._steps + 1, tuple(s.rows for s in scheduled), *drafts_asked(self._schedulers))
         if rows := sum(step.counts):
             self._steps, self._step_rows = self._steps + 1, self._step_rows + rows
             self._step_sizes[min((rows - 1).bit_length(), MAX_STEP_BITS - 1)] += 1

@@ -140,6 +140,10 @@ class Chunk(Struct, frozen=True, array_like=True):
         return len(self.tokens) // TOKEN_BYTES
 
 
+HELD = -1
+"""Token of a draft that ranks hold."""
+
+
 class GroupRows(Struct, frozen=True, array_like=True):
     """One DP group's part of a step: changes of its table, then its rows, decode rows first.
 
@@ -150,7 +154,7 @@ class GroupRows(Struct, frozen=True, array_like=True):
         joins, entries: changes of the table, applied before any row runs.
         adjust: (index in `sampled_rows`, adjustments in addition to the row's `Sampling`).
         decode_tokens: number of tokens of each decode row, its last one and its drafts; empty: one each.
-        drafts: drafts of all decode rows, encoded as tokens of a `Chunk`.
+        drafts: drafts of all decode rows, encoded as tokens of a `Chunk`; or each is HELD.
     """
 
     decode_rows: tuple[int, ...] = ()
@@ -189,6 +193,11 @@ class GroupRows(Struct, frozen=True, array_like=True):
         return len(self.decode_rows) + sum(chunk.samples for chunk in self.chunks)
 
     @property
+    def sampling_rows(self) -> list[int]:
+        """Table row of each sequence that samples."""
+        return [*self.decode_rows, *(chunk.row for chunk in self.chunks if chunk.samples)]
+
+    @property
     def sampled_rows(self) -> list[int]:
         """Table row of each sampled token, in the order of a step's tokens."""
         each = (row for row, tokens in self.decode_each for _ in range(tokens))
@@ -196,12 +205,17 @@ class GroupRows(Struct, frozen=True, array_like=True):
 
 
 class Step(Struct, frozen=True, tag=True):
-    """Controller to every rank: run one forward pass. Ranks run steps in the order of arrival. drafts: number of drafts
-    that draft layers propose after each sampled row."""
+    """Controller to every rank: run one forward pass. Ranks run steps in the order of arrival.
+
+    Attributes:
+        drafts: number of drafts that draft layers propose after each sampled row.
+        hold: ranks hold these drafts, and send the result before they find them.
+    """
 
     number: int
     groups: tuple[GroupRows, ...]
     drafts: int = 0
+    hold: bool = False
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -307,7 +321,8 @@ class Result(Struct, frozen=True, tag=True):
         logprobs: logprobs of these tokens, None for rows without a request; empty if no row has one.
         scored: prompt logprobs of each chunk with a `score`, in order.
         accepted: number of tokens of each sampling row, its accepted drafts and one more; empty: one each.
-        drafts: drafts of draft layers after the tokens of each sampling row; empty: none.
+        drafts: drafts of draft layers after the tokens of each sampling row, HELD for each that ranks hold; empty:
+            none.
     """
 
     rank: int

@@ -359,7 +359,9 @@ def make_schedulers(
     ]
 
 
-def drafts_asked(schedulers: Seq[Scheduler]) -> int:
-    """Return the number of drafts that ranks propose after each row of the next step."""
+def drafts_asked(schedulers: Seq[Scheduler]) -> tuple[int, bool]:
+    """Return the number of drafts that ranks propose after each row of the next step, and whether they hold them: no
+    sequence samples by earlier tokens."""
     asking = (s.speculation for s in schedulers if s.drafts_next and s.speculation and s.speculation.source is None)
-    return next((speculation.max_drafts for speculation in asking), 0)
+    known = any(sequence.params.depends_on_output for s in schedulers for sequence in s.running)
+    return next((speculation.max_drafts for speculation in asking), 0), not known

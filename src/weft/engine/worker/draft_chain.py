@@ -45,7 +45,12 @@ class Drafts(NamedTuple):
 def drafts_of(found: Sequence[Tensor], left: Sequence[int]) -> Drafts:
     """Return the drafts that each pass has found, int64 `[sequences]`. left: `RowTable.tokens_left` of each sequence:
     drafts after the first end with it."""
-    return Drafts(torch.stack([*found]), [1 + max(0, min(more, len(found) - 1)) for more in left])
+    return Drafts(torch.stack([*found]), draft_counts(len(found), left))
+
+
+def draft_counts(passes: int, left: Sequence[int]) -> list[int]:
+    """Return the valid drafts of each sequence. left: see `drafts_of`."""
+    return [1 + max(0, min(more, passes - 1)) for more in left]
 
 
 class RowsKept:
@@ -124,7 +129,7 @@ class DraftChain:
         if not step.drafts:
             return None
         found, states = [logits.argmax(-1)], states.index_select(0, last)
-        sampling = [*rows.decode_rows, *(chunk.row for chunk in rows.chunks if chunk.samples)]
+        sampling = rows.sampling_rows
         for ahead, of_groups in enumerate(counts[1:]):
             states, logits = self._pass(of_groups, next_rows(table, sampling, ahead, found[-1]), states)
             found.append(logits.argmax(-1))

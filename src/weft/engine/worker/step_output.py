@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.kernels.staging import on_device, to_host
-from weft.engine.messages.rank_messages import GroupRows, Logprobs
+from weft.engine.messages.rank_messages import HELD, GroupRows, Logprobs
 from weft.engine.worker.draft_chain import Drafts
 from weft.engine.worker.row_table import NO_TOKEN
 
@@ -45,9 +45,13 @@ class StepOutput:
 
     Attributes:
         drafts: drafts of the draft layer, set before `copy`.
+        held: number of drafts of each sampling row that are found later.
+        begin: checksum before the tokens'.
     """
 
     drafts: Drafts | None = None
+    held: Sequence[int] = ()
+    begin = 0
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class StepOutput:
         if NO_TOKEN in tokens:
             row = self._rows.sampled_rows[tokens.index(NO_TOKEN)]
             raise AssertionError(f"row {row} of the table was stepped without a last token")
-        checksum = zlib.crc32(sampled.tobytes())
+        checksum = zlib.crc32(sampled.tobytes(), self.begin)
         if self.drafts is not None:
             checksum = zlib.crc32(self._wait_for_drafts()[0].numpy().tobytes(), checksum)
         return self._kept(tuple(tokens)), checksum
@@ -117,7 +121,7 @@ class StepOutput:
     def proposed(self) -> tuple[tuple[int, ...], ...]:
         """Return `Result.drafts`, after `tokens`."""
         if self.drafts is None:
-            return ()
+            return tuple((HELD,) * count for count in self.held)
         each = zip(self._wait_for_drafts()[0].t().tolist(), self.drafts.counts, strict=True)
         return tuple(tuple(drafts[:count]) for drafts, count in each)
 

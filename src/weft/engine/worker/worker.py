@@ -43,8 +43,9 @@ from weft.engine.messages.rank_messages import (
 )
 from weft.engine.models.load import dummy_model, load_model
 from weft.engine.worker.device_rows import DeviceRows
-from weft.engine.worker.draft_chain import rows_of_passes
+from weft.engine.worker.draft_chain import draft_counts, rows_of_passes
 from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.held_drafts import HeldDrafts
 from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_over_ranks
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.rank_profiler import RankProfiler
@@ -142,6 +143,7 @@ class Worker:
         self.sampler = Sampler(self.table, vocabulary)
         self.device_rows: DeviceRows | None = None
         self._last: Repeatable | None = None
+        self.held = HeldDrafts()
         self._repeats = 0  # replays of `_last` not yet added to the table and the counts
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
@@ -198,7 +200,8 @@ class Worker:
         if (last := self._last) is not None and (step.groups == last.groups or _only_entries(step.groups, last.groups)):
             return self._repeat(step, last)
         self._settle()
-        rows, counts = step.groups[self._group], step.counts
+        self.held.run()
+        rows, counts = self.held.filled(step.groups[self._group]), step.counts
         shape, drafts = self.runner.shape_of(step.groups, counts), any(group.decode_tokens for group in step.groups)
         self.profiler.begin(step.number, counts, shape)
         self.table.apply(rows)
@@ -236,7 +239,13 @@ class Worker:
         if self._leads:
             output.note_prompt_logprobs(logits)
             output.note_logprobs(sampled_logits(rows, logits), None if shape is None else beyond)
-        output.drafts = self.runner.drafts(step, rows, self.table, tokens, accepted.counts, shape)
+        passes = partial(self.runner.drafts, step, rows, self.table, tokens, accepted.counts, shape)
+        output.begin = self.held.checksum
+        if step.hold or not step.drafts:
+            self.held.put_off(rows, passes)
+            output.held = draft_counts(step.drafts, self.table.tokens_left(rows.sampling_rows)) if step.drafts else ()
+        else:
+            output.drafts = passes()
         output.copy()
         plan = self.runner.plan_checksum(counts, shape, rows_of_passes(step) if self.runner.draft else ())
         self._last = None
@@ -299,6 +308,7 @@ class Worker:
                     begun.put(finish)
                 else:  # a step with drafts has ended, and all steps before it are collected
                     send(finish())
+                    self.held.run()
             elif isinstance(message, AskReport):
                 self._settle()
                 ran, naive = self.runner.stats.report(), self.runner.stats.naive_report()

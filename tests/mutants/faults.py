@@ -725,6 +725,27 @@ OWN = [
         ("tests/speculation/test_rank_drafts.py",),
     ),
     Fault(
+        "further passes of drafts begin behind a stale key",
+        "engine/worker/draft_chain.py",
+        "table.rows[row].length + ahead, table.capacity(row)",
+        "table.rows[row].length + ahead + 1, table.capacity(row)",
+        ("tests/speculation/test_draft_models.py::test_drafts_are_those_of_the_definition",),
+    ),
+    Fault(
+        "further passes of recorded drafts begin behind a stale key",
+        "engine/worker/recorded_drafts.py",
+        "[table.rows[row].length for row in rows]",
+        "[table.rows[row].length + 1 for row in rows]",
+        ("tests/speculation/test_draft_models.py::test_drafts_are_those_of_the_definition",),
+    ),
+    Fault(
+        "ranks hold the drafts of an earlier step",
+        "engine/worker/held_drafts.py",
+        "self._of_rows = dict(zip(rows.sampling_rows, each, strict=False))",
+        "self._of_rows = self._of_rows or dict(zip(rows.sampling_rows, each, strict=False))",
+        ("tests/speculation/test_draft_layers.py::test_a_rank_holds_drafts_for_its_next_step",),
+    ),
+    Fault(
         "keys of rejected drafts stay before a row's length",
         "engine/worker/row_table.py",
         "            self.rows[row].length -= len(drafts) - accepted\n",

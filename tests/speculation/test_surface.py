@@ -56,3 +56,6 @@ def test_the_command_line(model_dir: Path) -> None:
     code, _, said = weft_here("serve", "--speculative-config", "{}")
     assert code == 2 and "in Weft it is --speculative ngram" in said
     assert "--speculative ngram" in (hint(["--speculative-algorithm=NGRAM"]) or "")
+    assert "--draft-model, with --speculative draft" in (hint(["--speculative-draft-model-path", "x"]) or "")
+    config = '--speculative-config={"model": "x", "num_speculative_tokens": 3}'
+    assert "draft [--draft-model DIR]" in (hint([config]) or "")

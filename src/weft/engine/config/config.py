@@ -117,14 +117,12 @@ class EngineConfig(EngineOptions, ModelDirectory):
         model_config = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
         split, float8 = self.split_vocabulary == "on", self.float8 == "on"
-        return replace(
-            model_config,
-            split_vocabulary=split,
-            replicate_queries=replicates,
-            experts=self.moe_exchange,
-            float8=float8,
-            drafts=self.drafts_on_ranks and model_config.draft_layers > 0,
-        )
+        shared = dict[str, Any](replicate_queries=replicates, experts=self.moe_exchange, float8=float8)
+        draft = None
+        if self.draft_model is not None:
+            draft = replace(load_config(self.draft_model, registry(self.plugins)), **shared)
+        mtp = self.speculative == "mtp" and model_config.draft_layers > 0
+        return replace(model_config, split_vocabulary=split, drafts=mtp, draft_model=draft, **shared)
 
     @property
     def step_drafts(self) -> int:

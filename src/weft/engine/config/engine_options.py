@@ -207,10 +207,12 @@ class RequestOptions(OptionGroup):
 class SpeculationOptions(OptionGroup):
     """Speculative decoding: several tokens of a sequence in one step. It changes no output."""
 
-    speculative: Literal["off", "ngram", "mtp"] = "off"
+    speculative: Literal["off", "ngram", "mtp", "draft"] = "off"
     """Source of drafts, which the model checks in one step. ngram: the tokens after an earlier occurrence of a
-    sequence's last tokens. mtp: the checkpoint's draft layer, on CPUs only so far. Sequences pause while their drafts
-    are rejected."""
+    sequence's last tokens. mtp: the checkpoint's draft layer; draft: another model; both on CPUs only so far.
+    Sequences pause while their drafts are rejected."""
+    draft_model: Path | None = None
+    """Model that drafts: smaller, with the same vocabulary; given like the first argument. Requires draft."""
     speculative_tokens: int = 3
     """Maximum drafts of a sequence in one step."""
     prompt_lookup_min: int = 2
@@ -220,6 +222,9 @@ class SpeculationOptions(OptionGroup):
 
     def check(self) -> None:
         self._above_zero("speculative_tokens", "prompt_lookup_min")
+        if (self.speculative == "draft") != (self.draft_model is not None):
+            lacks = "draft_model, the model that drafts" if self.draft_model is None else "speculative draft"
+            raise ValueError(f"speculative={self.speculative} with draft_model={self.draft_model} lacks {lacks}")
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ValueError(
                 f"prompt_lookup_max={self.prompt_lookup_max} is below prompt_lookup_min={self.prompt_lookup_min}"
@@ -227,8 +232,8 @@ class SpeculationOptions(OptionGroup):
 
     @property
     def drafts_on_ranks(self) -> bool:
-        """True if ranks propose drafts, by a draft layer."""
-        return self.speculative == "mtp"
+        """True if ranks propose drafts, by a draft layer or a draft model."""
+        return self.speculative in ("mtp", "draft")
 
     @property
     def decode_tokens(self) -> int:

@@ -126,7 +126,11 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if config.shrink and (on_gpus(config) or config.mesh.hosts > 1):
         raise LayoutError("--shrink runs on the CPUs of one host only so far: drop the option")
     check_speculation(config, model)
-    rows, dispatches, drafts = 1, False, [planner_of(config, model, draft=True)] if model.drafts else []
+    rows, dispatches, drafts = (
+        1,
+        False,
+        [planner_of(config, model, draft=True)] if model.drafts or model.draft_model else [],
+    )
     while True:
         counts = (min(rows, config.batch_tokens),) * config.mesh.attn_dp
         inside = (op for read in planner.plan(counts).reads for op in read.inside)
@@ -161,12 +165,14 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     if config.speculative == "off":
         return
     option = f"--speculative {config.speculative}"
-    if config.drafts_on_ranks:
+    if model.draft_model is not None:
+        check_draft_model(config, model, model.draft_model)
+    elif config.drafts_on_ranks:
         check_draft_layer(model, config.split_vocabulary)
         if config.num_layers is not None:
             raise LayoutError(f"{option} follows the model's last layer: drop --num-layers, or the option")
-        if on_gpus(config):
-            raise LayoutError(f"{option} runs on CPUs only so far: drop the option, or use --device cpu")
+    if config.drafts_on_ranks and on_gpus(config):
+        raise LayoutError(f"{option} runs on CPUs only so far: drop the option, or use --device cpu")
     if any(isinstance(spec, Recurrent) for spec in declared_caches(config, model)):
         raise LayoutError(
             f"{option} does not support models with recurrent states, which cannot be undone: drop the option"
@@ -180,6 +186,24 @@ def check_draft_layer(model: ModelConfig, split_vocabulary: str) -> None:
         raise LayoutError(f"{option} runs the checkpoint's draft layer, and config.json names none: drop the option")
     if split_vocabulary == "on":
         raise LayoutError(f"{option} supports no split vocabulary so far: drop --split-vocabulary, or the option")
+
+
+def check_draft_model(config: EngineConfig, model: ModelConfig, draft: ModelConfig) -> None:
+    """Raise LayoutError if a draft model has another vocabulary, or cannot run."""
+    option = f"--draft-model {config.draft_model}"
+    if draft.vocab_size != model.vocab_size:
+        raise LayoutError(
+            f"{option} has {draft.vocab_size} tokens in its vocabulary, and the model {model.vocab_size}: choose a "
+            "draft model with the same vocabulary"
+        )
+    if config.split_vocabulary == "on":
+        raise LayoutError(f"{option} supports no split vocabulary so far: drop --split-vocabulary, or the option")
+    if config.mesh.hosts > 1:
+        raise LayoutError(f"{option} runs on one host only so far: drop the option")
+    folders = [path for path in (config.draft_model, config.model) if path and (path / "tokenizer.json").is_file()]
+    vocabularies = [read_tokenizer(path).get_vocab() for path in folders]
+    if vocabularies[1:] and vocabularies[0] != vocabularies[1]:
+        raise LayoutError(f"{option} has other tokens than the model: choose a draft model with the same tokenizer")
 
 
 def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:

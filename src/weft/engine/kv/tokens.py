@@ -12,6 +12,8 @@ from collections.abc import Sequence
 TOKEN_TYPE = "i"
 """Type code of int32 for `array`."""
 TOKEN_BYTES = array(TOKEN_TYPE).itemsize
+HELD = -1
+"""Token of a draft that ranks hold."""
 
 
 def token_array(tokens: Sequence[int] | bytes) -> array[int]:

@@ -140,10 +140,6 @@ class Chunk(Struct, frozen=True, array_like=True):
         return len(self.tokens) // TOKEN_BYTES
 
 
-HELD = -1
-"""Token of a draft that ranks hold."""
-
-
 class GroupRows(Struct, frozen=True, array_like=True):
     """One DP group's part of a step: changes of its table, then its rows, decode rows first.
 
@@ -205,12 +201,8 @@ class GroupRows(Struct, frozen=True, array_like=True):
 
 
 class Step(Struct, frozen=True, tag=True):
-    """Controller to every rank: run one forward pass. Ranks run steps in the order of arrival.
-
-    Attributes:
-        drafts: number of drafts that draft layers propose after each sampled row.
-        hold: ranks hold these drafts, and send the result before they find them.
-    """
+    """Controller to every rank: run one forward pass. Ranks run steps in the order of arrival. drafts: number of drafts
+    that ranks propose after each sampled row. hold: ranks hold these, and send the result before they find them."""
 
     number: int
     groups: tuple[GroupRows, ...]
@@ -321,8 +313,7 @@ class Result(Struct, frozen=True, tag=True):
         logprobs: logprobs of these tokens, None for rows without a request; empty if no row has one.
         scored: prompt logprobs of each chunk with a `score`, in order.
         accepted: number of tokens of each sampling row, its accepted drafts and one more; empty: one each.
-        drafts: drafts of draft layers after the tokens of each sampling row, HELD for each that ranks hold; empty:
-            none.
+        drafts: drafts of ranks after the tokens of each sampling row, HELD for each that they hold; empty: none.
     """
 
     rank: int

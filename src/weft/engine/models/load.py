@@ -14,6 +14,7 @@ import torch
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.attention import WholeNorms
 from weft.engine.models.layers.basic import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.engine.models.layers.draft_model import DraftModel
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.registry import plugin_line
 from weft.engine.models.weights.checkpoint import Checkpoint, open_checkpoint
@@ -59,13 +60,22 @@ def build_model(
     try:
         unit = config.storage.share_unit if config.float8 else WeightFormat.share_unit
         of_model = (config.experts, format_of, unit)
-        return config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, *of_model))
+        model = config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, *of_model))
     except (LayoutError, PlacementError, ModelError):
         raise
     except Exception as error:  # sizes that torch rejects, or a plugin's mistake
         plugin = plugin_line(error, type(config))
         what = f"{plugin} builds no model" if plugin else "no model can be built"
         raise ModelError(f"{what} from config.json: {type(error).__name__}: {first_line(error)}") from error
+    if config.draft_model is not None:
+        model.draft = DraftModel(build_model(config.draft_model, mesh, rank, dtype, device, workspace, shape_only))
+    return model
+
+
+def with_draft_model(model: LanguageModel, config: ModelConfig, draft: LanguageModel) -> LanguageModel:
+    """Return a loaded model of `config` with its loaded draft model."""
+    model.config, model.draft = config, DraftModel(draft)
+    return model
 
 
 def load_model(
@@ -78,9 +88,10 @@ def load_model(
     progress: Progress | None = None,
     workspace: Workspace = torch_empty,
 ) -> LanguageModel:
-    """Load the model of one rank. progress(done, total) counts tensors. workspace: see `build_model`. Raises
-    LayoutError as `build_model`, and ModelError for tensors that are missing, misshapen, not floats, or not read by any
-    weight."""
+    """Load the model of one rank, without a draft model. progress(done, total) counts tensors. workspace: see
+    `build_model`. Raises LayoutError as `build_model`, and ModelError for tensors that are missing, misshapen, not
+    floats, or not read by any weight."""
+    config = replace(config, draft_model=None)
     with open_checkpoint(model_dir, config.storage) as checkpoint:
         if rank == 0:
             check_tensors(checkpoint, config)
@@ -138,6 +149,7 @@ def dummy_model(
     if they stay in the storage format; other vectors are within ± 0.1; the weights of norms are 1. Args and errors: see
     `load_model`.
     """
+    config = replace(config, draft_model=None)
     model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
     jobs = list(_jobs(model))
     for done, (layer, name, source) in enumerate(jobs):

@@ -64,8 +64,8 @@ class Scheduler:
     ):
         self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running
         self.speculation = speculation
-        # Rows of a draft layer behind a sequence's last token.
-        self._rows_ahead = speculation.max_drafts - 1 if speculation and speculation.source is None else 0
+        # Rows of ranks' drafts behind a sequence's last token.
+        self._rows_ahead = speculation.max_drafts if speculation and speculation.source is None else 0
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.preemptions = self.stalls = 0
@@ -349,7 +349,7 @@ def make_schedulers(
                 config.interleave.span,
                 prefix_cache=config.prefix_cache,
                 events=record,
-                lookahead=config.drafts_on_ranks,
+                lookahead=config.speculative == "mtp",
             ),
             max_batch_tokens=config.batch_tokens,
             max_running=config.batch_sequences,

@@ -1,8 +1,9 @@
-"""Drafts of a rank's draft layer, which runs after the model in each step, by plans of its own.
+"""Drafts of a rank's draft layer or draft model, which runs after the model in each step, by plans of its own.
 
-The first pass has the rows of the step: each has the position and the pages of a token, the model's last hidden state
-there, and the token that follows. So it also fills the layer's cache, for prompts too. Each further pass has a row for
-each sequence that samples: it runs the draft of the pass before with that pass's hidden state.
+The first pass has the rows of the step, each with the position and the pages of a token, and fills the caches, for
+prompts too. A draft layer gets the model's last hidden state there, and the token that follows, and gives a draft. A
+draft model gets the same tokens as the model. Each further pass has a row for each sequence that samples: it runs the
+draft of the pass before, or the sampled token, with that pass's hidden state.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from weft.engine.attention.forward_batch import Batch, PageTables
 from weft.engine.kernels.staging import on_device
 from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.models.layers.decoder import Decoder
+from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.run_stats import RunStats
 from weft.planner.chain import Counts
@@ -42,27 +44,22 @@ class Drafts(NamedTuple):
     counts: Sequence[int]
 
 
-def drafts_of(found: Sequence[Tensor], left: Sequence[int]) -> Drafts:
-    """Return the drafts that each pass has found, int64 `[sequences]`. left: `RowTable.tokens_left` of each sequence:
-    drafts after the first end with it."""
-    return Drafts(torch.stack([*found]), draft_counts(len(found), left))
-
-
-def draft_counts(passes: int, left: Sequence[int]) -> list[int]:
-    """Return the valid drafts of each sequence. left: see `drafts_of`."""
-    return [1 + max(0, min(more, passes - 1)) for more in left]
-
-
 class RowsKept:
-    """A model that keeps the batch and the rows after its last layer, `[T, width]`, of its last call."""
+    """A model that keeps the batch of its last call, and if `follows` the rows after its last layer, `[T, width]`."""
 
-    def __init__(self, model: Decoder):
-        self._model, self.embed = model, model.embed
+    def __init__(self, model: LanguageModel, follows: bool):
+        self._model, self.embed, self._follows = model, model.embed, follows
         self.batch: Batch | None = None
         self.rows: Tensor | None = None
 
     def __call__(self, stream: Stream, batch: Batch, caches: StepCaches) -> Tensor:
-        self.batch, self.rows = batch, self._model.rows(stream, batch, caches)
+        self.batch = batch
+        if not self._follows:
+            whole: Tensor = self._model(stream, batch, caches)
+            self.rows = whole[:0]
+            return whole
+        assert isinstance(self._model, Decoder)
+        self.rows = self._model.rows(stream, batch, caches)
         logits: Tensor = self._model.head(self.rows[batch.sample_rows])
         return logits
 
@@ -74,10 +71,10 @@ class RowsKept:
 
 
 class DraftChain:
-    """Draft layer of a rank. All ranks run each pass, also ranks of a DP group without rows.
+    """Draft layer or draft model of a rank. All ranks run each pass, also ranks of a DP group without rows.
 
     Args:
-        model: the model, with a draft layer.
+        model: the model, with a source of drafts.
         mesh, rank: the layout, and this rank's place in it.
         planner: of the layer's chain.
         transports: by name.
@@ -87,11 +84,12 @@ class DraftChain:
 
     Attributes:
         kept: the model to run, which keeps what the layer reads.
+        follows: as of `DraftSourceLayer`.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: LanguageModel,
         mesh: Mesh,
         rank: int,
         planner: Planner,
@@ -101,7 +99,8 @@ class DraftChain:
         stats: RunStats,
     ):
         assert model.draft is not None
-        self.model, self.kept = model, RowsKept(model)
+        self.model, self.follows = model, model.draft.follows
+        self.kept = RowsKept(model, self.follows)
         self._layer, self._mesh, self._rank, self.planner = model.draft, mesh, rank, planner
         self._transports, self._exchanges, self._caches, self._stats = transports, exchanges, caches, stats
         self.checksum = cache(self._checksum)
@@ -121,19 +120,45 @@ class DraftChain:
             tokens: int32 `[S]`, sampled tokens of `rows.sampled_rows`.
             accepted: as in `Result`.
         """
-        counts, (batch, hidden) = rows_of_passes(step), self.kept.taken()
+        counts, (batch, hidden) = self.passes(step), self.kept.taken()
         last = on_device(last_rows(rows, accepted), torch.int64, batch.tokens.device)
-        wanted = last if step.drafts else last[:0]
-        states, logits = self._pass(counts[0], replace(following(rows, batch, tokens), sample_rows=wanted), hidden)
+        wanted = last if step.drafts and self.follows else last[:0]
+        given = following(rows, batch, tokens) if self.follows else batch
+        states, logits = self._pass(counts[0], replace(given, sample_rows=wanted), hidden)
         self.count(counts)
         if not step.drafts:
             return None
-        found, states = [logits.argmax(-1)], states.index_select(0, last)
+        if self.follows:
+            found, states = [logits.argmax(-1)], states.index_select(0, last)
+        else:
+            at, more = last_rows(rows, accepted)[: len(rows.decode_rows)], rows.sampling_count - len(rows.decode_rows)
+            at += range(rows.decode_count, rows.decode_count + more)
+            found = [tokens[on_device(at, torch.int64, tokens.device)].long().clamp(min=0)]
         sampling = rows.sampling_rows
         for ahead, of_groups in enumerate(counts[1:]):
             states, logits = self._pass(of_groups, next_rows(table, sampling, ahead, found[-1]), states)
             found.append(logits.argmax(-1))
-        return drafts_of(found, table.tokens_left(sampling))
+        return self.drafts_of(found, table.tokens_left(sampling))
+
+    def passes(self, step: Step) -> tuple[Counts, ...]:
+        """Return the rows of each DP group in each pass of a step, which all ranks know."""
+        sampling = tuple(group.sampling_count for group in step.groups)
+        return (step.counts, *[sampling] * (step.drafts - self.follows if any(sampling) else 0))
+
+    def drafts_of(self, found: Sequence[Tensor], left: Sequence[int]) -> Drafts | None:
+        """Return the drafts of passes; None if there were none.
+
+        Args:
+            found: what each pass has found, int64 `[sequences]`; first the sampled tokens, unless `follows`.
+            left: `RowTable.tokens_left` of each sequence: drafts end with it, but for one of a first pass.
+        """
+        drafts = found if self.follows else found[1:]
+        return Drafts(torch.stack([*drafts]), self.valid(len(drafts), left)) if drafts else None
+
+    def valid(self, drafts: int, left: Sequence[int]) -> list[int]:
+        """Return the number of valid ones among the `drafts` of each sequence. left: see `drafts_of`."""
+        first = int(self.follows)
+        return [first + max(0, min(more, drafts - first)) for more in left]
 
     def _pass(self, counts: Counts, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return self.walk(StepRows(self._mesh, self._rank, counts), counts, batch, hidden, self._stats.times())
@@ -150,20 +175,15 @@ class DraftChain:
             times: not None if the pass is timed.
         """
         stream = Stream(self.planner.plan(counts), self._transports, rows, times, self._exchanges)
-        states, logits = self._layer(stream, batch, self._caches.plan(batch), hidden)
-        stream.finish()
+        with self._exchanges.planned_by(self.planner.blocks):
+            states, logits = self._layer(stream, batch, self._caches.plan(batch), hidden)
+            stream.finish()
         return states, logits
 
     def count(self, passes: Sequence[Counts]) -> None:
         """Count passes in the statistics."""
         for counts in passes:
             self._stats.ran_draft(counts)
-
-
-def rows_of_passes(step: Step) -> tuple[Counts, ...]:
-    """Return the rows of each DP group in each pass of a step, which all ranks know."""
-    sampling = tuple(group.sampling_count for group in step.groups)
-    return (step.counts, *[sampling] * (step.drafts - 1 if any(sampling) else 0))
 
 
 def last_rows(rows: GroupRows, accepted: Sequence[int]) -> list[int]:

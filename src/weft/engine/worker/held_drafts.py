@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from weft.engine.kv.tokens import token_array
-from weft.engine.messages.rank_messages import HELD, GroupRows
+from weft.engine.kv.tokens import HELD, token_array
+from weft.engine.messages.rank_messages import GroupRows
 from weft.engine.worker.draft_chain import Drafts
 
 

@@ -16,7 +16,6 @@ from weft.engine.attention.caches import Caches, cached_layers
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.messages.rank_messages import GroupRows, Planned, Step
-from weft.engine.models.layers.decoder import Decoder
 from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.draft_chain import DraftChain, Drafts, RowsKept
@@ -66,7 +65,7 @@ class ModelRunner:
         stats: exchanges of the steps.
         attention: the attention backend in use.
         observer: called with the reads of each step without a graph (`weft.stream.stream.Stream`).
-        draft: the draft layer, if any.
+        draft: the draft layer or draft model, if any.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class ModelRunner:
         offers = [offer_of(t.entry, mesh, costs.of(t.entry.name, mesh.world)) for t in transports]
         recipes: Recipes = {Merge: dcp_exchange, Prompt: dcp_prefill}
         self.planner = plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes)
-        drafts = (
-            plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes, draft=True) if config.drafts else None
-        )
+        drafts = None
+        if config.drafts or config.draft_model is not None:
+            drafts = plan_model(config, mesh, weight.dtype, offers, plan, recipes=recipes, draft=True)
         self.exchanges = BlockExchanges(mesh, rank, self.transports, self.planner.blocks)
         self.vocabulary = None
         if config.split_vocabulary and mesh.attn_tp > 1:
@@ -111,7 +110,6 @@ class ModelRunner:
         self.stats = RunStats(self.planner, self.exchanges, weight.device, drafts)
         self.draft: DraftChain | None = None
         if drafts is not None:
-            assert isinstance(model, Decoder)
             shared = self.transports, self.exchanges, self.caches, self.stats
             self.draft = DraftChain(model, mesh, rank, drafts, *shared)
         self._checksums: dict[tuple[Counts, bool], int] = {}
@@ -227,6 +225,10 @@ class ModelRunner:
             return self.draft.run(step, rows, table, tokens, accepted)
         assert isinstance(self._graphs, RecordedSteps) and self._graphs.drafts is not None
         return self._graphs.drafts.run(step, rows, table, tokens, accepted, shape)
+
+    def draft_counts(self, step: Step, left: Sequence[int]) -> Sequence[int]:
+        """Return the number of drafts after each row that samples. left: `RowTable.tokens_left` of these rows."""
+        return () if self.draft is None or not step.drafts else self.draft.valid(step.drafts, left)
 
     @property
     def captures_prompts(self) -> bool:

@@ -37,22 +37,24 @@ def trace(
     """Return the model's chain, from a run on zero rows with weights without memory. Raises LayoutError.
 
     It runs on the CPU, since the `meta` device runs many operations in Python, with imports of seconds. workspace:
-    allocator of the layers' tensors, which sees all of them. draft: the chain of its draft layer instead.
+    allocator of the layers' tensors, which sees all of them. draft: the chain of its source of drafts.
     """
     cpu = torch.device("cpu")
     model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
     layers = cached_layers(model)
     check_heads(config, mesh, layers.values())
-    groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
+    if config.draft_model is not None:
+        check_heads(config.draft_model, mesh, layers.values())
+    width, groups = config.hidden_size, [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
 
     def form(number: int) -> TraceStream:
-        stream = TraceStream(mesh, config.hidden_size, dtype, cpu, number)
+        stream = TraceStream(mesh, model.draft.width if draft and model.draft else width, dtype, cpu, number)
         group = context_group(Interleave(mesh.dcp, 1, 1), stream.exchanges)
         caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)
         if draft:
             assert model.draft is not None
-            model.draft(stream, batch, caches.plan(batch), torch.empty(0, config.hidden_size, dtype=dtype))
+            model.draft(stream, batch, caches.plan(batch), torch.empty(0, width, dtype=dtype))
         else:
             model(stream, batch, caches.plan(batch))
             stream.exchanges.found += _head(config, mesh)
@@ -109,7 +111,7 @@ def plan_model(
 ) -> Planner:
     """Return the planner of a model on a mesh. Raises LayoutError, PlacementError.
 
-    recipes: in the naive plan, `auto` means the first recipe of the table. draft: plan its draft layer. `choice`,
+    recipes: in the naive plan, `auto` means the first recipe of the table. draft: plan its source of drafts. `choice`,
     `offers`, `slices_copy`: as in `Planner`.
     """
     if choice == "naive":
@@ -124,7 +126,7 @@ def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: 
     dtype: dtype of keys and values, as in `KVCache`."""
     if mesh.dcp == 1:
         return None
-    model = replace(config, drafts=False)
+    model = replace(config, drafts=False, draft_model=None)
     caches = cached_layers(build_model(model, mesh, 0, config.dtype, torch.device("meta"))).values()
     bytes_a_token = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
     latent = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, Latent))

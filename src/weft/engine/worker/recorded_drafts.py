@@ -15,7 +15,7 @@ from weft.engine.kernels import cpu_ops
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.worker.device_rows import DeviceRows
-from weft.engine.worker.draft_chain import DraftChain, Drafts, drafts_of, last_rows, rows_of_passes
+from weft.engine.worker.draft_chain import DraftChain, Drafts, last_rows
 from weft.engine.worker.graph_inputs import RecordedInputs, SampledRows, Shape
 from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.step_graphs import CapturedStep
@@ -83,11 +83,13 @@ class RecordedDrafts:
     def record_first(self, rows: int, record: RecordPass) -> None:
         """Record the first pass behind a step of these rows, which has just been recorded. Raises NotRecordable."""
         batch, hidden = self._chain.kept.taken()  # they keep their part of the recorder's memory until then
-        batch = replace(batch, tokens=self._following[:rows])
+        follows = self._chain.follows
+        tokens, wanted = (self._following[:rows], batch.sample_rows) if follows else (batch.tokens, slice(0))
+        batch = replace(batch, tokens=tokens, sample_rows=wanted)
 
         def run(counts: CapturedRows) -> tuple[Tensor, ...]:
             states, logits = self._chain.walk(counts, (rows,) * len(counts.capacity), batch, hidden)
-            return states, cpu_ops.best(logits)
+            return (states, cpu_ops.best(logits)) if follows else ()
 
         self._first[rows] = record(rows, run)
 
@@ -95,8 +97,8 @@ class RecordedDrafts:
         self, step: Step, rows: GroupRows, table: RowTable, tokens: Tensor, accepted: Sequence[int], shape: Shape
     ) -> Drafts | None:
         """Run the passes of a step of this shape that was replayed: see `DraftChain.run`. They overwrite its logits."""
-        counts, sampling, first = rows_of_passes(step), list(rows.decode_rows), self._first[shape.rows]
-        self._following[: len(tokens)] = tokens.clamp(min=0)
+        counts, sampling, first = self._chain.passes(step), list(rows.decode_rows), self._first[shape.rows]
+        sampled = self._following[: len(tokens)].copy_(tokens.clamp(min=0))
         first.rows.fill(counts[0])
         first.step.replay()
         self._chain.count(counts)
@@ -105,11 +107,11 @@ class RecordedDrafts:
         left = table.tokens_left(sampling)
         order = sorted(range(len(sampling)), key=lambda at: -left[at])  # rows without pages are padding
         last = torch.tensor(last_rows(rows, accepted), dtype=torch.int64)
-        states, best = first.made
-        found = [best[last, 1].long()]
+        found = [first.made[1][last, 1].long() if first.made else sampled[last]]
         if counts[1:]:
             ordered = torch.tensor(order, dtype=torch.int64)
-            torch.index_select(states, 0, last[ordered], out=self._states[: len(last)])
+            if first.made:
+                torch.index_select(first.made[0], 0, last[ordered], out=self._states[: len(last)])
             self._inputs.begin(table, [sampling[at] for at in order], found[0][ordered])
         for ahead, of_groups in enumerate(counts[1:]):
             again = self._next[max(of_groups)]
@@ -117,7 +119,7 @@ class RecordedDrafts:
             again.rows.fill(of_groups)
             again.step.replay()
             found.append(torch.empty_like(found[0]).index_copy_(0, ordered, self._found[: len(last)].long()))
-        return drafts_of(found, left)
+        return self._chain.drafts_of(found, left)
 
     def prepare(self, groups: Sequence[GroupRows], record: RecordPass) -> None:
         """Record further passes behind a step of these rows, unless they are. It overwrites the recorder's memory and
@@ -131,7 +133,8 @@ class RecordedDrafts:
             of_groups = (count,) * len(counts.capacity)
             states, logits = self._chain.walk(counts, of_groups, batch, self._states[:count])
             self._sample(logits, sampled)
-            self._states[:count].copy_(states)
+            if self._chain.follows:
+                self._states[:count].copy_(states)
             return ()
 
         self._inputs.live.zero_()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.kernels.staging import on_device, to_host
-from weft.engine.messages.rank_messages import HELD, GroupRows, Logprobs
+from weft.engine.kv.tokens import HELD
+from weft.engine.messages.rank_messages import GroupRows, Logprobs
 from weft.engine.worker.draft_chain import Drafts
 from weft.engine.worker.row_table import NO_TOKEN
 

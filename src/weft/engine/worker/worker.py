@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -41,9 +42,9 @@ from weft.engine.messages.rank_messages import (
     StopProfile,
     ToRank,
 )
-from weft.engine.models.load import dummy_model, load_model
+from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
+from weft.engine.models.load import dummy_model, load_model, with_draft_model
 from weft.engine.worker.device_rows import DeviceRows
-from weft.engine.worker.draft_chain import draft_counts, rows_of_passes
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.held_drafts import HeldDrafts
 from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_over_ranks
@@ -102,10 +103,14 @@ class Worker:
             torch.cuda.set_device(device)
             check_formats(model_config, kv_dtype, device)
             check_weights(model_config, config, self.rank, dtype, torch.cuda.mem_get_info()[0])
-        if config.load_format == "dummy":
-            model = dummy_model(model_config, self.mesh, self.rank, dtype, device, progress, empty)
-        else:
-            model = load_model(config.model, model_config, self.mesh, self.rank, dtype, device, progress, empty)
+
+        def load(path: Path, of: ModelConfig) -> LanguageModel:
+            given = self.mesh, self.rank, dtype, device, progress, empty
+            return dummy_model(of, *given) if config.load_format == "dummy" else load_model(path, of, *given)
+
+        model = load(config.model, model_config)
+        if config.draft_model is not None and model_config.draft_model is not None:
+            model = with_draft_model(model, model_config, load(config.draft_model, model_config.draft_model))
         cache = CacheNeed(config, cached_layers(model), kv_dtype)
 
         def make(groups: Sequence[CacheGroup]) -> ModelRunner:
@@ -243,11 +248,11 @@ class Worker:
         output.begin = self.held.checksum
         if step.hold or not step.drafts:
             self.held.put_off(rows, passes)
-            output.held = draft_counts(step.drafts, self.table.tokens_left(rows.sampling_rows)) if step.drafts else ()
+            output.held = self.runner.draft_counts(step, self.table.tokens_left(rows.sampling_rows))
         else:
             output.drafts = passes()
         output.copy()
-        plan = self.runner.plan_checksum(counts, shape, rows_of_passes(step) if self.runner.draft else ())
+        plan = self.runner.plan_checksum(counts, shape, self.runner.draft.passes(step) if self.runner.draft else ())
         self._last = None
         if shape is not None and not (shape.prompts or beyond or drafts or self.runner.draft):
             again = tuple(GroupRows(group.decode_rows) for group in step.groups)

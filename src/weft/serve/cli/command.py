@@ -270,6 +270,8 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
         values = with_launcher(node_0(given) if ray else given, os.environ)
         weights = engine.load_format != "dummy"
         result = model_dir(model, engine.preset, engine.revision, weights=weights)
+        if draft := values.get("draft_model"):
+            values["draft_model"] = model_dir(draft, weights=weights)
         return EngineConfig(model=result, **values)
     except ValueError as error:
         raise UserError(str(error)) from error

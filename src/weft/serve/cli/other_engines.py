@@ -23,7 +23,8 @@ NAMES = {
     "--kv-dtype": "kv-cache-dtype",
     "--gpu-memory-fraction": "gpu-memory-utilization mem-fraction-static",
     "--float8, of weights that the checkpoint has in FP8": "quantization",
-    "--speculative ngram|mtp, with --speculative-tokens": "speculative-config speculative-algorithm speculative-algo",
+    "--speculative ngram|mtp|draft [--draft-model DIR]": "speculative-config speculative-algorithm speculative-algo",
+    "--draft-model, with --speculative draft": "speculative-draft-model-path speculative-draft-model",
     "--speculative-tokens": "speculative-num-draft-tokens speculative-num-steps",
     "--prompt-lookup-max": "speculative-ngram-max-match-window-size",
     "--prompt-lookup-min": "speculative-ngram-min-match-window-size",
@@ -61,11 +62,8 @@ def renamed(arguments: Sequence[str], command: str = "") -> tuple[list[str], lis
     for argument in following:
         option, *value = argument.partition("=")
         if option.startswith("--") and (name := names.get(option[2:].replace("_", "-"))):
-            new = (
-                layout_arguments(value[1] or next(following, ""))
-                if name == "attn-dp"
-                else ["".join((f"--{name}", *value))]
-            )
+            whole = ["".join((f"--{name}", *value))]
+            new = layout_arguments(value[1] or next(following, "")) if name == "attn-dp" else whole
             lines.append(f"{option} is now {' '.join(new) if name == 'attn-dp' else f'--{name}'}")
             result += new
         else:

@@ -14,7 +14,7 @@ from weft.engine.kernels.ops import join
 from weft.engine.models.config_json.common_fields import Rope
 from weft.engine.models.layers.basic import Builder, Embedding, Head, Layer, Linear, RMSNorm
 from weft.engine.models.layers.mlp import FeedForward
-from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
+from weft.engine.models.layers.model_config import DraftSourceLayer, LanguageModel, ModelConfig
 from weft.engine.models.layers.rotary import Rotary, RotaryTable
 from weft.stream.hidden import Hidden
 from weft.stream.stream import GROUP, Stream, TraceStream
@@ -122,7 +122,7 @@ class Decoder(LanguageModel):
         return rows if kept or wanted is None else rows[wanted]
 
 
-class DraftLayer(Layer):
+class DraftLayer(DraftSourceLayer):
     """Layer of a checkpoint that predicts the token after the next one (DeepSeek-V3, arXiv 2412.19437): a chain of its
     own, with the model's embedding and head.
 
@@ -136,9 +136,11 @@ class DraftLayer(Layer):
         hidden: the model's rows `[T, width]` (`Decoder.rows`), or the rows of the pass before.
     """
 
+    follows = True
+
     def __init__(self, b: Builder, c: DecoderConfig, model: Decoder):
         super().__init__("draft")
-        names = c.draft_names
+        self.width, names = c.hidden_size, c.draft_names
         self.embedding_norm, self.hidden_norm = _norm(b, names.embedding_norm, c), _norm(b, names.hidden_norm, c)
         self.join = Linear(b, names.join, 2 * c.hidden_size, c.hidden_size, plain=True)
         self.layer = c.layer(b, names.layer, c.num_layers)

@@ -37,6 +37,7 @@ class ModelConfig(ABC):
         experts: allowed exchanges of rows for mixtures of experts (`weft.planner.experts`).
         float8: compute products in the storage format, where it has them, instead of dequantising the weights.
         drafts: build the first draft layer.
+        draft_model: config of the model that drafts.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -63,6 +64,7 @@ class ModelConfig(ABC):
     experts: Forms = field(default="gather", kw_only=True)
     float8: bool = field(default=False, kw_only=True)
     drafts: bool = field(default=False, kw_only=True)
+    draft_model: ModelConfig | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def build(self, b: Builder) -> LanguageModel:
@@ -71,11 +73,26 @@ class ModelConfig(ABC):
 
 class LanguageModel(Layer):
     """Model on one rank. forward: (stream, batch, caches) → logits `[S, vocabulary]` of the sampled rows, or this
-    rank's share of a split vocabulary. draft: its draft layer (`weft.engine.models.layers.decoder.DraftLayer`)."""
+    rank's share of a split vocabulary. draft: its source of drafts, if it has one (`DraftSourceLayer`)."""
 
     config: ModelConfig
     embed: Embedding
 
     def __init__(self, path: str):
         super().__init__(path)
-        self.draft: Layer | None = None
+        self.draft: DraftSourceLayer | None = None
+
+
+class DraftSourceLayer(Layer):
+    """Chain of its own that proposes tokens after each step.
+
+    forward: (stream, batch, caches, hidden) → (hidden rows, logits of the batch's sampled rows).
+
+    Attributes:
+        follows: a row runs the token after its own, with the model's row before the head, and gives a draft in the
+            first pass. Otherwise a row runs its own token, and `hidden` is not read.
+        width: elements of a hidden row.
+    """
+
+    follows: ClassVar[bool]
+    width: int

@@ -51,12 +51,13 @@ def test_a_smaller_layout_is_planned_once(model_dir: Path, monkeypatch: pytest.M
     true = recovery.check_plans
     monkeypatch.setattr(recovery, "check_plans", lambda c, model: planned.append(c.mesh) or true(c, model))
     given = config(model_dir, attn_tp=3, shrink=True)
-    executor: Any = SimpleNamespace(prepare=lambda: None, close=lambda grace_s: None, groups=())
-    ranks = recovery.Recovery(given, given, lambda config: executor)
+    resized: list[Mesh] = []
+    executor: Any = SimpleNamespace(resize=lambda config: resized.append(config.mesh))
+    ranks = recovery.Recovery(given, given, executor)
     for lost in range(given.max_restarts + 1):
         assert not ranks.lost_ranks
         ranks.failed(EngineError(f"failure {lost}", 1), given.read_model())
-    assert ranks.lost_ranks == 1 and planned == [Mesh(1, 2, 1, 2)]
+    assert ranks.lost_ranks == 1 and planned == resized == [Mesh(1, 2, 1, 2)]
 
 
 def test_cores_of_a_lost_rank_are_not_used(model_dir: Path) -> None:

@@ -69,9 +69,9 @@ class Engine(ProcessBound):
         given, self.config = config, (config := resolve_defaults(config))
         self.error: str | None = None
         self._phase: EngineState = "starting"
-        self._recovery = Recovery(given, config, executor or make_executor)
+        self._executor = (executor or make_executor)(config)
+        self._recovery = Recovery(given, config, self._executor)
         self.kv_events: EventPublisher | None = None
-        self._executor = self._recovery.executor
         try:
             self.kv_events = open_publisher(kv_events, config)
             self.model_config = read_model(config)
@@ -301,7 +301,6 @@ class Engine(ProcessBound):
         while not self._closing.is_set():
             self._phase, began = "restarting", time.monotonic()
             pause = self._recovery.failed(error, self.model_config)
-            self._executor = self._recovery.executor
             self.config = self._executor.config
             log.error("%s; in %g s ranks start anew, %d requests wait", one_line(error), pause, len(self._outputs))
             # Restart all ranks: others may wait in a collective that never ends, or hold a device with a fault.

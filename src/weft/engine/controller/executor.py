@@ -96,6 +96,11 @@ class Executor(ABC):
             self._stop_ranks(grace_s=0)
             raise
 
+    def resize(self, config: EngineConfig) -> None:
+        """Stop the ranks. The next `start` starts those of this configuration."""
+        self._stop_ranks(grace_s=0)
+        self.config, self.mesh = config, config.mesh
+
     def send(self, step: Step) -> None:
         """Send a step to every rank, behind earlier steps."""
         now = time.monotonic()

@@ -17,7 +17,7 @@ from weft.engine.controller.process_executor import ProcessExecutor
 from weft.engine.hosts import addresses, digests
 from weft.engine.hosts.agents import SILENT_S, Agents
 from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
-from weft.engine.processes.rank_processes import POLL_S, RankProcesses
+from weft.engine.processes.rank_processes import POLL_S
 from weft.engine.worker.open_transports import cost_model, table_file
 from weft.planner.cost import GPU_COSTS
 
@@ -31,7 +31,6 @@ class HostsExecutor(ProcessExecutor):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        self._local = RankProcesses([rank for rank in range(self.mesh.world) if self.mesh.host_of(rank) == 0])
         self._asked = config  # the given configuration, before defaults are resolved
         self._agents: Agents | None = None
         self._received: deque[bytes] = deque()
@@ -62,7 +61,7 @@ class HostsExecutor(ProcessExecutor):
             # Fix the table: hosts must not choose tables of their own.
             config = replace(config, cost=GPU_COSTS if on_gpus(config) else "cpu")
         self._agents.start(digests.plain(config), table, self._starts)
-        self._local.launch(config, self._starts)
+        self._local.launch(config, self._starts, self.mesh.peers("host", 0))
         self._poller = zmq.Poller()
         for source in (self._local.sockets, self._agents.socket):
             self._poller.register(source, zmq.POLLIN)

@@ -18,7 +18,7 @@ class ProcessExecutor(Executor):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        self._local = RankProcesses(range(self.mesh.world))
+        self._local = RankProcesses()
         self._starts = 0
 
     @property
@@ -36,7 +36,7 @@ class ProcessExecutor(Executor):
 
     def _launch(self, poll: Callable[[], None]) -> None:
         self._starts += 1
-        self._local.launch(self.config, self._starts)
+        self._local.launch(self.config, self._starts, range(self.mesh.world))
         deadline = time.monotonic() + LOAD_TIMEOUT_S
         while not self._local.launched(POLL_S):
             self._check_wait(deadline, "the start", poll)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from weft.engine.config.config import EngineConfig, EngineError
@@ -22,22 +22,20 @@ class Recovery:
     Args:
         given: configuration as it was given.
         config: configuration with values for `auto`.
-        make: returns the controller's end of ranks.
+        executor: the controller's end of the ranks.
 
     Attributes:
-        executor: end of the ranks that run or start next.
         faults: counter of failures.
         lost_ranks: number of ranks that are lost for good.
     """
 
-    def __init__(self, given: EngineConfig, config: EngineConfig, make: Callable[[EngineConfig], Executor]):
-        self._given, self._make = given, make
-        self.executor = make(config)
+    def __init__(self, given: EngineConfig, config: EngineConfig, executor: Executor):
+        self._given, self._executor = given, executor
         self.faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
         self.lost_ranks = 0
 
     def failed(self, error: Exception, model: ModelConfig) -> float:
-        """Note a failure. Returns the seconds to wait before `executor` starts, which is another one if a rank is lost.
+        """Note a failure. Returns the seconds to wait before ranks start, which are fewer if one is lost for good.
 
         Raises EngineError after too many failures.
         """
@@ -51,10 +49,7 @@ class Recovery:
 
     def _go_on_without(self, rank: int, model: ModelConfig) -> None:
         self._given, config = without_rank(self._given, model, rank)
-        self.executor.close(grace_s=0)
-        groups, self.executor = self.executor.groups, self._make(config)
-        self.executor.groups = groups
-        self.executor.prepare()
+        self._executor.resize(config)
         self.faults.forget()
         self.lost_ranks += 1
         log.error("rank %d is lost for good; the engine goes on with %s", rank, config.mesh)

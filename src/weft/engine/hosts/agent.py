@@ -68,7 +68,7 @@ class HostAgent:
         interface = config.interface or addresses.interface_to(address, config.master_port)
         addresses.check_interface(interface)
         self._config = replace(config, interface=interface)
-        self._ranks = RankProcesses([r for r in range(config.mesh.world) if config.mesh.host_of(r) == node])
+        self._ranks = RankProcesses()
         self._number, self._launching, self._ended = 0, False, False
         self._welcome, self._gone, self._refusals = False, False, 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -167,7 +167,8 @@ class HostAgent:
                 table = self._ranks.directory / "cost.json"
                 table.write_text(start.table)
                 config = replace(config, cost=str(table))
-            self._ranks.launch(config, start.number)
+            ranks = [r for r in range(config.mesh.world) if config.mesh.host_of(r) == self.node]
+            self._ranks.launch(config, start.number, ranks)
         except (EngineError, OSError) as error:
             self._fail(str(error), killed=True)
 

@@ -26,8 +26,8 @@ class RankProcesses:
     ranks: their numbers in the world. processes: in the order of `ranks`. sockets: to poll; None while no rank runs.
     """
 
-    def __init__(self, ranks: Sequence[int]):
-        self.ranks = tuple(ranks)
+    def __init__(self) -> None:
+        self.ranks: tuple[int, ...] = ()
         self.processes: list[RankProcess] = []
         self.sockets: RankSockets | None = None
         self._server: ForkServer | None = None
@@ -44,11 +44,11 @@ class RankProcesses:
         """True from `launch` to `stop`."""
         return self.sockets is not None
 
-    def launch(self, config: EngineConfig, number: int) -> None:
-        """Request all ranks; `launched` tells when they run. number: of this start, each a new one."""
+    def launch(self, config: EngineConfig, number: int, ranks: Sequence[int]) -> None:
+        """Request these ranks; `launched` tells when they run. number: of this start, each a new one."""
         self.prepare()
         assert self._server is not None
-        self.processes = []
+        self.processes, self.ranks = [], tuple(ranks)
         self._run = run = self.directory / str(number)
         run.mkdir()
         (run / "config.json").write_text(json.dumps(config.to_dict()))

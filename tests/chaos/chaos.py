@@ -46,7 +46,7 @@ def run(
         tokens: maximum of an output.
         hosts: number of the ranks' hosts; several are namespaces of this machine.
         bound_factor: multiple of its bound that a fault may take to be heard.
-        lost: number of ranks that are lost for good, in place of `faults`; on one host, with --shrink.
+        lost: number of ranks that are lost for good, in place of `faults`, with --shrink.
         max_restarts: failures of a rank that the server's ranks restart after.
 
     Raises ServerError if the server does not start, and PermissionError if hosts may not be made.
@@ -68,8 +68,7 @@ def run(
         load = Load(served.port, served.name, asked, expected, clients)
         injections: Injections | Losses
         if lost:
-            assert isinstance(chaos, OneHostChaos)
-            injections = Losses(chaos, ranks, max_restarts, load.arrivals, rng, say)
+            injections = Losses(chaos, [ranks // hosts] * hosts, max_restarts, load.arrivals, rng, say)
         else:
             injections = Injections(served, chaos.health, chaos.faults, rng, bound_factor, say)
         injections.run(lost or faults)

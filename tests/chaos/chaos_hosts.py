@@ -110,6 +110,10 @@ class HostsChaos:
         files = [self.served.log, *(agent.log for agent in self._agents)]
         return {f"node {node}": log.read_text(errors="replace") for node, log in enumerate(files)}
 
+    def ranks(self) -> list[dict[int, int]]:
+        """Return the process id of each live rank, by host and rank."""
+        return [ranks_of(pid or 0) for pid in (self.served.pid, *(agent.pid for agent in self._agents))]
+
     def kill_rank(self, *, of_node_0: bool) -> Moment | None:
         ranks = ranks_of(self._starter(of_node_0))
         return _kill(self._rng.choice(sorted(ranks.values()))) if ranks else None

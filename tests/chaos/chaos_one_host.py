@@ -42,6 +42,10 @@ class OneHostChaos:
         """Return the server's log, by host."""
         return {"node 0": self.served.log.read_text(errors="replace")}
 
+    def ranks(self) -> list[dict[int, int]]:
+        """Return the process id of each live rank, by host and rank."""
+        return [self.served.ranks()]
+
     def signal(self, rank: int, number: int) -> Moment | None:
         """Send a rank a signal."""
         return None if (pid := self.served.ranks().get(rank)) is None else send(pid, number)

@@ -21,7 +21,7 @@ class Command:
     others try to join that must be refused. The command starts a server of its own, and tests that alone.
 
     With --lose-for-good, ranks are lost instead, one after the other: each dies at every start until the engine goes on
-    without it, by --shrink. Outputs must stay the same, in float32 unless --dtype is given.
+    without it, by --shrink, with --hosts too. Outputs must stay the same, in float32 unless --dtype is given.
 
     The run passes if no request is lost or completed differently, every fault is heard in time, nothing hangs, and no
     process, file or segment is left. Otherwise its exit code is 1. The table has the seconds from a fault until /health
@@ -31,6 +31,7 @@ class Command:
       make chaos ARGS="--faults 12"                                one rank, a few faults
       make chaos ARGS="--attn-dp 2 --attn-tp 2 --json out.json"    four ranks, each fault about seven times
       make chaos ARGS="--attn-dp 5 --lose-for-good 3"              from five ranks to two
+      make chaos ARGS="--hosts 2 --lose-for-good 2"                two hosts of two ranks, to one rank on each, or two
       make chaos ARGS="--hosts 2 --faults 60"                      two hosts of two ranks, on this machine, as root
     """
 
@@ -68,8 +69,6 @@ class Command:
             raise UserError("--bound-factor must be 1 or more")
         if self.lose_for_good < 0:
             raise UserError("--lose-for-good must be 0 or more")
-        if self.lose_for_good and self.hosts > 1:
-            raise UserError("--lose-for-good runs on one host, as --shrink does: drop --hosts")
         if self.json is not None:
             check_writable(self.json, "--json")
         engine = self.engine
@@ -120,8 +119,8 @@ def summary(report: dict[str, Any]) -> list[str]:
     ]
     lines = [
         *(
-            f"rank {loss['rank']} of {loss['of']} was lost: given up after {loss['given_up_s']} s, "
-            f"next token after {loss['next_token_s']} s"
+            f"rank {loss['rank']} of {loss['of']} was lost on node {loss['node']}: given up after "
+            f"{loss['given_up_s']} s, next token after {loss['next_token_s']} s"
             for loss in report["losses"]
         ),
         f"requests: {counts}; {report['restarts']:g} restarts"

@@ -59,7 +59,7 @@ def test_no_request_is_lost_with_a_rank_that_is_lost_for_good(
     assert loss["of"] == 3 and 0 < loss["given_up_s"] < loss["next_token_s"]
     assert found["restarts"] == 2, "a restart, and the one with two ranks"
     last = capsys.readouterr().out.splitlines()
-    assert any(line.startswith(f"rank {loss['rank']} of 3 was lost: given up after ") for line in last)
+    assert any(line.startswith(f"rank {loss['rank']} of 3 was lost on node 0: given up after ") for line in last)
 
 
 @pytest.mark.nightly
@@ -73,7 +73,6 @@ def test_ranks_are_lost_for_good_from_five_to_two(tmp_path: Path, layout: str) -
 @pytest.mark.parametrize(
     "options, why",
     [
-        ("--lose-for-good 1 --hosts 2", "--lose-for-good runs on one host, as --shrink does: drop --hosts"),
         ("--lose-for-good 2 --attn-tp 2", "--lose-for-good 2 leaves none of 2 ranks"),
         ("--lose-for-good -1", "--lose-for-good must be 0 or more"),
     ],

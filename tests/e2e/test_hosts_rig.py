@@ -23,6 +23,7 @@ from chaos.__main__ import main
 from chaos.chaos_hosts import HostsChaos, KeptAgent
 from chaos.hosts_rig import Host, arguments, joined_hosts, started_by
 from chaos.server_process import ServerError
+from chaos.test_chaos import losses
 from e2e.here import weft_here
 from engine.conftest import WAIT_S
 
@@ -139,6 +140,15 @@ def test_chaos_over_two_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert code == 0 and found["passed"], json.dumps(found, indent=1)
     assert {row["count"] for row in found["faults"].values()} == {1} and len(found["faults"]) == kinds
     assert found["exit_codes"] == {"node 0": 0, "node 1": 0} and found["requests"]["completed"] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", ["--hosts 2", "--hosts 3 --attn-dp 2 --attn-tp 3 --ep 6"])
+def test_ranks_of_several_hosts_are_lost_for_good(tmp_path: Path, layout: str) -> None:
+    found = losses(tmp_path / "report.json", layout, 3)
+    assert found["exit_codes"] == dict.fromkeys([f"node {node}" for node in range(found["hosts"])], 0)
+    assert len(found["losses"]) == 3
 
 
 def wait_for(holds: Callable[[], bool]) -> None:

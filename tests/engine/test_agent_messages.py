@@ -15,7 +15,7 @@ import zmq
 
 from engine.conftest import WAIT_S
 from engine.test_agents import cluster, hear
-from weft.engine.config.config import EngineConfig
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import agents, digests, secured
 from weft.engine.hosts.agent import HostAgent
 from weft.engine.hosts.agents import Agents
@@ -115,10 +115,10 @@ def test_messages_of_an_earlier_start_are_not_taken_for_this_ones(cluster: Engin
         assert received == [b"new"] and node0.gone() is None
         member.say(Ended(2, "rank 3 ended", False))
         hear(node0, lambda: node0.gone() is not None)
-        assert node0.gone() == "rank 3 ended" and node0.gone(killed=True) is None
-        member.say(Ended(2, "rank 2 was killed", True))
+        assert node0.gone() == ("rank 3 ended", (2, 3)) and node0.gone(killed=True) is None
+        member.say(Ended(2, "rank 2 was killed", True, (2,)))
         hear(node0, lambda: node0.gone(killed=True) is not None)
-        assert node0.gone(killed=True) == "rank 2 was killed"
+        assert node0.gone(killed=True) == ("rank 2 was killed", (2,))
         node0.start({}, None, 3)
         assert node0.gone() is None, "of ranks that were started anew"
         left = [Stopped(3), Stopped(2)]
@@ -145,18 +145,18 @@ def test_a_host_that_waits_takes_the_place_of_one_that_is_lost(
         if how == "left":
             first.say(Left("was stopped"))
             hear(node0, lambda: node0._lost is not None)
-            assert node0.gone() == "node 1 (first) was stopped"
+            assert node0.gone() == ("node 1 (first) was stopped", (2, 3))
         else:
             with monkeypatch.context() as patched:
                 patched.setattr(agents, "SILENT_S", -1.0)
-                text = node0.gone()
-            assert text == "node 1 (first) has not been heard for -1 s"
+                gone = node0.gone()
+            assert gone == ("node 1 (first) has not been heard for -1 s", (2, 3))
         assert node0.missing == [] and second.hears() == Welcome()
         node0.wait_for_all(WAIT_S, lambda: None)
         assert node0.gone() is None
-        second.say(Ended(0, "rank 3 ended", False))
+        second.say(Ended(0, "rank 3 ended", False, (3,)))
         hear(node0, lambda: node0.gone() is not None)
-        assert node0.gone() == "rank 3 ended"
+        assert node0.gone() == ("rank 3 ended", (3,))
 
 
 def test_node_0_waits_for_all_hosts_and_meanwhile_gives_up_one_that_is_silent(
@@ -196,7 +196,43 @@ def test_node_0_stops_without_a_host_that_is_silent(
         assert waits and node0.missing == [1]
         member.say(Left("was stopped"))  # when it is nobody's
         hear(node0, lambda: not node0.socket.poll(0))
-        assert node0.gone() == "node 1 (first) has not been heard for -1 s"
+        assert node0.gone() == ("node 1 (first) has not been heard for -1 s", (2, 3))
+
+
+def test_a_node_without_ranks_may_leave_and_join(cluster: EngineConfig, context: Any) -> None:
+    with node_0(cluster) as node0:
+        node0.config = replace(cluster, attn_dp=1, ep=1, nnodes=1, places=((0, 1), ()))
+        assert not node0.missing
+        member = Member(context, cluster, "first")
+        assert node0.socket.poll(int(WAIT_S * 1000)) and node0.receive() is None and member.hears() == Welcome()
+        node0.start({}, None, 2)
+        assert member.hears() == Start(2, {}, None), "it says what follows for this node"
+        member.say(Left("was stopped"))
+        hear(node0, lambda: not node0._agents)
+        assert node0.gone() is None
+        node0.config = cluster
+        with pytest.raises(EngineError, match="node 1 did not come") as missing:
+            node0.wait_for_all(0.0, lambda: None)
+        assert missing.value.ranks == (2, 3) and missing.value.for_good
+
+
+@pytest.mark.parametrize("places, ranks, cores", [([[0, 1], [1]], (1,), "0-1"), ([[0, 1], []], None, None)])
+def test_an_agent_starts_the_ranks_that_are_left(cluster: EngineConfig, places: Any, ranks: Any, cores: Any) -> None:
+    said: list[str] = []
+    agent: Any = HostAgent(replace(cluster, node_rank=1, cpu_bind="0|0-1"), said.append)
+    launched: list[tuple[Any, ...]] = []
+    agent._ranks = SimpleNamespace(
+        stop=lambda grace_s: None, prepare=lambda: None, launch=lambda *launch: launched.append(launch)
+    )
+    each = dict(attn_dp=1, attn_tp=2, ep=None, moe_tp=None, nnodes=sum(map(bool, places)), cpu_bind="off")
+    config = digests.plain(replace(cluster, **each, places=tuple(map(tuple, places)))) | {"node_rank": 0}
+    try:
+        agent._start(Start(3, config, None))
+    finally:
+        agent._socket.disable_monitor()
+        agent._context.destroy(linger=0)
+    assert [(c.cpu_bind, number, of_node) for c, number, of_node in launched] == [(cores, 3, ranks)] * bool(ranks)
+    assert said == ["node 1: runs no ranks until all hosts start anew: others are lost for good"] * (not ranks)
 
 
 def test_an_agent_hands_on_messages_of_its_start_alone(cluster: EngineConfig) -> None:

@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
 
 class EngineError(RuntimeError):
-    """The engine cannot start or go on: one line that names the rank and the cause. rank: the one that failed first;
-    None: not known."""
+    """The engine cannot start or go on.
 
-    def __init__(self, line: str = "", rank: int | None = None):
+    Args:
+        line: the rank and the cause.
+        ranks: the one that failed first, or all of a host; empty: not known.
+        for_good: a restart will not bring them back.
+    """
+
+    def __init__(self, line: str = "", ranks: tuple[int, ...] = (), for_good: bool = False):
         super().__init__(line)
-        self.rank = rank
+        self.ranks, self.for_good = ranks, for_good
 
 
 class QueueFull(EngineError):
@@ -57,11 +62,12 @@ class EngineConfig(EngineOptions, ModelDirectory):
 
     seed: int = 0
     """Base of the seeds of requests without a seed."""
+    places: tuple[tuple[int, ...], ...] = ()
+    """Places of each node that ranks run in, after some are lost for good; empty: all places of all nodes."""
 
     def __post_init__(self) -> None:
         self.check()
-        if (self.node_rank or 0) >= self.mesh.hosts:
-            hosts = self.mesh.hosts
+        if (self.node_rank or 0) >= (hosts := len(self.places) or self.mesh.hosts):
             raise ValueError(f"node_rank {self.node_rank} is none of {hosts} host(s): they are 0 to {hosts - 1}")
         _ = self.cores
         for name, kind in get_type_hints(type(self)).items():
@@ -93,6 +99,20 @@ class EngineConfig(EngineOptions, ModelDirectory):
     def interleave(self) -> Interleave:
         """Sharding of cached tokens over dcp. All ranks' pages of one number hold `span` tokens of a DP group."""
         return Interleave(self.dcp, self.dcp_interleave or self.page_size, self.page_size)
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Nodes that run ranks, in the order of the mesh's hosts."""
+        return tuple(node for node, places in enumerate(self.places) if places) or tuple(range(self.mesh.hosts))
+
+    def ranks_of(self, node: int) -> tuple[int, ...]:
+        """Return the ranks of a node; none if all of its ranks are lost, or it is not needed."""
+        return tuple(rank for rank in range(self.mesh.world) if self.nodes[self.mesh.host_of(rank)] == node)
+
+    def seat_of(self, rank: int) -> tuple[int, int]:
+        """Return a rank's node, and its place among those that the node had at the start."""
+        node, place = self.nodes[self.mesh.host_of(rank)], self.place_on_host(rank)
+        return node, self.places[node][place] if self.places else place
 
     @property
     def cores(self) -> list[set[int]] | None:
@@ -154,4 +174,5 @@ class EngineConfig(EngineOptions, ModelDirectory):
         """Return the configuration with these values of `to_dict`."""
         kinds = get_type_hints(cls)
         paths = [n for n, value in values.items() if Path in (kinds[n], *get_args(kinds[n])) and value is not None]
-        return cls(**values | {"plugins": tuple(values["plugins"])} | {name: Path(values[name]) for name in paths})
+        tuples = {"plugins": tuple(values["plugins"]), "places": tuple(map(tuple, values["places"]))}
+        return cls(**values | tuples | {name: Path(values[name]) for name in paths})

@@ -53,6 +53,12 @@ def divide_servers(nodes: Mapping[int, Sequence[int]], ranks: int, servers: int)
     return ["|".join(cores[i * ranks : (i + 1) * ranks]) or "off" for i in range(servers)]
 
 
+def cores_left(cpu_bind: str, places: Sequence[int]) -> str:
+    """Return cpu_bind for the ranks in these places of a host."""
+    parts = cpu_bind.split("|")
+    return cpu_bind if cpu_bind in ("auto", "off") else "|".join(parts[place] for place in places)
+
+
 def cpu_quota(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
     """Return the CPUs that cgroups of version 1 or 2 let this process use at a time; infinity without a limit."""
     quotas = [math.inf]

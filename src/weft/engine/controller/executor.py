@@ -33,8 +33,8 @@ from weft.engine.models.config_json.fields import ModelError
 from weft.engine.processes.rank_processes import POLL_S
 from weft.planner.chain import Counts
 
-Gone = tuple[str, int | None]
-"""One line about a rank that has ended, and the rank, if it is known."""
+Gone = tuple[str, tuple[int, ...]]
+"""One line about ranks that have ended, and these ranks."""
 M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
 LOAD_TIMEOUT_S = 600.0
 REPORT_S = 5.0
@@ -97,7 +97,7 @@ class Executor(ABC):
             raise
 
     def resize(self, config: EngineConfig) -> None:
-        """Stop the ranks. The next `start` starts those of this configuration."""
+        """Stop the ranks. The next `start` starts the ranks of this configuration."""
         self._stop_ranks(grace_s=0)
         self.config, self.mesh = config, config.mesh
 
@@ -211,7 +211,7 @@ class Executor(ABC):
         cause = min(failures, key=lambda f: f.lost_peer)
         if cause.user:
             return ModelError(cause.text)
-        return EngineError(*(self._dead(killed=True) or (f"rank {cause.rank} failed: {cause.text}", cause.rank)))
+        return EngineError(*(self._dead(killed=True) or (f"rank {cause.rank} failed: {cause.text}", (cause.rank,))))
 
     @abstractmethod
     def _launch(self, poll: Callable[[], None]) -> None: ...

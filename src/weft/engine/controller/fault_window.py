@@ -26,7 +26,7 @@ class FaultWindow:
     ):
         self._max_failures, self._window_s, self._clock, self._backoff_s = max_failures, window_s, clock, backoff_s
         self._in_a_row = 0
-        self._failures: deque[tuple[float, str, int | None]] = deque()
+        self._failures: deque[tuple[float, str, tuple[int, ...]]] = deque()
         self.total = 0
         """Failures so far, also outside the window."""
 
@@ -39,18 +39,18 @@ class FaultWindow:
         self._failures.clear()
         self._in_a_row = 0
 
-    def add(self, cause: str, rank: int | None = None) -> float:
+    def add(self, cause: str, ranks: tuple[int, ...] = (), for_good: bool = False) -> float:
         """Note a failure. Returns the seconds to wait before ranks are restarted: 0 after the first failure.
 
-        Raises EngineError, with every failure of the window, if the limit is exceeded. Its `rank` is the rank that
-        failed each time, if it is the same. rank: the one that failed; None: not known.
+        cause, ranks, for_good: as in EngineError. Raises EngineError, with every failure of the window, if the limit is
+        exceeded or the ranks are lost for good. Its `ranks` are these, or the ones that failed each time.
         """
         now = self._clock()
         self.total += 1
-        self._failures.append((now, cause, rank))
+        self._failures.append((now, cause, ranks))
         while self._failures[0][0] < now - self._window_s:
             self._failures.popleft()
-        if len(self._failures) > self._max_failures:
+        if for_good or len(self._failures) > self._max_failures:
             causes = Counter(cause for _, cause, _ in self._failures)
             listed = "; ".join(f"{cause} ({n} times)" if n > 1 else cause for cause, n in causes.items())
             line = (
@@ -59,7 +59,8 @@ class FaultWindow:
                 if self._max_failures
                 else listed
             )
-            raise EngineError(line, rank if all(each == rank for _, _, each in self._failures) else None)
+            same = for_good or all(each == ranks for _, _, each in self._failures)
+            raise EngineError(line, ranks if same else ())
         self._in_a_row += 1
         doublings = min(self._in_a_row - 2, 62)
         return 0.0 if doublings < 0 else min(self._backoff_s * 2.0**doublings, MAX_BACKOFF_S)

@@ -35,6 +35,11 @@ class HostsExecutor(ProcessExecutor):
         self._agents: Agents | None = None
         self._received: deque[bytes] = deque()
 
+    def resize(self, config: EngineConfig) -> None:
+        super().resize(config)
+        if self._agents is not None:
+            self._agents.config = config
+
     def prepare(self) -> None:
         if self._agents is None:
             assert self.config.master_addr is not None
@@ -61,7 +66,7 @@ class HostsExecutor(ProcessExecutor):
             # Fix the table: hosts must not choose tables of their own.
             config = replace(config, cost=GPU_COSTS if on_gpus(config) else "cpu")
         self._agents.start(digests.plain(config), table, self._starts)
-        self._local.launch(config, self._starts, self.mesh.peers("host", 0))
+        self._local.launch(config, self._starts, config.ranks_of(0))
         self._poller = zmq.Poller()
         for source in (self._local.sockets, self._agents.socket):
             self._poller.register(source, zmq.POLLIN)
@@ -71,7 +76,7 @@ class HostsExecutor(ProcessExecutor):
 
     def _send(self, rank: int, message: ToRank) -> None:
         assert self._agents is not None
-        if (node := self.mesh.host_of(rank)) == 0:
+        if (node := self.config.seat_of(rank)[0]) == 0:
             self._local.send(rank, encode(message))
         else:
             self._agents.send(node, rank, encode(message))
@@ -79,7 +84,7 @@ class HostsExecutor(ProcessExecutor):
     def _send_all(self, message: ToRank) -> None:
         assert self._agents is not None
         encoded = encode(message)
-        for node in range(1, self.mesh.hosts):
+        for node in self.config.nodes[1:]:
             self._agents.send(node, None, encoded)
         self._local.send_all(encoded)
 
@@ -104,9 +109,7 @@ class HostsExecutor(ProcessExecutor):
     def _dead(self, *, killed: bool = False) -> Gone | None:
         assert self._agents is not None
         self._drain()  # a busy controller must not mistake unread messages for silence
-        if (gone := self._local.ended(killed=killed)) or (line := self._agents.gone(killed=killed)) is None:
-            return gone
-        return line, None
+        return self._local.ended(killed=killed) or self._agents.gone(killed=killed)
 
     def _cause(self, first: Failure) -> Exception:
         # Ranks notice a lost connection at once; only the agent's silence shows later that its host is lost. Read that
@@ -121,7 +124,7 @@ class HostsExecutor(ProcessExecutor):
     def _stop_ranks(self, grace_s: float) -> None:
         if self._agents is not None and self._starts:
             if grace_s and self._local.running:
-                for node in range(1, self.mesh.hosts):
+                for node in self.config.nodes[1:]:
                     self._agents.send(node, None, encode(Stop()))
             super()._stop_ranks(grace_s)
             self._agents.stop()

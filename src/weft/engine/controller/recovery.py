@@ -1,12 +1,14 @@
-"""Recovery from failures of ranks: they start anew after a pause, or with one rank less once that is lost for good."""
+"""Recovery from failures of ranks: they start anew after a pause, or fewer of them once some are lost for good."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.config.cpu_shares import cores_left
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.fault_window import FaultWindow, one_line
 from weft.engine.controller.startup import check_plans, resolve_defaults
@@ -31,56 +33,83 @@ class Recovery:
 
     def __init__(self, given: EngineConfig, config: EngineConfig, executor: Executor):
         self._given, self._executor = given, executor
+        self._left = {node: list(range(given.ranks_of_host)) for node in given.nodes}
         self.faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
         self.lost_ranks = 0
 
     def failed(self, error: Exception, model: ModelConfig) -> float:
-        """Note a failure. Returns the seconds to wait before ranks start, which are fewer if one is lost for good.
+        """Note a failure. Returns the seconds to wait before ranks start, which are fewer if some are lost for good.
 
         Raises EngineError after too many failures.
         """
+        for_good = self._given.shrink and getattr(error, "for_good", False)
         try:
-            return self.faults.add(one_line(error), getattr(error, "rank", None))
+            return self.faults.add(one_line(error), getattr(error, "ranks", ()), for_good)
         except EngineError as final:
-            if final.rank is None or not self._given.shrink:
+            if not (final.ranks and self._given.shrink):
                 raise
-            self._go_on_without(final.rank, model)
+            self._go_on_without(final.ranks, for_good, model)
             return 0.0
 
-    def _go_on_without(self, rank: int, model: ModelConfig) -> None:
-        self._given, config = without_rank(self._given, model, rank)
+    def _go_on_without(self, ranks: Sequence[int], hosts: bool, model: ModelConfig) -> None:
+        """Plan for the places that are left. hosts: all places of the ranks' hosts are lost with them."""
+        before, several = self._executor.config, len(ranks) > 1
+        lost = f"rank{'s' * several} {', '.join(map(str, ranks))} of {before.mesh.world} {'are' if several else 'is'}"
+        for node, place in map(before.seat_of, ranks):
+            self._left[node] = [] if hosts else [each for each in self._left[node] if each != place]
+        try:
+            config = smaller_layout(self._given, model, self._left)
+        except LayoutError as error:
+            raise EngineError(f"{lost} lost for good, and no smaller layout is possible: {error}") from error
         self._executor.resize(config)
         self.faults.forget()
-        self.lost_ranks += 1
-        log.error("rank %d is lost for good; the engine goes on with %s", rank, config.mesh)
+        self.lost_ranks += len(ranks)
+        log.error("%s lost for good; the engine goes on with %s%s", lost, config.mesh, self._hosts_line(config))
+
+    def _hosts_line(self, config: EngineConfig) -> str:
+        """Return which nodes run ranks, and how many ranks idle; empty for one host."""
+        if len(self._left) == 1:
+            return ""
+        idle = sum(map(len, self._left.values())) - config.mesh.world
+        nodes = f", {config.ranks_of_host} on each of the nodes {', '.join(map(str, config.nodes))}"
+        return nodes + (f"; {idle} more would run if hosts had equal numbers" if idle else "")
 
 
-def without_rank(config: EngineConfig, model: ModelConfig, lost: int) -> tuple[EngineConfig, EngineConfig]:
-    """Return the configuration of as many ranks as possible without one, at least shrink_to: as if given, and checked.
+def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, Sequence[int]]) -> EngineConfig:
+    """Return the checked configuration of most ranks, at least shrink_to, in the places that are left.
 
-    config: as it was given. lost: number of the rank. Raises EngineError if no layout is possible.
+    Hosts have equally many ranks, so some hosts or places may stay empty; of layouts with equally many ranks, it is the
+    one on more hosts. Raises LayoutError if none is possible.
+
+    Args:
+        given: configuration as it was given.
+        model: its model.
+        left: places by node.
     """
-    world, why = config.mesh.world, f"shrink_to={config.shrink_to}"
-    left = [rank for rank in range(world) if rank != lost]
-    for ranks in range(world - 1, config.shrink_to - 1, -1):
-        for smaller in _layouts(config, left[:ranks]):
+    why = f"shrink_to={given.shrink_to}" if left[0] else "node 0 has no rank left, and nobody serves without it"
+    of_host = range(len(left[0]), 0, -1)
+    nodes = {count: [node for node in left if len(left[node]) >= count] for count in of_host}
+    sizes = [(hosts * count, hosts, count) for count in of_host for hosts in range(1, len(nodes[count]) + 1)]
+    for ranks, hosts, count in sorted(sizes, reverse=True):
+        if ranks < given.shrink_to:
+            break
+        places = tuple(tuple(left[node][:count] if node in nodes[count][:hosts] else ()) for node in left)
+        for smaller in _layouts(given, ranks, places):
             try:
-                return smaller, check_plans(resolve_defaults(smaller), model)
+                return check_plans(resolve_defaults(smaller), model)
             except LayoutError as error:
                 why = str(error)
-    raise EngineError(f"rank {lost} of {world} is lost for good, and no smaller layout is possible: {why}")
+    raise LayoutError(why)
 
 
-def _layouts(config: EngineConfig, left: Sequence[int]) -> Iterator[EngineConfig]:
-    """Yield layouts of the ranks that are left. They keep DP groups, then dcp, as far as these divide the ranks."""
-    mesh, ranks = config.mesh, len(left)
-    attn_dp = _divisor(ranks, mesh.attn_dp)
+def _layouts(given: EngineConfig, ranks: int, places: tuple[tuple[int, ...], ...]) -> Iterator[EngineConfig]:
+    """Yield layouts of these ranks. They keep DP groups, then dcp, as far as these divide the ranks."""
+    mesh, attn_dp = given.mesh, _divisor(ranks, given.mesh.attn_dp)
     attn_tp = ranks // attn_dp
-    ep = None if config.ep is None else ranks if mesh.moe_tp == 1 else _divisor(ranks, mesh.ep)
-    cores = config.cpu_bind.split("|")
-    cpu_bind = "|".join(cores[rank] for rank in left) if config.cores else config.cpu_bind
+    ep = None if given.ep is None else ranks if mesh.moe_tp == 1 else _divisor(ranks, mesh.ep)
+    of_hosts: Any = dict(nnodes=sum(map(bool, places)), places=places, cpu_bind=cores_left(given.cpu_bind, places[0]))
     for dcp in reversed([n for n in divisors(attn_tp) if n <= mesh.dcp]):
-        yield replace(config, attn_dp=attn_dp, attn_tp=attn_tp, ep=ep, moe_tp=None, dcp=dcp, cpu_bind=cpu_bind)
+        yield replace(given, attn_dp=attn_dp, attn_tp=attn_tp, ep=ep, moe_tp=None, dcp=dcp, **of_hosts)
 
 
 def _divisor(ranks: int, limit: int) -> int:

@@ -123,8 +123,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise LayoutError("the naive plan uses all-reduces, by which experts gather: drop --moe-exchange or --plan")
     planner = planner_of(config, model)
     check_attention(config, model)
-    if config.shrink and (on_gpus(config) or config.mesh.hosts > 1):
-        raise LayoutError("--shrink runs on the CPUs of one host only so far: drop the option")
+    if config.shrink and on_gpus(config):
+        raise LayoutError("--shrink runs on CPUs only so far: drop the option, or use --device cpu")
     check_speculation(config, model)
     rows, dispatches, drafts = (
         1,

@@ -26,7 +26,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weft.engine.config.config import EngineConfig, EngineError
-from weft.engine.config.cpu_shares import with_cpu_shares
+from weft.engine.config.cpu_shares import cores_left, with_cpu_shares
 from weft.engine.hosts import addresses, digests, secured
 from weft.engine.messages.host_messages import (
     Alive,
@@ -157,9 +157,14 @@ class HostAgent:
         return True
 
     def _start(self, start: Start) -> None:
-        config = EngineConfig.from_dict(start.config | digests.of_this_host(self._config))
         self._ranks.stop(grace_s=0)
-        config = with_cpu_shares(config)
+        own, places = digests.of_this_host(self._config), start.config["places"]
+        if places:
+            own["cpu_bind"] = cores_left(self._config.cpu_bind, places[self.node])
+        if places and not places[self.node]:
+            self._say(f"node {self.node}: runs no ranks until all hosts start anew: others are lost for good")
+            return
+        config = with_cpu_shares(EngineConfig.from_dict(start.config | own))
         self._number, self._launching, self._ended = start.number, True, False
         try:
             self._ranks.prepare()
@@ -167,10 +172,9 @@ class HostAgent:
                 table = self._ranks.directory / "cost.json"
                 table.write_text(start.table)
                 config = replace(config, cost=str(table))
-            ranks = [r for r in range(config.mesh.world) if config.mesh.host_of(r) == self.node]
-            self._ranks.launch(config, start.number, ranks)
+            self._ranks.launch(config, start.number, config.ranks_of(self.node))
         except (EngineError, OSError) as error:
-            self._fail(str(error), killed=True)
+            self._fail(str(error), (), killed=True)
 
     def _monitor_ranks(self) -> None:
         if not self._ranks.running or self._ended:
@@ -179,15 +183,15 @@ class HostAgent:
             for _ in self._ranks.ranks if self._launching else ():
                 self._launching = not self._ranks.launched(0)
             if killed := self._ranks.ended(killed=True):
-                self._fail(killed[0], killed=True)
+                self._fail(*killed, killed=True)
             elif ended := self._ranks.ended():
-                self._fail(ended[0], killed=False)
+                self._fail(*ended, killed=False)
         except EngineError as error:
-            self._fail(str(error), killed=True)
+            self._fail(str(error), (), killed=True)
 
-    def _fail(self, text: str, killed: bool) -> None:
+    def _fail(self, text: str, ranks: tuple[int, ...], killed: bool) -> None:
         self._ended = True
-        self._send(Ended(self._number, f"{text} (node {self.node}, {socket.gethostname()})", killed))
+        self._send(Ended(self._number, f"{text} (node {self.node}, {socket.gethostname()})", killed, ranks))
 
     def _send(self, message: FromAgent) -> None:
         self._socket.send(encode(message))

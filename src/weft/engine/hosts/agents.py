@@ -57,7 +57,7 @@ class Agent:
 class Agents:
     """Agents of nodes 1 to nnodes - 1, on a socket bound to `master_addr` and `master_port`.
 
-    Methods raise EngineError in one line.
+    config: the nodes that run ranks, which may become fewer. Methods raise EngineError in one line.
     """
 
     def __init__(self, config: EngineConfig):
@@ -66,7 +66,7 @@ class Agents:
         self._address = addresses.resolve(name, self._port)
         addresses.check_not_loopback(name, self._address)
         key = secured.read_key(config.cluster_key)
-        self._nodes = range(1, config.mesh.hosts)
+        self.config, self._nodes = config, range(1, config.mesh.hosts)
         self._ours = digests.facts(config), digests.options(config)
         self.clocks: dict[int, float] = {}
         """Seconds by which each host's clock was ahead of node 0's when it joined."""
@@ -75,7 +75,7 @@ class Agents:
         """Agents that claim a node already taken: a successor, or a mistake."""
         self.refused: dict[int, str] = {}
         """Reason of the last refusal of each node."""
-        self._lost: str | None = None
+        self._lost: tuple[str, tuple[int, ...]] | None = None
         self._ended: list[Ended] = []
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -100,8 +100,8 @@ class Agents:
 
     @property
     def missing(self) -> list[int]:
-        """Nodes that have not joined, or were lost."""
-        return [node for node in self._nodes if node not in self._agents]
+        """Nodes that run ranks and have not joined, or were lost."""
+        return [node for node in self.config.nodes[1:] if node not in self._agents]
 
     def wait_for_all(self, timeout_s: float, waiting: Callable[[], None]) -> None:
         """Wait until every node has joined. waiting: called several times a second."""
@@ -110,10 +110,10 @@ class Agents:
             waiting()
             if time.monotonic() > deadline:
                 nodes = ", ".join(map(str, self.missing))
-                raise EngineError(
-                    f"node {nodes} did not come to {self.where} within {timeout_s:g} s; start the same command there "
-                    "with --node-rank, and see what it says (docs/guide/hosts.md)"
-                )
+                line = f"node {nodes} did not come to {self.where} within {timeout_s:g} s; start the same command there"
+                line += " with --node-rank, and see what it says (docs/guide/hosts.md)"
+                lost = tuple(rank for node in self.missing for rank in self.config.ranks_of(node))
+                raise EngineError(line, lost, for_good=True)
             if self.socket.poll(100):
                 self.receive()
             else:
@@ -157,22 +157,23 @@ class Agents:
         if isinstance(message, FromRanks):
             return message.encoded if message.number == self._number else None
         if isinstance(message, Ended) and message.number == self._number:
-            self._ended.append(message)
+            ranks = message.ranks or self.config.ranks_of(agent.join.node)
+            self._ended.append(msgspec.structs.replace(message, ranks=ranks))
         elif isinstance(message, Stopped):
             agent.stopped = message.number
         else:
             assert isinstance(message, Alive | Ended)
         return None
 
-    def gone(self, *, killed: bool = False) -> str | None:
-        """Return one line about a lost host or an ended rank, or None. Receive all pending messages first.
+    def gone(self, *, killed: bool = False) -> tuple[str, tuple[int, ...]] | None:
+        """Return one line about a lost host or an ended rank, and the ranks, or None. Receive pending messages first.
 
         killed: only ranks ended by a signal count.
         """
         self._drop_silent()
         if self._lost:
             return self._lost
-        return next((e.text for e in self._ended if e.killed or not killed), None)
+        return next(((e.text, e.ranks) for e in self._ended if e.killed or not killed), None)
 
     def stop(self, waiting: Callable[[], None] = lambda: None) -> None:
         """End the ranks of every host, and wait for the hosts' confirmations. Hosts without one count as lost."""
@@ -236,6 +237,7 @@ class Agents:
     def _drop(self, agent: Agent, why: str) -> None:
         node = agent.join.node
         del self._agents[node]
-        self._lost = f"{agent.name} {why}"
+        if lost := self.config.ranks_of(node):
+            self._lost = f"{agent.name} {why}", lost
         if (candidate := self._candidates.pop(node, None)) is not None:
             self._admit(candidate.identity, candidate.join)

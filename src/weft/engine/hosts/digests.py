@@ -24,6 +24,7 @@ OF_A_HOST = ("model", "threads", "cpu_bind", "node_rank", "interface", "cluster_
 """Options with a value per host."""
 OF_NODE_0 = (
     *("max_waiting", "max_choices", "max_restarts", "restart_window_s", "restart_backoff_s", "overlap", "seed"),
+    *("shrink", "shrink_to"),
     "chat_template",
 )
 """Options of the controller alone, which other hosts do not use."""

@@ -38,11 +38,12 @@ class FromRanks(Struct, frozen=True, tag=True):
 
 
 class Ended(Struct, frozen=True, tag=True):
-    """Agent to node 0: a rank of start `number` has ended. killed: by a signal."""
+    """Agent to node 0: a rank of start `number` has ended. killed: by a signal. ranks: empty for all of the host."""
 
     number: int
     text: str
     killed: bool
+    ranks: tuple[int, ...] = ()
 
 
 class Stopped(Struct, frozen=True, tag=True):

@@ -83,7 +83,7 @@ class RankProcesses:
         assert self.sockets is not None
         return self.sockets.receive(timeout_s)
 
-    def ended(self, *, killed: bool = False) -> tuple[str, int] | None:
+    def ended(self, *, killed: bool = False) -> tuple[str, tuple[int]] | None:
         """Return one line about a rank that has ended, and the rank; None: all run. killed: only a signal counts."""
         # Look for signals first: a killed rank is the cause of its peers' failures.
         gone = [(r, c) for r, p in zip(self.ranks, self.processes, strict=False) if (c := p.poll()) is not None]
@@ -92,7 +92,7 @@ class RankProcesses:
             log = self._run / f"rank-{rank}.log"
             lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            return f"rank {rank} {how}" + (f": {lines[-1]}" if lines else ""), rank
+            return f"rank {rank} {how}" + (f": {lines[-1]}" if lines else ""), (rank,)
         return None
 
     def stop(self, grace_s: float) -> None:

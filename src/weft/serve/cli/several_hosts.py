@@ -85,8 +85,7 @@ def launcher(environ: Mapping[str, str]) -> Launcher | None:
     Raises ValueError if it starts several processes on a host: Weft starts its ranks by itself.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
-        ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
-        if ranks > 1:
+        if (ranks := int(environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:
             raise ValueError(f"torchrun started {ranks} processes on this host; Weft starts ranks: --nproc-per-node 1")
         master = environ.get("MASTER_ADDR")
         return Launcher("torchrun", int(environ["GROUP_WORLD_SIZE"]), int(environ["GROUP_RANK"]), master)
@@ -120,8 +119,9 @@ def run_agent(config: Any) -> int:
     from weft.engine.hosts.agent import HostAgent
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    config = resolve_defaults(config)
+    given, config = config, resolve_defaults(config)
     # Node 0 ends if it refuses the layout, and a host that joins later would wait for it. All use its cost table.
     check_plans(replace(config, cost="auto"), read_model(config))
+    config = replace(config, threads=given.threads, cpu_bind=given.cpu_bind)  # shares follow from the ranks of a start
     HostAgent(config, lambda line: print(line, file=sys.stderr, flush=True)).run()
     return 0

@@ -119,9 +119,13 @@ def hosts_of_ranks(mesh: Mesh) -> tuple[int, list[int]]:
 
 
 class World:
-    """The algebra of placements on one mesh."""
+    """The algebra of placements on one mesh.
 
-    def __init__(self, mesh: Mesh):
+    crossing: rows are also gathered and scattered over groups that cross others, as attn_tp 2 crosses hosts of 3 ranks.
+    Plans have no such step (docs/design/overview.md).
+    """
+
+    def __init__(self, mesh: Mesh, crossing: bool = False):
         self.mesh, self.ranks = mesh, range(mesh.world)
         tp, moe_tp, hosts = mesh.attn_tp, mesh.moe_tp, mesh.hosts
         self.blocks: dict[str, Blocks] = {
@@ -132,14 +136,20 @@ class World:
             "ep": tuple(r % moe_tp for r in self.ranks),
         }
         self.alone: Blocks = tuple(self.ranks)
+        self.only_sum = set[Blocks]()  # groups over which no rows are gathered or scattered
         run, self.host = hosts_of_ranks(mesh)
         if hosts > 1:  # every cut of the ranks that follows from these
             self.blocks["host"] = tuple(self.host.index(h) for h in self.host)
             self.blocks["rail"] = tuple(r - self.host[r] * run for r in self.ranks)
-            every = set(self.blocks.values())
-            while more := {f(a, b) for a in every for b in every for f in (self.meet, self.join)} - every:
-                every |= more
-            of_rows, self.groups = every | {self.alone}, every - {self.alone}
+            every = {self.alone, self.blocks["world"]}
+            for names in (("attn_tp", "attn_dp"), ("host", "rail"), ("moe_tp", "ep")):
+                more = self.closed(every | {self.blocks[name] for name in names})
+                if crossing or all(map(self.is_even, more)):  # else they cross those before
+                    every = set(filter(self.is_even, more))
+                elif "host" in names:
+                    del self.blocks["host"], self.blocks["rail"]
+            of_rows, self.groups = every, (every | set(self.blocks.values())) - {self.alone}
+            self.only_sum = self.groups - every
         else:
             of_rows = {self.alone, self.blocks["attn_tp"], self.blocks["world"]}
             self.groups = set(self.blocks.values()) - {self.alone}
@@ -161,6 +171,16 @@ class World:
         for _ in self.ranks:
             found = [min(found[p] for q in (a, b) for p in self.members(q, r)) for r in self.ranks]
         return tuple(found)
+
+    def closed(self, every: set[Blocks]) -> set[Blocks]:
+        """Return these cuts, and all that follow from them."""
+        while more := {f(a, b) for a in every for b in every for f in (self.meet, self.join)} - every:
+            every = every | more
+        return every
+
+    def is_even(self, blocks: Blocks) -> bool:
+        """Return whether the groups have equally many ranks."""
+        return len({len(self.members(blocks, r)) for r in self.ranks}) == 1
 
     def can_be_summed(self, value: Value) -> bool:
         """Ranks that will be summed hold the same rows."""
@@ -191,12 +211,12 @@ class World:
             for rest in self.left_over(value.owes, over):
                 if value.owes != self.alone:
                     yield Hop("all_reduce", n, 2 * have * (n - 1) / n, value, Value(value.held, rest), hosts)
-            for held in wider:
+            for held in wider if over not in self.only_sum else ():
                 after = Value(held, value.owes)
                 if self.joins(value.held, held, over) and self.can_be_summed(after):
                     copied = self.copied(value.held, over, 1)
                     yield Hop("all_gatherv", n, held[0].bit_count() - have, value, after, hosts, copied)
-            for held in fewer:
+            for held in fewer if over not in self.only_sum else ():
                 if self.joins(held, value.held, over):
                     for rest in self.left_over(value.owes, over):
                         if self.can_be_summed(after := Value(held, rest)):
@@ -404,9 +424,11 @@ def following(state: State, w: World, prices: Prices, read: Read) -> Iterator[tu
             yield prices.norm(residual, state.added), State(residual, (), residual, fresh=True)
 
 
-def minimum(mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool) -> float:
+def minimum(
+    mesh: Mesh, chain: Chain, machines: list[Machine], tokens: int, slices_copy: bool, crossing: bool = False
+) -> float:
     """The least time of all plans; infinite where there is none. Goes through the states in order of their time."""
-    w, prices = world(mesh), Prices(mesh, chain, machines, tokens, slices_copy)
+    w, prices = world(mesh, crossing), Prices(mesh, chain, machines, tokens, slices_copy)
     ends: dict[Value | None, float] = {None: 0.0}
     for read in chain.reads:
         before, ends = ends, {}

@@ -54,6 +54,15 @@ UNEVEN_OVER_HOSTS = (
     Mesh(2, 3, 2, 3, hosts=2),
     Mesh(7, 1, 7, 1, hosts=7),
 )
+CROSSING = (
+    Mesh(1, 6, 2, 3, hosts=3),
+    Mesh(2, 3, 3, 2, hosts=2),
+    Mesh(6, 1, 3, 2, hosts=2),
+    Mesh(3, 2, 6, 1, hosts=2),
+    Mesh(2, 3, 2, 3, hosts=3),
+    Mesh(3, 2, 2, 3, hosts=2),
+)
+"""Layouts in which moe_tp crosses hosts or attn_tp, then those in which hosts cross attn_tp."""
 Problem = tuple[Mesh, Chain, list[Machine], int, bool]
 
 
@@ -146,7 +155,7 @@ def test_no_plan_is_cheaper(examples: int) -> None:
 def test_no_plan_of_ranks_with_uneven_shares_is_cheaper(examples: int, most_deltas: int) -> None:
     """No number of tokens divides evenly over five or seven ranks: collectives cost what the largest share does."""
 
-    @given(problems(UNEVEN, most_deltas) | problems(UNEVEN_OVER_HOSTS, most_deltas=1))
+    @given(problems(UNEVEN, most_deltas) | problems(UNEVEN_OVER_HOSTS + CROSSING, most_deltas=1))
     @settings(max_examples=examples, deadline=None)
     def any_problem(problem: Problem) -> None:
         check(problem)
@@ -228,11 +237,31 @@ def test_forms_that_leave_other_deltas_are_two() -> None:
         check_forms((mesh, Chain(several[0], WIDTH, ELEMENT_BYTES, (several[1],)), [machine], 8, True))
 
 
-@pytest.mark.parametrize("mesh", [*layouts(7), *OVER_HOSTS, *UNEVEN_OVER_HOSTS, *EIGHT_OVER_HOSTS], ids=str)
+@pytest.mark.parametrize("mesh", [*layouts(7), *OVER_HOSTS, *UNEVEN_OVER_HOSTS, *EIGHT_OVER_HOSTS, *CROSSING], ids=str)
 def test_the_legal_steps_are_those_of_the_algebra(mesh: Mesh) -> None:
     w = world(mesh)
     theirs = {(e.kind, w.value(e.src), w.value(e.dst)) for edges in legal_edges(mesh).values() for e in edges}
     assert theirs == {(h.kind, h.src, h.dst) for hops in w.hops.values() for h in hops}
+
+
+SHM = Machine("shm", ALL, True, 1.5, 0.5, 12e3, 4.0, 8e3, max_hosts=1)
+GLOO = Machine("gloo", BASIC, False, 300.0, 300.0, 1e3, 4.0, 8e3, network=(300.0, 300.0, 1e3))
+
+
+@pytest.mark.parametrize("mesh", CROSSING, ids=str)
+def test_steps_over_groups_that_cross_others_save_where_hosts_cross_attn_tp_alone(mesh: Mesh) -> None:
+    """Plans of a model with experts have no such steps: they cost nothing but where hosts cut DP groups in two."""
+    group, world_rows = mesh.placement(Rows.GROUP), mesh.placement(Rows.WORLD)
+    attention = Read("layers.0.mlp_norm", world_rows, (mesh.placement(Rows.GROUP, "attn_tp"),))
+    experts = Read("layers.1.attn_norm", group, (mesh.placement(Rows.WORLD, "world"),))
+    chain = Chain((Read("layers.0.attn_norm", group, (group,)), attention, experts), 4096, 2)
+    us = Planner(mesh, chain, [SHM.offer(), GLOO.offer()], slices_copy=False).plan((64,) * mesh.attn_dp).us
+    of_host = mesh.world // mesh.hosts
+    saved = us / minimum(mesh, chain, [SHM, GLOO], 64, False, crossing=True) - 1
+    if of_host % mesh.attn_tp and mesh.attn_tp % of_host:
+        assert 0.1 < saved < 0.8
+    else:
+        assert abs(saved) < 1e-6
 
 
 def free_epilogues(m: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,13 @@ def test_hosts_run_equally_many_ranks_or_none(cluster: EngineConfig, left: Any, 
         assert [smaller.seat_of(rank) for rank in smaller.ranks_of(node)] == [(node, place) for place in of_node]
 
 
+def test_hosts_cut_no_dp_group_in_unequal_parts(cluster: EngineConfig) -> None:
+    """Three groups of two ranks would be more like the four before, on hosts of three ranks."""
+    given = replace(cluster, attn_dp=4, attn_tp=2, ep=None, moe_tp=None, cpu_bind="off")
+    smaller = smaller_layout(given, given.read_model(), {0: [0, 1, 2], 1: [0, 1, 2, 3]})
+    assert smaller.mesh == Mesh(2, 3, 2, 3, hosts=2)
+
+
 def test_a_smaller_layout_is_planned_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Mesh] = []
     true = recovery.check_plans

@@ -103,11 +103,16 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
 
 
 def _layouts(given: EngineConfig, ranks: int, places: tuple[tuple[int, ...], ...]) -> Iterator[EngineConfig]:
-    """Yield layouts of these ranks. They keep DP groups, then dcp, as far as these divide the ranks."""
-    mesh, attn_dp = given.mesh, _divisor(ranks, given.mesh.attn_dp)
+    """Yield layouts of these ranks. They keep DP groups, then dcp, as far as these divide the ranks.
+
+    Hosts cut no DP group in unequal parts: plans would exchange its rows over all ranks (docs/design/overview.md).
+    """
+    mesh, hosts = given.mesh, sum(map(bool, places))
+    cut = [n for n in divisors(ranks) if hosts % n and n % hosts]
+    attn_dp = max(n for n in divisors(ranks) if n <= mesh.attn_dp and n not in cut)
     attn_tp = ranks // attn_dp
     ep = None if given.ep is None else ranks if mesh.moe_tp == 1 else _divisor(ranks, mesh.ep)
-    of_hosts: Any = dict(nnodes=sum(map(bool, places)), places=places, cpu_bind=cores_left(given.cpu_bind, places[0]))
+    of_hosts: Any = dict(nnodes=hosts, places=places, cpu_bind=cores_left(given.cpu_bind, places[0]))
     for dcp in reversed([n for n in divisors(attn_tp) if n <= mesh.dcp]):
         yield replace(given, attn_dp=attn_dp, attn_tp=attn_tp, ep=ep, moe_tp=None, dcp=dcp, **of_hosts)
 

@@ -222,7 +222,10 @@ def test_the_example_of_a_model_completes_as_the_embedded_one() -> None:
 BAD = [
     (["nonsense"], "no command 'nonsense'"),
     (["generate", "/nowhere", "--prompt", "x"], "/nowhere has no config.json"),
-    (["plan", "--attn-dp", "2", "--attn-tp", "2", "--ep", "3", "--moe-tp", "1"], "both must be the number of ranks"),
+    (
+        ["plan", "--attn-dp", "2", "--attn-tp", "2", "--ep", "3", "--moe-tp", "1"],
+        "both must be the number of ranks, so ep is one of 1, 2, 4",
+    ),
     (["plan", "--layout", "two"], "is not ATTN_DPxATTN_TP,EPxMOE_TP"),
     (["plan", "--cost", "abacus"], "no cost preset 'abacus'"),
     (

@@ -101,6 +101,17 @@ def test_a_smaller_layout_is_planned_once(model_dir: Path, monkeypatch: pytest.M
     assert ranks.lost_ranks == 1 and planned == resized == [Mesh(1, 2, 1, 2)]
 
 
+def test_no_place_of_a_lost_host_is_used_again(cluster: EngineConfig) -> None:
+    """Node 1 has a place without a rank, after node 0 has lost one."""
+    given = replace(cluster, shrink=True, max_restarts=0, cpu_bind="off")
+    executor: Any = SimpleNamespace(config=given, resize=lambda config: setattr(executor, "config", config))
+    ranks, model = recovery.Recovery(given, given, executor), given.read_model()
+    ranks.failed(EngineError("rank 1 was killed", (1,)), model)
+    assert executor.config.places == ((0,), (0,))
+    ranks.failed(EngineError("node 1 did not come", (1,), for_good=True), model)
+    assert executor.config.places == ((0,), ()) and ranks.lost_ranks == 2
+
+
 def test_cores_of_a_lost_rank_are_not_used(model_dir: Path) -> None:
     given = config(model_dir, attn_tp=3, shrink=True, cpu_bind="0|1|0-1")
     assert smaller_layout(given, given.read_model(), {0: [0, 2]}).cpu_bind == "0|0-1"

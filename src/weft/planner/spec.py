@@ -115,6 +115,7 @@ class Mesh:
             raise LayoutError(
                 f"attn_dp × attn_tp = {self.attn_dp}×{self.attn_tp} = {self.attn_dp * self.attn_tp} ranks, but "
                 f"ep × moe_tp = {self.ep}×{self.moe_tp} = {self.ep * self.moe_tp}; both must be the number of ranks"
+                f", so ep is one of {', '.join(map(str, divisors(self.world)))}"
             )
         _check_divides("dcp", self.dcp, f"attn_tp={self.attn_tp}", self.attn_tp)
         _check_divides("hosts", self.hosts, f"the {self.world} ranks", self.world)
@@ -380,7 +381,6 @@ def divisors(whole: int) -> list[int]:
 
 def _check_divides(name: str, part: int, of: str, whole: int) -> None:
     if whole % part:
-        found = divisors(whole)
-        below, above = max(n for n in found if n < part), [n for n in found if n > part][:1]
-        legal = " and ".join(map(str, [below, *above]))
+        below, above = ([n for n in divisors(whole) if (n > part) == more] for more in (False, True))
+        legal = " and ".join(map(str, [*below[-1:], *above[:1]]))
         raise LayoutError(f"{name}={part} does not divide {of}; nearest that do: {legal}")

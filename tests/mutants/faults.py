@@ -34,6 +34,7 @@ TRANSFORMERS = "tests/models/test_as_transformers.py"
 LOGITS = "tests/models/test_logits.py::test_every_layout_gives_transformers_logits"
 ONE = "attn_dp=1 attn_tp=1 ep=1 moe_tp=1"
 MESSAGES, REUSE = "tests/engine/test_agent_messages.py", "tests/engine/test_reuse.py"
+RECOVERY = "tests/engine/test_recovery.py"
 FIELDS, CHUNKS = "tests/server/test_fields.py", "tests/server/test_tools.py::test_calls_in_later_chunks_are_numbered_on"
 
 ONCE_MISSED = [
@@ -836,6 +837,70 @@ OWN = [
         "units = -(-size // unit)\n",
         "units = size // unit\n",
         ("tests/models/test_any_ranks.py", "-m", "not nightly"),
+    ),
+    # any number of ranks, and the ranks that are left
+    Fault(
+        "a fused call's parts have a power of two of ranks",
+        "kernels/csrc/cuda/reduce.cuh",
+        "const int group = c.me / c.exchange.span * c.exchange.span",
+        "const int group = c.me & ~(c.exchange.span - 1)",
+        ("tests/gpu/test_emulated.py::test_sums_are_in_rank_order[attn_dp=2 attn_tp=3 ep=3 moe_tp=2]",),
+    ),
+    Fault(
+        "ranks from the sixth on get no marks of data that equal the sentinel",
+        "kernels/csrc/cuda/push.cuh",
+        "if (u < s.units[i] && needs_mark",
+        "if (i < 5 && u < s.units[i] && needs_mark",
+        ("tests/gpu/test_emulated.py::test_what_is_not_summed_arrives_bit_for_bit[attn_dp=1 attn_tp=7 ep=7 moe_tp=1]",),
+    ),
+    Fault(
+        "groups that cross others do not sum",
+        "planner/edges.py",
+        "if legal and (rest is None or rest in groups):",
+        "if legal and axes is not None and (rest is None or rest in groups):",
+        (f"{EXHAUSTIVE}::test_the_legal_steps_are_those_of_the_algebra",),
+    ),
+    Fault(
+        "a smaller layout is planned twice",
+        "engine/controller/recovery.py",
+        "return check_plans(resolve_defaults(smaller), model)",
+        "return check_plans(check_plans(resolve_defaults(smaller), model), model)",
+        (f"{RECOVERY}::test_a_smaller_layout_is_planned_once",),
+    ),
+    Fault(
+        "fewer ranks run another model",
+        "engine/controller/recovery.py",
+        "self._executor.resize(config)",
+        "self._executor.resize(replace(config, num_layers=model.num_layers - 1))",
+        (f"{RECOVERY}::test_requests_go_on_with_fewer_and_fewer_ranks",),
+    ),
+    Fault(
+        "hosts cut DP groups in unequal parts",
+        "engine/controller/recovery.py",
+        " and n not in cut)",
+        ")",
+        (f"{RECOVERY}::test_hosts_cut_no_dp_group_in_unequal_parts",),
+    ),
+    Fault(
+        "idle places of a lost host run ranks",
+        "engine/controller/recovery.py",
+        "[] if hosts else [each",
+        "[each",
+        (f"{RECOVERY}::test_no_place_of_a_lost_host_is_used_again",),
+    ),
+    Fault(
+        "a rank that ends stands for its host",
+        "engine/hosts/agent.py",
+        "self._fail(*killed, killed=True)",
+        "self._fail(killed[0], (), killed=True)",
+        (f"{RECOVERY}::test_requests_go_on_with_equally_many_ranks_of_each_host",),
+    ),
+    Fault(
+        "a host that does not come back is waited for again",
+        "engine/hosts/agents.py",
+        "raise EngineError(line, lost, for_good=True)",
+        "raise EngineError(line, lost)",
+        (f"{MESSAGES}::test_a_node_without_ranks_may_leave_and_join",),
     ),
 ]
 """Drawn over the whole tree."""

@@ -15,7 +15,7 @@ equal_tokens compares outputs with each carrier that ran before in the same layo
 tokens before the first that differs, in each output. All cases have the same weights and prompts, so a carrier that
 gives wrong sums shows. Right ones differ late: they round sums otherwise, and a token may depend on that.
 
-floor_ms is the minimum time of a step: the bytes of `weft_bench.step_bytes` at the bandwidth of a kernel that only
+floor_ms is the minimum time of a step: the bytes of `decode_step_bytes` at the bandwidth of a kernel that only
 reads.
 
 Prints a line of JSON per measurement, and writes them all, with the cases that failed. `weft profile` shows the parts
@@ -48,10 +48,10 @@ from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.output.results import whole
+from weft.engine.worker.footprint import decode_step_bytes
 from weft.serve.cli.command import stop_on_sigterm
 from weft.tune.host import describe_host
 from weft_bench.breakdown import random_prompts
-from weft_bench.step_bytes import decode_step_bytes
 
 WAIT_S = 120.0
 TRANSPORTS = ("auto", "peer", "nccl", "nccl_window", "naive")

@@ -5,7 +5,7 @@ Each preset's shape, with made-up weights, is a rank without an engine in a proc
 the requested sizes alone, and nothing else is warmed up. Caches hold random numbers, and sequences random last tokens.
 Steps are queued one ahead, as an engine's are.
 
-step_us: time of a step, the smaller of two turns. floor_us: the bytes of `weft_bench.step_bytes` at the bandwidth of a
+step_us: time of a step, the smaller of two turns. floor_us: the bytes of `decode_step_bytes` at the bandwidth of a
 kernel that only reads; null for steps with prompts. hit: number of experts that the sequences chose, layer by layer.
 order: the kernels of a step in their order, with the median µs of each and of the pause before it. Prints a line for
 each preset and step.
@@ -40,11 +40,11 @@ from weft.engine.config.device import dtype_of, kv_dtype_of
 from weft.engine.kernels.triton import fused_experts
 from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Sampling, StartProfile, Step
 from weft.engine.worker import graph_inputs, model_runner
+from weft.engine.worker.footprint import decode_step_bytes
 from weft.engine.worker.worker import Worker
 from weft.planner.cost import costs
 from weft.tune.host import describe_host
 from weft_bench.breakdown import read_rank, short, summarise
-from weft_bench.step_bytes import decode_step_bytes
 
 SPARE = 192
 """Tokens by which sequences may grow."""

@@ -11,10 +11,9 @@ from weft.engine.advise import auto_layout
 from weft.engine.advise.auto_layout import choose_layout
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import grids, step_times
-from weft.engine.advise.step_prices import Footprint
 from weft.engine.config.config import EngineConfig
 from weft.planner.spec import LayoutError
-from weft.tune.step_table import StepShape, StepTable
+from weft.tune.step_table import StepTable
 
 BASE = EngineConfig(device="cpu", executor="thread")
 
@@ -74,17 +73,10 @@ def test_nothing_that_fits_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> 
         choose_layout(EngineConfig(attn_tp=2, nnodes=2, device="cpu"))
 
 
-def test_a_step_reads_weights_chosen_experts_and_cached_tokens() -> None:
-    footprint = Footprint(2, dense=100, experts=1000, products=(50, 500), chosen=0.25, token=3)
-    assert footprint.bytes_read(StepShape(1, 10), 1, 1) == 100 + 250 + 30
-    assert footprint.bytes_read(StepShape(1, 10), 2, 2) == 100 + 1000 * (1 - 0.75**2) + 15
-    assert footprint.operations(StepShape(3, 10), 2) == 2 * 3 * (50 + 500 * 0.25 * 2)
-
-
 def test_footprints_are_those_of_the_ranks() -> None:
     """Experts are shared by all ranks, and none is counted as dense."""
     found = {
         (c.config.mesh.ep, c.config.mesh.world): c.footprint for c in find_candidates(BASE, 2, ClientLoad(8, 8, 1))[0]
     }
     one, two = found[1, 1], found[2, 2]
-    assert two.experts * 2 == one.experts > 0 and two.dense >= one.dense / 2 and one.token > 0 < one.chosen < 1
+    assert two.experts * 2 == one.experts > 0 and two.dense >= one.dense / 2 and one.caches and 0 < one.chosen < 1

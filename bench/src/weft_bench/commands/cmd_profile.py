@@ -53,8 +53,8 @@ class Command:
         """Print tables. Raises UserError, LayoutError, ModelError, EngineError."""
         from weft.engine.config.device import dtype_of, kv_dtype_of
         from weft.engine.controller.profiling import MIN_STEPS
+        from weft.engine.worker.footprint import decode_step_bytes
         from weft_bench.breakdown import SPARE_TOKENS, output_length, run
-        from weft_bench.step_bytes import decode_step_bytes
 
         if self.read is not None:
             return self._read(self.read)

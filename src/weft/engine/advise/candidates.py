@@ -11,7 +11,7 @@ import torch
 
 from weft.comm.cores import own_cores
 from weft.comm.transport_registry import SHM
-from weft.engine.advise.step_prices import Footprint, PublishedGpu
+from weft.engine.advise.step_prices import PublishedGpu
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import divide_servers
@@ -24,6 +24,7 @@ from weft.engine.models.layers.moe import Experts
 from weft.engine.models.load import build_model
 from weft.engine.worker.arena import arena_need, available_bytes, check_memory
 from weft.engine.worker.batch_limits import choose_limits
+from weft.engine.worker.footprint import Footprint
 from weft.engine.worker.memory import CacheNeed, Memory, check_weights, parameter_bytes
 from weft.planner.plan import Planner
 from weft.planner.spec import LayoutError, Mesh, PlacementError, divisors
@@ -241,7 +242,7 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
     if load.tokens > need.config.cached_tokens:
         raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
     config = check_plans(need.config, model)
-    footprint = Footprint.of(layers, model, need.specs, need.dtype)
+    footprint = Footprint.of(layers, model.num_layers, need.dtype, config.mesh.dcp)
     return Candidate(given, config, replicas, model, need.groups(), planner_of(config, model), cores, footprint)
 
 
@@ -262,7 +263,7 @@ def check_published(given: EngineConfig, replicas: int, load: ClientLoad, gpu: P
     need = need.sized(Memory(gpu.memory, gpu.memory - weights, 0, 0), lambda pages: pages)
     if load.tokens > need.config.cached_tokens:
         raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
-    footprint, planner = Footprint.of(layers, model, need.specs, need.dtype), gpu.planner(config, model)
+    footprint, planner = Footprint.of(layers, model.num_layers, need.dtype, config.mesh.dcp), gpu.planner(config, model)
     alone = replace(need.config, nnodes=None)
     return Candidate(given, alone, replicas, model, need.groups(), planner, ["auto"] * replicas, footprint)
 

@@ -2,79 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-import torch
 
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import automatic, transports
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import dtype_of
-from weft.engine.kv.cache import token_bytes
-from weft.engine.kv.cache_spec import Latent, PagedKV, Spec
-from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
-from weft.engine.models.layers.moe import SparseMoE
+from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.worker.footprint import Footprint
 from weft.engine.worker.planning import plan_model
 from weft.planner.cost import INFINIBAND, costs, over_network
 from weft.planner.plan import Planner
 from weft.tune.step_table import StepShape
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Weights and cache of a rank.
-
-    Attributes:
-        layers: number of layers.
-        dense, experts: bytes of weights that all rows use, and of routed experts.
-        products: the same as numbers of weights.
-        chosen: fraction of the experts that a row uses.
-        token: bytes of a cached token.
-    """
-
-    layers: int
-    dense: int
-    experts: int
-    products: tuple[int, int]
-    chosen: float
-    token: int
-
-    @classmethod
-    def of(
-        cls, layers: LanguageModel, model: ModelConfig, specs: Mapping[str, Spec], kv_dtype: torch.dtype
-    ) -> Footprint:
-        """Return the footprint of a rank's `layers` of a `model`, which may be on the `meta` device.
-
-        specs, kv_dtype: of its caches.
-
-        Steps read a row of the embedding per token, so it counts only where it is the head, too.
-        """
-        blocks = [module for module in layers.modules() if isinstance(module, SparseMoE)]
-        routed = {id(weight): weight for block in blocks for weight in block.experts.parameters()}
-        unread = set(routed) if model.tie_embeddings else {*routed, id(layers.embed.weight)}
-        others = [weight for weight in layers.parameters() if id(weight) not in unread]
-        (dense, dense_count), (experts, count) = (
-            (sum(w.numel() * w.element_size() for w in weights), sum(w.numel() for w in weights))
-            for weights in (others, routed.values())
-        )
-        chosen = blocks[0].router.routing.k / blocks[0].experts.experts if blocks else 0.0
-        token = sum(token_bytes(spec, kv_dtype) for spec in specs.values() if isinstance(spec, PagedKV | Latent))
-        return cls(model.num_layers, dense, experts, (dense_count, count), chosen, token)
-
-    def bytes_read(self, shape: StepShape, groups: int, dcp: int) -> float:
-        """Return the bytes that a step reads, if each of `groups` DP groups has these rows and dcp ranks share tokens.
-
-        Rows choose their experts independently.
-        """
-        rows = (shape.decode + shape.prompt) * groups
-        cached = shape.decode * shape.context + (shape.cached + shape.prompt) * (shape.prompt > 0)
-        return self.dense + self.experts * (1 - (1 - self.chosen) ** rows) + cached * self.token / dcp
-
-    def operations(self, shape: StepShape, groups: int) -> float:
-        """Return the floating-point operations of a step's products, without attention."""
-        rows = shape.decode + shape.prompt
-        return 2.0 * rows * (self.products[0] + self.products[1] * self.chosen * groups)
 
 
 def decode_price(footprint: Footprint, planner: Planner, shape: StepShape, threads: int) -> float:
@@ -83,7 +22,7 @@ def decode_price(footprint: Footprint, planner: Planner, shape: StepShape, threa
     threads: threads of a rank, which share the pass.
     """
     mesh = planner.mesh
-    read = footprint.bytes_read(shape, mesh.attn_dp, mesh.dcp)
+    read = footprint.bytes_read(shape, shape.decode * mesh.attn_dp)
     return planner.plan((shape.decode,) * mesh.attn_dp).us + planner.local_us(read) / threads
 
 
@@ -143,9 +82,9 @@ class PricedSteps:
 
     def us(self, shape: StepShape) -> float:
         """Return the µs of a step."""
-        mesh, held = self.planner.mesh, self.footprint
-        moved_us = held.bytes_read(shape, mesh.attn_dp, mesh.dcp) / (self.gpu.gb_s * 1e3)
-        products_us = held.operations(shape, mesh.attn_dp) / (self.gpu.tflops * 1e6)
-        plan = self.planner.plan((shape.decode + shape.prompt,) * mesh.attn_dp)
+        groups, held, own = self.planner.mesh.attn_dp, self.footprint, shape.decode + shape.prompt
+        moved_us = held.bytes_read(shape, own * groups) / (self.gpu.gb_s * 1e3)
+        products_us = held.operations(shape, own * groups) / (self.gpu.tflops * 1e6)
+        plan = self.planner.plan((own,) * groups)
         exchanges_us = sum(op.us for _, op in plan.ops(optional=False) if op.collectives)
         return held.layers * self.gpu.layer_us + max(moved_us, products_us) / self.gpu.efficiency + exchanges_us

@@ -15,6 +15,11 @@ def token_bytes(spec: PagedKV | Window | Latent, dtype: torch.dtype) -> int:
     return vectors * (width * dtype.itemsize + (dtype == FLOAT8))
 
 
+def state_bytes(spec: Recurrent) -> int:
+    """Return the bytes of a sequence's state in a layer."""
+    return 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
+
+
 class KVCache:
     """Keys `[layers, slots, heads, dim]` and values of one rank, for layers that declared the same cache.
 

@@ -21,7 +21,7 @@ from weft.engine.attention.expansion import MAX_ELEMENTS, MAX_TOKENS
 from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.attention.paged import PagedAttention
 from weft.engine.config.config import EngineConfig
-from weft.engine.kv.cache import token_bytes
+from weft.engine.kv.cache import state_bytes, token_bytes
 from weft.engine.kv.cache_spec import CacheGroup, Latent, Recurrent, Spec, Window, cache_groups, rule
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.load import build_model
@@ -90,7 +90,7 @@ class CacheNeed:
         for spec in self.specs.values():
             have = size[rule(spec)]
             if isinstance(spec, Recurrent):
-                total += (have + 2) * 4 * sum(torch.Size(shape).numel() for shape in spec.shapes)
+                total += (have + 2) * state_bytes(spec)
             else:
                 span = self.config.interleave.span if isinstance(spec, Window) else self.config.page_size
                 total += (have + 1) * span * token_bytes(spec, self.dtype)

@@ -1,4 +1,4 @@
-"""The bytes of a decode step, of small models whose tensors are counted by hand."""
+"""Bytes of a step and operations of its products, of small models whose tensors are counted by hand."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from support import small_config
 
+from weft.engine.kv.cache_spec import Latent, Recurrent, Window
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import build_model
 from weft.engine.models.registry import read_config
+from weft.engine.worker.footprint import Footprint, decode_step_bytes
 from weft.kernels.float8 import FLOAT8
 from weft.planner.spec import Mesh
-from weft_bench.step_bytes import decode_step_bytes
+from weft.tune.step_table import StepShape
 
 ONE, BF16 = Mesh(1, 1, 1, 1), torch.bfloat16
 
@@ -52,3 +54,31 @@ def test_experts_are_read_that_are_expected_to_be_chosen() -> None:
     k, n = 2, 4
     assert one == total - embed - experts + round(experts * k / n)
     assert many == total - embed
+
+
+def test_a_window_is_read_up_to_its_size() -> None:
+    """Sliding windows hold 4 tokens of each sequence, on every rank of a dcp group."""
+    config = config_of("mistral", 2)
+    read = weights(config, ONE) - weights(config, ONE, "embed")
+    token = 2 * config.num_kv_heads * config.head_dim * config.num_layers * 2
+    for context, tokens in ((3, 3), (4, 4), (50, 4)):
+        assert decode_step_bytes(config, ONE, BF16, 5, context) == read + 5 * tokens * token
+
+
+def test_caches_of_a_step_with_prompts() -> None:
+    """Chunks read the tokens before them once, states are read and written, and dcp ranks share whole sequences."""
+    latent, window, state = Latent(10, 8), Window(6, 1, 4), Recurrent(((3, 2), (5,)))
+    footprint = Footprint(3, 100, 1000, (50, 500), 0.25, ((latent, 2), (window, 1), (state, 3)), BF16, dcp=2)
+
+    def cached(shape: StepShape) -> float:
+        return footprint.bytes_read(shape, 1) - 100 - 250
+
+    assert cached(StepShape(2, 30)) == 2 * 2 * 30 * 20 / 2 + 2 * 6 * 16 + 3 * 2 * 2 * 44
+    assert cached(StepShape(0, 0, 7, 40)) == 2 * 47 * 20 / 2 + (6 + 7) * 16 + 3 * 2 * 44
+    assert cached(StepShape(1, 3, 7, 2)) == 2 * (3 + 9) * 20 / 2 + (3 + 9) * 16 + 3 * 2 * 2 * 44
+
+
+def test_rows_choose_experts_of_all_groups() -> None:
+    footprint = Footprint(2, 100, 1000, (50, 500), 0.25, (), BF16)
+    assert footprint.bytes_read(StepShape(1, 10), 2) == 100 + 1000 * (1 - 0.75**2)
+    assert footprint.operations(StepShape(3, 10), 6) == 2 * (3 * 50 + 6 * 500 * 0.25)

@@ -1,0 +1,109 @@
+"""Bytes that a step reads from a rank's memory, and operations of its products: at the peaks of the memory and the
+cores, the minimum time of a step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from weft.engine.attention.caches import cached_layers
+from weft.engine.kv.cache import state_bytes, token_bytes
+from weft.engine.kv.cache_spec import Recurrent, Spec, Window
+from weft.engine.models.layers.basic import Embedding, Head
+from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
+from weft.engine.models.layers.moe import SparseMoE
+from weft.engine.models.load import build_model
+from weft.planner.spec import Mesh
+from weft.tune.step_table import StepShape
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Weights and caches of a rank.
+
+    Attributes:
+        layers: number of layers.
+        dense, experts: bytes of weights that all rows use, and of routed experts.
+        products: the same as numbers of weights.
+        chosen: fraction of the experts that a row uses.
+        caches: each kind of cache, and the number of its layers.
+        kv_dtype: dtype of keys and values, as in `KVCache`.
+        dcp: ranks that share the tokens of whole sequences.
+    """
+
+    layers: int
+    dense: int
+    experts: int
+    products: tuple[int, int]
+    chosen: float
+    caches: tuple[tuple[Spec, int], ...]
+    kv_dtype: torch.dtype
+    dcp: int = 1
+
+    @classmethod
+    def of(cls, model: LanguageModel, layers: int, kv_dtype: torch.dtype, dcp: int) -> Footprint:
+        """Return the footprint of a rank's model.
+
+        Steps read a row of the embedding per token, so it counts only where it is the head, too.
+
+        Args:
+            model: the rank's layers, which may be on the `meta` device.
+            layers, kv_dtype, dcp: as in `Footprint`.
+        """
+        blocks = [module for module in model.modules() if isinstance(module, SparseMoE)]
+        routed = {id(weight): weight for block in blocks for weight in block.experts.parameters()}
+        tied = any(isinstance(head, Head) and head.tied for head in model.modules())
+        rows = {id(each.weight) for each in model.modules() if isinstance(each, Embedding) and not tied}
+        others = [weight for weight in model.parameters() if id(weight) not in routed.keys() | rows]
+        (dense, dense_count), (experts, count) = (
+            (sum(w.numel() * w.element_size() for w in weights), sum(w.numel() for w in weights))
+            for weights in (others, routed.values())
+        )
+        chosen = blocks[0].router.routing.k / blocks[0].experts.experts if blocks else 0.0
+        caches = tuple(Counter(cached_layers(model).values()).items())
+        return cls(layers, dense, experts, (dense_count, count), chosen, caches, kv_dtype, dcp)
+
+    def bytes_read(self, shape: StepShape, rows: int) -> float:
+        """Return the bytes that a step with these rows of a DP group, and `rows` of all groups, reads.
+
+        It reads every weight once, except for experts: only the expected number of chosen ones, if all are equally
+        likely. It also reads the cached tokens, and reads and writes recurrent states. Activations are omitted.
+        """
+        total = self.dense + self.experts * (1 - (1 - self.chosen) ** rows)
+        chunks = int(shape.prompt > 0)  # rows of one prompt share a pass over its tokens
+        for spec, layers in self.caches:
+            if isinstance(spec, Recurrent):
+                total += layers * (shape.decode + chunks) * 2 * state_bytes(spec)
+                continue
+            size, ranks = (spec.size, 1) if isinstance(spec, Window) else (math.inf, self.dcp)
+            tokens = shape.decode * min(shape.context, size) + chunks * (min(shape.cached, size) + shape.prompt)
+            total += layers * tokens * token_bytes(spec, self.kv_dtype) / ranks
+        return total
+
+    def operations(self, shape: StepShape, rows: int) -> float:
+        """Return the floating-point operations of a step's products, without attention. Arguments as above."""
+        return 2.0 * ((shape.decode + shape.prompt) * self.products[0] + rows * self.products[1] * self.chosen)
+
+
+def decode_step_bytes(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    sequences: int,
+    context: int,
+    kv_dtype: torch.dtype | None = None,
+) -> int:
+    """Return the bytes that rank 0 reads for a decode step.
+
+    Args:
+        sequences: number of sequences over all DP groups, a token each.
+        context: tokens of each sequence before the step.
+        dtype: of weights.
+        kv_dtype: of keys and values, as of `KVCache`; defaults to dtype.
+    """
+    model = build_model(config, mesh, 0, dtype, torch.device("meta"))
+    footprint = Footprint.of(model, config.num_layers, kv_dtype or dtype, mesh.dcp)
+    return round(footprint.bytes_read(StepShape(-(-sequences // mesh.attn_dp), context), sequences))

@@ -86,6 +86,17 @@ def test_recorded_requests_arrive_at_their_times(model_dir: Path) -> None:
     assert load.per_server(2).arrivals == (Arrival(0.0, 8, 3), Arrival(2.0, 4, 2)) and load.shortest == 4
 
 
+def test_a_server_reads_recorded_requests_that_arrive_when_none_runs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock skips to the arrival, and then to the end of its reading."""
+    monkeypatch.setattr("weft.engine.advise.simulate.WAIT_S", 20.0)
+    config, api = config_of(model_dir), ApiTimes(2000.0, 100.0)
+    load = ClientLoad.recorded([Arrival(at, 8, 1) for at in (0.0, 1.0, 5.0)])
+    found = simulate(config, (CacheGroup(Rule(), config.num_pages),), load, lambda shapes: 1000.0, 0, api)
+    assert found.ttft_ms == (pytest.approx(3.1), pytest.approx(3.1)) and found.seconds == pytest.approx(5.003)
+
+
 def test_slower_steps_and_more_clients_raise_latencies(model_dir: Path) -> None:
     config = config_of(model_dir)
     one, twice = (simulated(config, LOADS[0], 12, us) for us in (1000.0, 2000.0))

@@ -101,10 +101,12 @@ class Clock:
                 call()
             self.now = max(self.now, seconds)
 
-    def skip(self) -> None:
-        """Go on to the next call, if there is one: nothing runs before."""
+    def skip(self) -> bool:
+        """Go on to the next call, as nothing runs before it; return False if there is none."""
         if self._calls:
             self.move(self._calls[0][0])
+            return True
+        return False
 
 
 class ModelledRanks(Executor):
@@ -220,8 +222,12 @@ class Clients:
                 self._clock.at(each.seconds, self._send) if each.seconds else self._send()
         else:
             self._send(len(self._sizes) if self._load.arrivals else min(self._load.concurrency, len(self._sizes)))
-        if self._clock is not None and not self._live:
-            self._clock.skip()
+        self._skip()
+
+    def _skip(self) -> None:
+        """Go on to the next request that the engine gets, if it has none: it arrives, then the server reads it."""
+        while self._clock is not None and not self._live and self._clock.skip():
+            pass
 
     def _send(self, count: int = 1) -> None:
         requests = [self._request() for _ in range(count)]
@@ -250,8 +256,8 @@ class Clients:
                     self._send()
                 if not self._open:
                     self.ended.set()
-                elif not self._live and self._clock is not None:
-                    self._clock.skip()
+                else:
+                    self._skip()
 
         own = self._tokens(max(1, input_len - len(self._shared)))
         params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)

@@ -9,7 +9,7 @@ import pytest
 
 from weft.engine.advise import auto_layout
 from weft.engine.advise.auto_layout import choose_layout
-from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
+from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates, no_layout
 from weft.engine.advise.measure import grids, step_times
 from weft.engine.config.config import EngineConfig
 from weft.planner.spec import LayoutError
@@ -64,13 +64,23 @@ def test_the_best_by_kept_times_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
     assert choose_layout(BASE)[0].attn_dp == 1
 
 
+def test_kept_times_of_requests_beyond_the_context_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a shorter context starts, with the layout of the cheapest decode step."""
+    monkeypatch.setattr(auto_layout, "kept_loads", lambda candidates: [ClientLoad(256, 128)])
+    assert "priced" in choose_layout(replace(BASE, max_model_len=100))[1]
+
+
 def test_nothing_that_fits_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.engine.advise.candidates.available_bytes", lambda: 1000)
-    with pytest.raises(LayoutError, match=r"no layout starts on this host.s 2 rank.*GiB.*use more ranks") as caught:
+    with pytest.raises(LayoutError, match=r"no layout of 2 rank.s. starts; of attn_dp=.*GiB.*use more ranks") as caught:
         choose_layout(BASE)
     assert "\n" not in str(caught.value)
     with pytest.raises(LayoutError, match="for one host"):
         choose_layout(EngineConfig(attn_tp=2, nnodes=2, device="cpu"))
+    with pytest.raises(LayoutError, match="has the sizes that are given: omit them"):
+        choose_layout(replace(BASE, attn_tp=3))
+    error = no_layout(2, {"attn_tp=1": "9 GiB are missing", "attn_tp=2 dcp=2": "too few heads"})
+    assert str(error) == "no layout of 2 rank(s) starts; of attn_tp=1: 9 GiB are missing"
 
 
 def test_footprints_are_those_of_the_ranks() -> None:

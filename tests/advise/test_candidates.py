@@ -137,7 +137,10 @@ def test_ranks_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [0, 1, 2]})
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert choose_ranks(None, "auto") == (3, "cpu") and choose_ranks(2, "auto") == (2, "cpu")
-    for ranks, device, why in ((4, "auto", "4 ranks require a core each"), (1, "cuda", "require a GPU each")):
+    for ranks, device, why in (
+        (4, "auto", "4 ranks require a core each"),
+        (1, "cuda", "1 rank requires a GPU"),
+    ):
         with pytest.raises(LayoutError, match=why):
             choose_ranks(ranks, device)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.engine.advise.advice import advise
-from weft.engine.advise.candidates import Candidate, ClientLoad, choose_ranks, find_candidates
+from weft.engine.advise.candidates import Candidate, ClientLoad, choose_ranks, find_candidates, no_layout
 from weft.engine.advise.measure import kept_loads
 from weft.engine.advise.step_prices import decode_price
 from weft.engine.config.config import EngineConfig
@@ -25,9 +25,8 @@ def choose_layout(config: EngineConfig) -> tuple[EngineConfig, str]:
     load = ClientLoad(min(ClientLoad.input_len, half), min(ClientLoad.output_len, half))
     candidates, refused = find_candidates(config, ranks, load, kv_dtypes=(config.kv_dtype,), one_server=True)
     if not candidates:
-        largest = list(refused.values())[-1] if refused else "no layout has the sizes that are given"
-        raise LayoutError(f"no layout starts on this host's {ranks} rank(s); of the last one: {largest}")
-    for load in kept_loads(candidates):
+        raise no_layout(ranks, refused)
+    for load in (each for each in kept_loads(candidates) if each.tokens <= 2 * half):
         found = advise(config, ranks, load, kv_dtypes=(config.kv_dtype,), one_server=True).predictions
         if found:
             best = found[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -139,9 +139,18 @@ def choose_ranks(ranks: int | None, device: str) -> tuple[int, Literal["cpu", "c
     have, what = (gpus, "GPU") if cuda else (cores, "core")
     ranks = max(1, have) if ranks is None else ranks
     if not 1 <= ranks <= have:
-        remedy = f"choose from 1 to {have}" if have else "use --device cpu"
-        raise LayoutError(f"{ranks} ranks require a {what} each, and this host has {have}: {remedy}")
+        remedy = f"choose from 1 to {have}" if have else "drop --gpus and --device cuda to use cores"
+        need = f"{ranks} ranks require a {what} each" if ranks != 1 else f"1 rank requires a {what}"
+        raise LayoutError(f"{need}, and this host has {have or 'none'}: {remedy}")
     return ranks, "cuda" if cuda else "cpu"
+
+
+def no_layout(ranks: int, refused: Mapping[str, str]) -> LayoutError:
+    """Return the error that no layout starts. refused: as of `find_candidates`."""
+    if not refused:
+        return LayoutError(f"no layout of {ranks} rank(s) has the sizes that are given: omit them")
+    last = min([*refused][::-1], key=lambda layout: "dcp=" in layout)  # few models allow dcp; memory tells more
+    return LayoutError(f"no layout of {ranks} rank(s) starts; of {last}: {refused[last]}")
 
 
 def find_candidates(

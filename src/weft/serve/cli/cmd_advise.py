@@ -64,8 +64,7 @@ class Command:
     measure: bool = True
     """Measure layouts without kept times; otherwise their figures are not known."""
     measure_load: float | None = None
-    """Run the load on the best two layouts for these seconds each, without HTTP, such as 60; show predicted and
-    measured figures, and keep the factor between them for this prediction and later ones."""
+    """Run the load on the best two layouts for these seconds each, without HTTP; keep the factor to their figures."""
     http: bool = True
     """Add the time of the HTTP server and the controller."""
     again: bool = False
@@ -78,7 +77,7 @@ class Command:
     def run(self) -> int:
         """Print the advice; return 1 if nothing is known, else 0. Raises UserError, LayoutError, ModelError."""
         from weft.engine.advise.advice import Limits, advise
-        from weft.engine.advise.candidates import choose_ranks
+        from weft.engine.advise.candidates import choose_ranks, no_layout
         from weft.engine.advise.measured_load import correct
         from weft.engine.advise.simulate import NO_API
         from weft.serve.cli.api_times import api_times
@@ -86,9 +85,7 @@ class Command:
         if self.gpus is not None and (self.ranks is not None or self.device == "cpu"):
             raise UserError("--gpus N is --ranks N --device cuda: give one of them")
         if self.measure_load is not None and (self.what_if or self.trace or self.measure_load < 0):
-            raise UserError(
-                "--measure-load S runs clients on this host: drop --what-if and --trace, with S of 0 or more"
-            )
+            raise UserError("--measure-load S runs clients here: drop --what-if and --trace, with S of 0 or more")
         load, (gpu, count) = self._load(), self._published()
         ranks, device = count, self.device
         if gpu is None:
@@ -111,28 +108,20 @@ class Command:
             if self.measure_load is not None:
                 measured = [correct(each, load, self.measure_load) for each in advice.predictions[:2]]
                 advice = ask()
+        if not (advice.predictions or advice.not_known):
+            raise no_layout(ranks, advice.refused)
         commands = [self._commands(each) for each in advice.predictions]
         if self.json:
             found = advice.as_dict()
             for layout, lines in zip(found["layouts"], commands, strict=True):
                 layout["commands"] = lines
-            described = asdict(load) | (
-                {"trace": str(self.trace), "arrivals": len(load.arrivals)} if self.trace else {}
-            )
-            about: dict[str, Any] = {
-                "what_if": self.what_if,
-                "load": described,
-                "ranks": ranks,
-                "device": device,
-                "api": asdict(api),
-            }
-            about |= {"measured": measured} if measured else {}
+            recorded = {"trace": str(self.trace), "arrivals": len(load.arrivals)} if self.trace else {}
+            about: dict[str, Any] = {"what_if": self.what_if, "load": asdict(load) | recorded, "ranks": ranks}
+            about |= {"device": device, "api": asdict(api)} | ({"measured": measured} if measured else {})
             print(json.dumps(about | found, indent=1))
         else:
             if gpu is not None:
-                print(
-                    f"what if {self.what_if}: predicted from published figures of this GPU, not measured on this host"
-                )
+                print(f"what if {self.what_if}: predicted from published figures of this GPU, not measured here")
             for each in measured:
                 pairs = ((name, each[name]) for name in ("tokens_s", "ttft_ms", "itl_ms"))
                 text = ", ".join(f"{name} {pair['predicted']:,.1f} / {pair['measured']:,.1f}" for name, pair in pairs)

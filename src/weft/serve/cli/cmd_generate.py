@@ -13,7 +13,7 @@ import tyro
 from weft.serve.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
 from weft.serve.cli.ray_hosts import agents
 from weft.serve.cli.several_hosts import run_agent
-from weft.serve.cli.start import start_engine
+from weft.serve.cli.start import LayoutChoice, start_engine, with_layout
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Command:
     """One or more prompts."""
     model: ModelDir = None
     engine: EngineArguments = field(default_factory=EngineArguments)
+    layout: LayoutChoice = "given"
     ray: WithRay = False
     chat: bool = False
     """Render each prompt with the model's chat template, as a user message."""
@@ -66,6 +67,7 @@ class Command:
             )
         except ValueError as error:
             raise UserError(str(error)) from error
+        config = with_layout(config, self.layout)
         with agents(config, self.ray), start_engine(config) as engine:
             prompts = [self._tokens(engine.tokenizer, text) for text in self.prompt]
             try:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from weft.serve.cli.command import EngineArguments, ModelDir, StopSignals, UserError, WithRay, engine_config, model_name
 from weft.serve.cli.ray_hosts import agents
 from weft.serve.cli.several_hosts import run_agent
-from weft.serve.cli.start import start_engine
+from weft.serve.cli.start import LayoutChoice, start_engine, with_layout
 from weft.serve.http import log
 from weft.serve.http.loading import Loading
 from weft.serve.http.options import LogLevel, Options
@@ -40,9 +40,7 @@ class Command:
 
     model: ModelDir = None
     engine: EngineArguments = field(default_factory=EngineArguments)
-    layout: Literal["given", "auto"] = "given"
-    """auto: the best layout for this host by kept times of weft advise, else the cheapest by the cost table; sizes such
-    as --attn-tp 2 are kept."""
+    layout: LayoutChoice = "given"
     ray: WithRay = False
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0: all addresses of the host."""
@@ -89,16 +87,8 @@ class Command:
         except OSError as error:
             raise UserError(str(error)) from error
         with listener, Loading(listener, options.tls, options.root_path) as loading:
-            if self.layout == "auto":
-                config = self._with_layout(config)
+            config = with_layout(config, self.layout)
             return self._serve_config(config, listener, loading, options, kv_events, signals)
-
-    def _with_layout(self, config: Any) -> Any:
-        from weft.engine.advise.auto_layout import choose_layout
-
-        config, line = choose_layout(config)
-        print(line, file=sys.stderr, flush=True)
-        return config
 
     def _serve_config(
         self,

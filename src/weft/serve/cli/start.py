@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from weft.serve.cli.progress import Start, progress_bar, startup_progress
+
+LAYOUT_HELP = """auto: the best layout for this host by kept times of weft advise, else the cheapest by the cost table;
+sizes such as --attn-tp 2 are kept."""
+LayoutChoice = Annotated[Literal["given", "auto"], tyro.conf.arg(help=LAYOUT_HELP)]
+
+
+def with_layout(config: Any, choice: LayoutChoice) -> Any:
+    """Return a configuration with the layout of --layout. One that is chosen is printed on stderr, with the reason."""
+    if choice == "auto":
+        from weft.engine.advise.auto_layout import choose_layout
+
+        config, line = choose_layout(config)
+        print(line, file=sys.stderr, flush=True)
+    return config
 
 
 def start_engine(config: Any, kv_events: Any = None) -> Any:

@@ -1,11 +1,13 @@
 """Compare the advisor's predictions with servers: start every layout that it names, and load each with its clients.
 
-Writes a JSON line per layout and load, with predicted and measured figures, and prints a table: the layout that the
-advisor chooses, and its regret, which is the best measured throughput divided by that of the choice. Lines that are in
-the file are not measured again, so a run that --limit-s ends goes on with the next. --engine omits HTTP: the clients
-are callbacks of engines in this process, which a layout starts once for all loads.
+Writes a JSON line per layout and load, with predicted and measured figures, and next to it a Markdown table: the layout
+that the advisor chooses, its regret, which is the best measured throughput divided by that of the choice, and the
+median errors of all layouts of the cell. Lines that are in the file are not measured again and measured times of steps
+are kept, so that after --limit-s, or a cut, the same command goes on. --engine omits HTTP: the clients are callbacks of
+engines in this process, which a layout starts once for all loads. --unseen SEED: three random loads instead.
 
-    python bench/scripts/advisor_grid.py --models embedded moe latent --ranks 1 2 --engine --out grid.jsonl
+    python bench/scripts/advisor_grid.py --engine --limit-s 1500 --out grid.jsonl
+    python bench/scripts/advisor_grid.py --engine --limit-s 1500 --out unseen.jsonl --unseen 7
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from weft.comm.cores import own_cores
 from weft.engine.advise.candidates import Arrival, ClientLoad
 from weft.engine.advise.measured_load import run_load
 from weft.engine.controller.engine import Engine
@@ -44,15 +48,15 @@ LATENT |= dict(kv_lora_rank=128, q_lora_rank=None, qk_nope_head_dim=64, qk_rope_
 LATENT |= dict(moe_intermediate_size=256, first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax")
 SHAPES = {"moe": SHARED | MOE, "latent": SHARED | LATENT}
 """Shapes with made-up weights in float32: 260 M parameters with grouped queries, and 60 M with latent attention."""
-LOADS = {"short": "4x64x32", "long": "2x256x16", "mixed": "", "shared": "4x128x32x0.75", "cover": ""}
+LOADS = {"short": "4x64x32", "long": "2x192x16", "mixed": "", "shared": "4x128x32x0.75", "cover": ""}
 """Loads by name: CLIENTSxINPUTxOUTPUTxSHARED. `cover` is not run: its times hold for several other loads."""
-MIXED = [(24 + 40 * (at % 5), 8 + 12 * (at % 3)) for at in range(12)]
-RECORDED = {"mixed": MIXED, "cover": [(24, 1), *[(256, 40)] * 11]}
+MIXED = [(24 + 40 * (at % 5), 8 + 12 * (at % 3)) for at in range(6)]
+RECORDED = {"mixed": MIXED, "cover": [(24, 1), *[(192, 40)] * 5]}
 """Requests that come at once: tokens of prompt and output."""
 FIGURES = ("tokens_s", "ttft_ms", "itl_ms")
 KINDS = ("", "median"), ("_p99", "p99")
 VOCABULARY = 1000
-START_S, ROUNDS = 60.0, 6
+START_S, ROUNDS, MAX_WAIT_S = 60.0, 6, 1e6
 WEFT = (sys.executable, "-m", "weft.serve.cli.main")
 
 
@@ -64,8 +68,20 @@ def load_of(name: str) -> ClientLoad:
     return ClientLoad(int(input_len), int(output_len), int(clients), float(shared[0]) if shared else 0.0)
 
 
-def advice(model: str, name: str, ranks: int, folder: Path, http: bool = True) -> list[dict[str, Any]]:
-    """Return the layouts that the advisor names, the best first. name: of the load. http: add the server's time."""
+def unseen(seed: int) -> list[str]:
+    """Return three random loads, whose steps `cover` has."""
+    random = Random(seed)
+    sizes = ((random.randint(1, 6), random.randint(24, 192), random.randint(4, 40)) for _ in range(3))
+    return ["x".join(map(str, (*each, random.choice([0, 0.5])))) for each in sizes]
+
+
+def advice(
+    model: str, name: str, ranks: int, folder: Path, http: bool = True, seconds: float | None = None
+) -> list[dict[str, Any]]:
+    """Return the layouts that the advisor names, the best first.
+
+    name: of the load. http: add the server's time. seconds: maximum duration; raises TimeoutExpired.
+    """
     load = load_of(name)
     if load.arrivals:
         trace = folder / f"{name}.jsonl"
@@ -83,10 +99,15 @@ def advice(model: str, name: str, ranks: int, folder: Path, http: bool = True) -
         options = [str(shape), "--load-format", "dummy", *options]
     elif model != "embedded":
         options = [model, *options]
-    done = subprocess.run([*WEFT, "advise", "--json", "--device", "cpu", *options], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr or done.stdout)
-    found: list[dict[str, Any]] = json.loads(done.stdout)["layouts"]
+    command = [*WEFT, "advise", "--json", "--device", "cpu", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        finally:
+            process.terminate()  # its ranks end with it
+    if process.returncode:
+        raise SystemExit(err or out)
+    found: list[dict[str, Any]] = json.loads(out)["layouts"]
     return found
 
 
@@ -161,63 +182,89 @@ def predicted(layout: dict[str, Any]) -> dict[str, Any]:
     return found | {name: values["value"] for name, values in names}
 
 
-def cell_of(row: dict[str, Any]) -> tuple[str, ...]:
-    """Return the cell of the grid that a row belongs to."""
-    return row["model"], f"{row['ranks']} rank(s)", row["load"], "over HTTP" if row["http"] else "engines"
-
-
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return lines per cell of the grid: each layout's predicted / measured figures, the choice and its regret."""
-    lines, errors = [], {name: list[float]() for name in FIGURES}
-    for cell in dict.fromkeys(map(cell_of, rows)):
-        some = [row for row in rows if cell_of(row) == cell]
-        best = max(row["measured"]["tokens_s"] for row in some)
+    """Return a Markdown table with a line per cell of the grid, and the worst regret and median errors of all cells."""
+    lines = ["| model | ranks | load | chosen layout | regret | error of tokens/s | of TTFT | of ITL |"]
+    lines, regrets, errors = [*lines, "|---" * 8 + "|"], list[float](), list[list[float]]()
+    keys = ("model", "ranks", "load", "http")
+    for cell in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        some = [row for row in rows if tuple(row[key] for key in keys) == cell]
         choice = max(some, key=lambda row: row["predicted"]["tokens_s"])
-        lines.append(f"{', '.join(cell)}: regret {best / choice['measured']['tokens_s']:.2f}")
-        for row in some:
-            pairs = [(row["predicted"][name], row["measured"][name]) for name in FIGURES]
-            for name, (ours, real) in zip(FIGURES, pairs, strict=True):
-                errors[name].append(abs(ours / real - 1))
-            text = "  ".join(f"{name} {a:,.1f} / {b:,.1f}" for name, (a, b) in zip(FIGURES, pairs, strict=True))
-            lines.append(f"  {'*' if row is choice else ' '} {row['layout']}  {text}")
-    return [*lines, "median errors: " + ", ".join(f"{k} {statistics.median(v):.0%}" for k, v in errors.items() if v)]
+        best = max(row["measured"]["tokens_s"] for row in some)
+        regrets.append(best / choice["measured"]["tokens_s"])
+        pairs = [[row["predicted"][name] / row["measured"][name] for row in some] for name in FIGURES]
+        errors.append([statistics.median(abs(each - 1) for each in ratios) for ratios in pairs])
+        model, ranks, load, http = cell
+        load += ", over HTTP" * http + f", {len(some)} of {choice['of']} layouts" * (len(some) < choice["of"])
+        figures = " | ".join(f"{each:.0%}" for each in errors[-1])
+        lines.append(f"| {model} | {ranks} | {load} | {choice['layout']} | {regrets[-1]:.2f} | {figures} |")
+    figures = " | ".join(f"{statistics.median(each):.0%}" for each in zip(*errors, strict=True))
+    return [*lines, f"| **worst, median** | | | | {max(regrets):.2f} | {figures} |"] if rows else lines
+
+
+def measure_cells(
+    model: str,
+    ranks: int,
+    loads: Sequence[str],
+    folder: Path,
+    http: bool,
+    until: float,
+    rows: list[dict[str, Any]],
+    out: Path,
+    host: dict[str, Any],
+) -> None:
+    """Add the rows of a model's loads on a number of ranks to `rows` and to a file, but for those that are there.
+
+    until: time after which nothing is started; raises TimeoutExpired.
+    """
+
+    def left() -> float:
+        if (seconds := until - time.monotonic()) <= 0:
+            raise subprocess.TimeoutExpired("advisor_grid.py", 0)
+        return min(seconds, MAX_WAIT_S)
+
+    if len(loads) > 1:
+        advice(model, "cover", ranks, folder, http, left())
+    named: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    for load in loads:
+        for layout in (layouts := advice(model, load, ranks, folder, http, left())):
+            name = f"{layout['replicas']} × " * (layout["replicas"] > 1) + layout["layout"]
+            row = {"model": model, "ranks": ranks, "load": load, "layout": name, "http": http}
+            if not any(row.items() <= old.items() for old in rows) and not (http and load in RECORDED):
+                named.setdefault(name, []).append((layout, row | {"of": len(layouts)}))
+    for pairs in named.values():
+        left()
+        each = (measured(layout, row["load"]) for layout, row in pairs)
+        engines = measured_engines(pairs[0][0], [row["load"] for _, row in pairs])
+        for (layout, row), found in zip(pairs, each if http else engines, strict=False):
+            rows.append(row | {"predicted": predicted(layout), "measured": found, "host": host})
+            with out.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["embedded", *SHAPES], help="embedded, moe, latent or folders")
-    loads = [name for name in LOADS if name != "cover"]
+    loads, cores = [name for name in LOADS if name != "cover"], sum(map(len, own_cores().values()))
+    counts = [number for number in (1, 2, 4) if number <= cores]
     parser.add_argument("--loads", nargs="+", default=loads, help="names, or CLIENTSxINPUTxOUTPUTxSHARED")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=counts, help="numbers of ranks")
     parser.add_argument("--engine", action="store_true", help="measure engines in this process, without HTTP")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which no layout is started")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which nothing is started")
+    parser.add_argument("--unseen", type=int, help="seed of three random loads, instead of --loads")
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines")
     asked = parser.parse_args()
-    began, host = time.monotonic(), describe_host()
+    until, host = time.monotonic() + asked.limit_s, describe_host()
     rows = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.is_file() else []
     folder = Path(tempfile.gettempdir()) / "weft-advisor-grid"
     folder.mkdir(exist_ok=True)
-    for model, ranks in product(asked.models, asked.ranks):
-        if len(asked.loads) > 1:
-            advice(model, "cover", ranks, folder, not asked.engine)
-        named: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
-        for load in asked.loads:
-            for layout in advice(model, load, ranks, folder, not asked.engine):
-                name = f"{layout['replicas']} × " * (layout["replicas"] > 1) + layout["layout"]
-                row = {"model": model, "ranks": ranks, "load": load, "layout": name, "http": not asked.engine}
-                if not any(row.items() <= old.items() for old in rows):
-                    named.setdefault(name, []).append((layout, row))
-        for pairs in named.values():
-            if time.monotonic() - began > asked.limit_s:
-                print("out of time; the same command goes on", file=sys.stderr)
-                break
-            loads = [row["load"] for _, row in pairs]
-            each = (measured(layout, row["load"]) for layout, row in pairs if row["load"] not in RECORDED)
-            measurements = measured_engines(pairs[0][0], loads) if asked.engine else each
-            for (layout, row), found in zip(pairs, measurements, strict=False):
-                rows.append(row | {"predicted": predicted(layout), "measured": found, "host": host})
-                with asked.out.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+    loads = asked.loads if asked.unseen is None else unseen(asked.unseen)
+    try:
+        for model, ranks in product(asked.models, asked.ranks):
+            measure_cells(model, ranks, loads, folder, not asked.engine, until, rows, asked.out, host)
+    except subprocess.TimeoutExpired:
+        print("out of time; the same command goes on", file=sys.stderr)
+    asked.out.with_suffix(".md").write_text("\n".join(table(rows)) + "\n")
     print("\n".join(table(rows)))
 
 

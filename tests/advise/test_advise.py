@@ -319,7 +319,7 @@ def test_help_has_the_command() -> None:
 def test_the_grid_has_regret_and_errors() -> None:
     """Regret compares the layout of the best prediction with the best measurement."""
     table = runpy.run_path(str(ROOT / "bench" / "scripts" / "advisor_grid.py"))["table"]
-    cell = {"model": "m", "ranks": 2, "load": "4x8x8", "http": True}
+    cell = {"model": "m", "ranks": 2, "load": "4x8x8", "http": True, "of": 3}
     rows = [
         cell | {"layout": name, "predicted": dict(tokens_s=a, ttft_ms=9, itl_ms=1), "measured": measured}
         for name, a, measured in [
@@ -328,5 +328,20 @@ def test_the_grid_has_regret_and_errors() -> None:
         ]
     ]
     lines = table(rows)
-    assert lines[0] == "m, 2 rank(s), 4x8x8, over HTTP: regret 1.25" and lines[1].startswith("  * one")
-    assert lines[-1] == "median errors: tokens_s 18%, ttft_ms 10%, itl_ms 50%"
+    assert lines[2] == "| m | 2 | 4x8x8, over HTTP, 2 of 3 layouts | one | 1.25 | 18% | 10% | 50% |"
+    other = [row | {"load": "short", "http": False, "of": 2} for row in rows[1:]]
+    assert table([*rows, *other])[3:] == [
+        "| m | 2 | short, 1 of 2 layouts | two | 1.00 | 10% | 10% | 50% |",
+        "| **worst, median** | | | | 1.25 | 14% | 10% | 50% |",
+    ]
+    assert len(table([])) == 2
+
+
+def test_unseen_loads_follow_from_a_seed() -> None:
+    """Steps of three random loads lie on the grid that is measured for all loads."""
+    script = runpy.run_path(str(ROOT / "bench" / "scripts" / "advisor_grid.py"))
+    found = [script["load_of"](name) for name in script["unseen"](3)]
+    assert script["unseen"](3) == script["unseen"](3) != script["unseen"](4) and len(found) == 3
+    cover = script["load_of"]("cover")
+    assert all(load.concurrency <= cover.concurrency and load.input_len >= cover.shortest for load in found)
+    assert all(load.input_len <= cover.input_len and load.output_len <= cover.output_len for load in found)

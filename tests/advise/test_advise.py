@@ -45,7 +45,8 @@ def given(monkeypatch: pytest.MonkeyPatch, us: Times, error: float = 0.05) -> No
         return StepTable(decode_us, mixed_us, [error])
 
     monkeypatch.setattr(advice_module, "step_times", table_of)
-    monkeypatch.setattr("weft.serve.cli.api_times.measure_api", lambda: NO_API)
+    for name in ("measure_api", "measure_controller"):
+        monkeypatch.setattr(f"weft.serve.cli.api_times.{name}", lambda: NO_API)
     monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [0, 1]})
 
 

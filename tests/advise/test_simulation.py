@@ -76,6 +76,21 @@ def test_the_server_reads_requests_one_after_the_other(model_dir: Path) -> None:
     assert free.tokens_s > api.tokens_s > crowded.tokens_s and crowded.itl_ms[0] > api.itl_ms[0]
 
 
+def test_the_controller_delays_steps_that_do_not_hide_it(model_dir: Path) -> None:
+    """Three requests and their tokens cost 3 x 500 µs and 3 x 100 µs a step: with free cores only before an idle rank,
+    otherwise each step loses it."""
+    config, load = config_of(model_dir), ClientLoad(5, 5, 3)
+    groups = (CacheGroup(Rule(), config.num_pages),)
+    free, hidden, crowded = (
+        simulate(config, groups, load, lambda shapes: 1000.0, 3, api)
+        for api in (NO_API, ApiTimes(500.0, 100.0, http=False), ApiTimes(500.0, 100.0, crowded=True, http=False))
+    )
+    assert free.ttft_ms == (pytest.approx(1.0), pytest.approx(1.0)) and free.itl_ms[0] == pytest.approx(1.0)
+    assert hidden.ttft_ms == (pytest.approx(2.5), pytest.approx(2.5)) and hidden.itl_ms[0] == pytest.approx(1.0)
+    assert crowded.ttft_ms[0] == pytest.approx(2.5) and crowded.itl_ms[1] == pytest.approx(1.3)
+    assert free.steps == hidden.steps == crowded.steps
+
+
 def test_recorded_requests_arrive_at_their_times(model_dir: Path) -> None:
     """The clock skips to the next request where none runs."""
     config = config_of(model_dir)

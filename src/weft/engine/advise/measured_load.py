@@ -11,7 +11,7 @@ from typing import Any
 from weft.engine.advise.advice import Limits, Prediction, predict
 from weft.engine.advise.candidates import ClientLoad
 from weft.engine.advise.measure import described, step_times
-from weft.engine.advise.simulate import Clients, figures
+from weft.engine.advise.simulate import NO_API, ApiTimes, Clients, figures
 from weft.engine.config.config import EngineError
 from weft.engine.config.device import on_gpus
 from weft.engine.controller.engine import Engine
@@ -50,8 +50,11 @@ def run_load(
     return max(found[1:], key=lambda each: each[2])
 
 
-def correct(prediction: Prediction, load: ClientLoad, seconds: float) -> dict[str, Any]:
-    """Run a load on a layout for some seconds, keep the factor that corrects its times, and return both figures."""
+def correct(prediction: Prediction, load: ClientLoad, seconds: float, api: ApiTimes = NO_API) -> dict[str, Any]:
+    """Run a load on a layout for some seconds, keep the factor that corrects its times, and return both figures.
+
+    api: time of the controller.
+    """
     candidate, given = prediction.candidate, prediction.candidate.given
     cores = candidate.cores[:1] if on_gpus(given) else candidate.cores  # servers share no GPU, so one tells for all
     own = load.per_server(candidate.replicas)
@@ -61,7 +64,7 @@ def correct(prediction: Prediction, load: ClientLoad, seconds: float) -> dict[st
         ttft, itl, rate = run_load(engines, own, 4 * own.concurrency, seconds)
     rate *= candidate.replicas / len(cores)
     table = step_times(candidate, load)
-    ours = predict(candidate, table, load, Limits(), requests=4 * load.concurrency).figures
+    ours = predict(candidate, table, load, Limits(), 4 * load.concurrency, api).figures
     table.factor *= ours.tokens_s / rate
     table.write(table_path(described(candidate)))
     both = {

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import statistics
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from weft.engine.advise.candidates import ClientLoad
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.executor import Executor
-from weft.engine.kv.cache_spec import CacheGroup
+from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.messages.rank_messages import GroupRows, Ran, Result, Step
 from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import Request, RequestOutput
@@ -30,23 +31,25 @@ from weft.tune.step_table import NotMeasured, StepShape
 
 StepUs = Callable[[Sequence[StepShape]], float]
 """Function that returns the µs of a step, from the rows of each DP group."""
-WAIT_S = 600.0
+WAIT_S, SLOW_S = 600.0, 1e-3
 TOKEN = 5
 """Token that every row samples: the load ignores end tokens."""
 
 
 @dataclass(frozen=True)
 class ApiTimes:
-    """CPU time of the HTTP server and the controller.
+    """CPU time of the HTTP server and the controller, or of the controller alone.
 
     Attributes:
         request_us, token_us: µs of a request, and of each token of an output.
         crowded: no core is free of ranks, so that this time is added to their steps.
+        http: a server reads and writes one thing after the other; otherwise the controller does before the next step.
     """
 
     request_us: float = 0.0
     token_us: float = 0.0
     crowded: bool = False
+    http: bool = True
 
 
 NO_API = ApiTimes()
@@ -57,12 +60,12 @@ class Clock:
 
     Attributes:
         now: end of the last collected step, or the time of the current call.
-        crowded_s: seconds of the server since the last step that ranks have to wait for.
+        spent_s: seconds of this CPU time since the last step was sent.
     """
 
     def __init__(self, api: ApiTimes = NO_API):
-        self.now = self.crowded_s = 0.0
-        self._api, self._api_free, self._order = api, 0.0, itertools.count()
+        self.now = self.spent_s = 0.0
+        self.api, self._api_free, self._order = api, 0.0, itertools.count()
         self._calls: list[tuple[float, int, Callable[[], object]]] = []
         self._lock = threading.RLock()
 
@@ -74,23 +77,31 @@ class Clock:
             heapq.heappush(self._calls, (seconds, next(self._order), call))
 
     def served(self, us: float) -> float:
-        """Return the time at which the server is done with work of these µs that begins now or once it is free."""
-        self._api_free = max(self.now, self._api_free) + us / 1e6
-        self.crowded_s += us / 1e6 * self._api.crowded
-        return self._api_free
+        """Return the time at which the server is done with work of these µs that begins now or once it is free.
 
-    @property
-    def free_of_charge(self) -> bool:
-        """True if requests cost nothing, so that clients that send at the same time are read at once."""
-        return not self._api.request_us
+        Without HTTP it is now: the controller begins the next step later.
+        """
+        self.spent_s += us / 1e6
+        if self.api.http:
+            self._api_free = max(self.now, self._api_free) + us / 1e6
+        return self._api_free if self.api.http else self.now
+
+    def begin(self, busy_until: float) -> float:
+        """Return the time at which ranks begin a step that is sent now, if they run others until then.
+
+        Ranks that use all cores lose the time that the server or the controller has spent. Steps in flight hide the
+        controller's time otherwise.
+        """
+        spent_s, self.spent_s = self.spent_s, 0.0
+        return max(self.now + spent_s * (not self.api.http), max(self.now, busy_until) + spent_s * self.api.crowded)
 
     def request(self, submit: Callable[[], object]) -> None:
         """Submit a request once the server has read it."""
-        self.at(self.served(self._api.request_us), submit)
+        self.at(self.served(self.api.request_us), submit)
 
     def token(self) -> float:
         """Return the time at which a client has a token of the step that has ended now."""
-        return self.served(self._api.token_us)
+        return self.served(self.api.token_us)
 
     def move(self, seconds: float) -> None:
         """Go on to a time, with all calls before it."""
@@ -135,8 +146,7 @@ class ModelledRanks(Executor):
             us = self._us(shapes)
         except NotMeasured as error:
             us, self.unknown = 0.0, self.unknown or str(error)
-        self._busy_until = max(self._clock.now, self._busy_until) + us / 1e6 + self._clock.crowded_s
-        self._clock.crowded_s = 0.0
+        self._busy_until = self._clock.begin(self._busy_until) + us / 1e6
         self._sent.append((step, self._busy_until))
         self.steps += 1
 
@@ -171,6 +181,22 @@ class ModelledRanks(Executor):
     def _send(self, rank: int, message: Any) -> None: ...
     def _receive(self) -> None: ...
     def _dead(self, *, killed: bool = False) -> None: ...
+
+
+class SlowRanks(ModelledRanks):
+    """Ranks that compute nothing for SLOW_S, so that each token is written by itself."""
+
+    def collect(self) -> list[Result]:
+        """End the oldest step."""
+        time.sleep(SLOW_S)
+        return super().collect()
+
+
+def slow_engine() -> Engine:
+    """Return an engine of the embedded model, with ranks that compute nothing."""
+    config = EngineConfig(device="cpu", cpu_bind="off", threads=1)
+    groups = (CacheGroup(Rule(), config.num_pages),)
+    return Engine(config, executor=lambda given: SlowRanks(given, groups, lambda shapes: 0.0, Clock()))
 
 
 @dataclass(frozen=True)
@@ -231,11 +257,13 @@ class Clients:
 
     def _send(self, count: int = 1) -> None:
         requests = [self._request() for _ in range(count)]
-        if self._clock is None or self._clock.free_of_charge:
-            self._submit(requests)
-        else:
+        if self._clock is not None and self._clock.api.http and self._clock.api.request_us:
             for each in requests:
                 self._clock.request(partial(self._submit, [each]))
+            return
+        if self._clock is not None:
+            self._clock.served(count * self._clock.api.request_us)
+        self._submit(requests)  # all at once, as they are sent at the same time
 
     def _submit(self, requests: Sequence[Request]) -> None:
         self._live += len(requests)

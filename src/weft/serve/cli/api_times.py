@@ -9,14 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from weft.engine.advise.simulate import NO_API, ApiTimes, Clock, ModelledRanks
-from weft.engine.config.config import EngineConfig
-from weft.engine.controller.engine import Engine
-from weft.engine.kv.cache_spec import CacheGroup, Rule
-from weft.engine.messages.rank_messages import Result
+from weft.engine.advise.candidates import ClientLoad
+from weft.engine.advise.simulate import NO_API, ApiTimes, Clients, slow_engine
 from weft.planner.cost import cache_folder
 from weft.serve.app import create_app
 from weft.serve.http.engine_client import EngineClient
@@ -26,7 +23,7 @@ from weft.serve.http.run import Server
 from weft.serve.http.sockets import bind
 from weft.tune.host import describe_host
 
-STEP_S, CLIENTS, ROUNDS, TOKENS = 1e-3, 4, 8, 32
+CLIENTS, ROUNDS, TOKENS = 4, 8, 32
 CLIENT = """
 import http.client, json, sys, threading
 port, rounds, clients, tokens = map(int, sys.argv[1:])
@@ -42,23 +39,14 @@ threads = [threading.Thread(target=client) for _ in range(clients)]
 """Clients, in a process of their own."""
 
 
-class SlowRanks(ModelledRanks):
-    """Ranks that compute nothing for STEP_S, so that each token is written by itself."""
-
-    def collect(self) -> list[Result]:
-        """End the oldest step."""
-        time.sleep(STEP_S)
-        return super().collect()
-
-
-def api_times(progress: Callable[[str, float], None] | None, again: bool = False) -> ApiTimes:
+def api_times(progress: Callable[[str, float], None] | None, again: bool = False, http: bool = True) -> ApiTimes:
     """Return the kept times of this host and version, else measured ones; zeros if nothing may be measured.
 
-    progress, again: as in `advise`.
+    progress, again: as in `advise`. http: of the HTTP server too, not only of the controller.
     """
     host = describe_host()
     about = {name: host[name] for name in ("cpu", "cores", "weft", "python")}
-    path = cache_folder() / f"api-{socket.gethostname()}.json"
+    path = cache_folder() / f"{'api' if http else 'controller'}-{socket.gethostname()}.json"
     try:
         kept = json.loads(path.read_text())
         if kept.pop("about") == about and not again:
@@ -67,31 +55,46 @@ def api_times(progress: Callable[[str, float], None] | None, again: bool = False
         pass
     if progress is None:
         return NO_API
-    progress("measuring the HTTP server", 0.0)
-    found = measure_api()
+    progress(f"measuring the {'HTTP server' if http else 'controller'}", 0.0)
+    found = measure_api() if http else measure_controller()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(found) | {"about": about}) + "\n")
     return found
 
 
+def measure_controller() -> ApiTimes:
+    """Return the measured CPU times of this process as a controller with callbacks as clients."""
+    with slow_engine() as engine:
+
+        def cpu_us(tokens: int) -> float:
+            clients = Clients(ClientLoad(64, tokens, CLIENTS), ROUNDS * CLIENTS, 256, time.perf_counter)
+            clients.submit, before = engine.submit_all, time.process_time()
+            clients.begin()
+            clients.ended.wait()
+            return (time.process_time() - before) * 1e6 / (ROUNDS * CLIENTS)
+
+        return replace(_split(cpu_us), http=False)
+
+
 def measure_api() -> ApiTimes:
     """Return the measured CPU times of this process as a server."""
-    config = EngineConfig(device="cpu", cpu_bind="off", threads=1)
-    groups = (CacheGroup(Rule(), config.num_pages),)
-    with (
-        bind("127.0.0.1", 0) as bound,
-        Engine(config, executor=lambda given: SlowRanks(given, groups, lambda shapes: 0.0, Clock())) as engine,
-    ):
+    with bind("127.0.0.1", 0) as bound, slow_engine() as engine:
         options = Options()
         client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
         server = Server(create_app(client, "weft", options), client, options)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         port = bound.getsockname()[1]
-        _cpu_us(port, 1, 1)  # warm
-        pairs = [[_cpu_us(port, ROUNDS, tokens) for tokens in (1, TOKENS + 1)] for _ in range(3)]
+        found = _split(lambda tokens: _cpu_us(port, ROUNDS, tokens))
         server.stop()
         thread.join()
+    return found
+
+
+def _split(cpu_us: Callable[[int], float]) -> ApiTimes:
+    """Return the times of a request and of a token, from µs of a request by its number of output tokens."""
+    cpu_us(1)  # warm
+    pairs = [[cpu_us(tokens) for tokens in (1, TOKENS + 1)] for _ in range(3)]
     few, many = map(min, zip(*pairs, strict=True))  # other work of the host only adds
     token_us = max(0.0, many - few) / TOKENS
     return ApiTimes(max(0.0, few - token_us), token_us)

@@ -66,7 +66,7 @@ class Command:
     measure_load: float | None = None
     """Run the load on the best two layouts for these seconds each, without HTTP; keep the factor to their figures."""
     http: bool = True
-    """Add the time of the HTTP server and the controller."""
+    """Add the time of the HTTP server; the controller's always counts."""
     again: bool = False
     """Measure all layouts again."""
     json: bool = False
@@ -102,11 +102,12 @@ class Command:
                 bar.update(task, description=what, completed=part)
 
             limits, show = Limits(self.ttft_ms, self.itl_ms), progress if self.measure else None
-            api = api_times(show, self.again) if self.http and gpu is None else NO_API
+            api = api_times(show, self.again, self.http) if gpu is None else NO_API
             ask = partial(advise, base, ranks, load, limits, kv_dtypes=self.kv_dtypes, api=api, gpu=gpu)
             advice, measured = ask(show, self.again), []
             if self.measure_load is not None:
-                measured = [correct(each, load, self.measure_load) for each in advice.predictions[:2]]
+                alone = api_times(show, http=False)
+                measured = [correct(each, load, self.measure_load, alone) for each in advice.predictions[:2]]
                 advice = ask()
         if not (advice.predictions or advice.not_known):
             raise no_layout(ranks, advice.refused)

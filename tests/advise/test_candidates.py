@@ -111,6 +111,15 @@ def test_memory_decides(models: dict[str, Path]) -> None:
     assert not few and all("GiB" in why or "dcp" in why for why in refused.values())
 
 
+def test_processes_of_servers_count(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers have three more processes than the one that looks: too many here. One server has one more."""
+    monkeypatch.setattr("weft.engine.advise.candidates.available_bytes", lambda: 4096 * MIB)
+    monkeypatch.setattr("weft.engine.advise.candidates._own_bytes", lambda: 1500 * MIB)
+    found, refused = find_candidates(EngineConfig(model=models["llama"], device="cpu"), 2, ClientLoad(20, 8, 4))
+    assert {each.replicas for each in found} == {1}
+    assert "0.0 GiB for each" in next(why for name, why in refused.items() if name.startswith("2 servers"))
+
+
 def test_a_load_of_many_clients_gets_sizes(models: dict[str, Path]) -> None:
     base = EngineConfig(model=models["llama"], device="cpu", page_size=4)
     [one], _ = find_candidates(base, 1, ClientLoad(100, 40, 600), 4096 * MIB)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -125,6 +127,12 @@ class Candidate:
         return f"{servers}{self.config.mesh}{dtype}"
 
 
+def _own_bytes() -> int:
+    """Return the bytes of this process that no file and no other process shares."""
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _cores() -> int:
     return sum(map(len, own_cores().values()))
 
@@ -184,7 +192,8 @@ def find_candidates(
             f"a request of {load.input_len} + {load.output_len} tokens is beyond the {context} tokens of the model's "
             "context: lower --input-len or --output-len"
         )
-    memory = available_bytes() if memory is None else memory
+    # A server's controller and its fork server each have what this process has; this one is counted as used already.
+    own, memory = (_own_bytes(), available_bytes()) if memory is None else (0, memory)
     found, refused = list[Candidate](), dict[str, str]()
     whole = build_model(model, Mesh(), 0, dtype_of(base), torch.device("meta"))
     experts = any(isinstance(layer, Experts) for layer in whole.modules())
@@ -198,11 +207,12 @@ def find_candidates(
         if (ep, moe_tp) != (attn_dp, attn_tp):
             given = replace(given, ep=ep, moe_tp=moe_tp)
         try:
-            own = load.per_server(replicas)
+            each = load.per_server(replicas)
             if gpu is None:
-                found.append(check(given, replicas, own, memory // (replicas * attn_dp * attn_tp)))
+                share = (memory - (2 * replicas - 1) * own) // (replicas * attn_dp * attn_tp)
+                found.append(check(given, replicas, each, max(0, share)))
             else:
-                found.append(check_published(given, replicas, own, gpu))
+                found.append(check_published(given, replicas, each, gpu))
         except (LayoutError, PlacementError, ModelError) as error:
             refused[f"{replicas} servers of " * (replicas > 1) + str(given.mesh)] = str(error)
     return found, refused

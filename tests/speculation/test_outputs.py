@@ -15,6 +15,7 @@ from support import small_model
 from engine.conftest import byte_tokenizer, generate_together
 from engine.test_engine import config, prompts
 from engine.test_hybrids import FAMILIES as OTHERS
+from speculation.draft_layers import add_draft_layer
 from speculation.toy import Toy, recorded
 from weft.engine.controller.engine import Engine
 from weft.engine.grammar.grammar import grammar
@@ -164,6 +165,7 @@ BY_DAY = [
     ("gpt_oss", "1x2", "auto", [0.3]),
     ("step3p5", "1x1", "auto", [1.0]),
 ]
+WITH_DRAFT_LAYERS = ("qwen3_moe", "deepseek_v2", "deepseek_v3")
 ALL = product([*FAMILIES, "gpt_oss", "step3p5"], LAYOUTS, ["auto", "fp8_e4m3"], [RATES])
 
 
@@ -189,6 +191,7 @@ def test_every_family(
     changes = LAYOUTS[layout] | dict(kv_dtype=kv_dtype)
     (plain, _), _ = results(tmp_path, how, drafts=False, **changes)
     sources: list[DraftSource] = [Toy(recorded(PROMPTS[: len(how)], plain), rate) for rate in rates]
+    preemptions, drafts_on_ranks = 0, len(rates) > 1 and family in WITH_DRAFT_LAYERS and layout != "ep 2"
     for source in [*sources, NgramSource(1, 3)][: 1 if len(rates) == 1 else None]:
         monkeypatch.setitem(SOURCES, "ngram", lambda *lengths, source=source: source)
         rounds, engine = results(tmp_path, how, **changes)
@@ -198,6 +201,16 @@ def test_every_family(
         assert speculation
         if isinstance(source, Toy):
             assert (sum(speculation.accepted) > 0) == (source.chance > 0)
+        # Later sources run in a cache that is too small for all sequences.
+        changes |= dict(kv_tokens=64, max_batch_tokens=17)
+        preemptions += engine.stats().preemptions
+    assert preemptions or len(rates) == 1 or family == "mistral"  # its windows free most pages
+    if drafts_on_ranks:
+        add_draft_layer(tmp_path)
+        rounds, engine = results(tmp_path, how, **changes | dict(speculative="mtp"))
+        for found in rounds:
+            same(found, plain)
+        assert engine.speculation and sum(engine.speculation.drafted) and engine.stats().preemptions
 
 
 @pytest.mark.usefixtures("never_pausing")

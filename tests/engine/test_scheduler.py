@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.fake import VOCABULARY, Driver, expected_output, next_token
+from speculation.toy import FixedPrices
 from weft.engine.kv.cache_spec import PagedKV, Recurrent, Spec, Window, cache_groups
 from weft.engine.kv.manager import CacheManager
 from weft.engine.messages.rank_messages import GroupRows
@@ -44,6 +45,13 @@ class RandomDrafts:
         return known[len(tokens) :]
 
 
+def drafts_of(rng: random.Random, count: int, chance: float = 0.6) -> Speculation:
+    """Return up to `count` drafts a row, for a fixed price."""
+    speculation = Speculation(RandomDrafts(rng, chance), count, 64)
+    speculation.prices = FixedPrices()  # type: ignore[assignment]
+    return speculation
+
+
 DEPENDS_ON_OUTPUT: dict[str, Any] = dict(presence_penalty=1.0)  # of which the fake model takes no notice
 SCORED: dict[str, Any] = dict(prompt_logprobs=0)
 
@@ -51,7 +59,7 @@ SCORED: dict[str, Any] = dict(prompt_logprobs=0)
 def make(**changes: Any) -> Driver:
     values = dict(num_pages=16, page_size=4, max_batch_tokens=16, max_running=4, prefix_cache=True) | changes
     pages, prefix_cache, page_size = (values.pop(name) for name in ("num_pages", "prefix_cache", "page_size"))
-    ahead = values.pop("ahead", False)
+    ahead, driver = values.pop("ahead", False), values.pop("driver", Driver)
     groups = cache_groups(
         values.pop("specs", [PagedKV(1, 1)]),
         page_size=page_size,
@@ -60,7 +68,7 @@ def make(**changes: Any) -> Driver:
         max_batch_tokens=values["max_batch_tokens"],
         prefix_cache=prefix_cache,
     )
-    return Driver(Scheduler(CacheManager(groups, page_size, prefix_cache=prefix_cache), **values), ahead)
+    return driver(Scheduler(CacheManager(groups, page_size, prefix_cache=prefix_cache), **values), ahead)
 
 
 def random_prompt(rng: random.Random, stems: list[list[int]], longest: int) -> list[int]:
@@ -109,7 +117,7 @@ def test_random_traffic_gets_what_each_request_alone_would(
         prefix_cache=prefix_cache,
         specs=specs,
         ahead=ahead,
-        speculation=Speculation(RandomDrafts(rng), drafts, 64) if drafts and STATE not in specs else None,
+        speculation=drafts_of(rng, drafts) if drafts and STATE not in specs else None,
     )
     stems = [[rng.randrange(VOCABULARY) for _ in range(capacity)] for _ in range(2)]
     expected: dict[int, list[int]] = {}
@@ -155,7 +163,7 @@ def test_traffic_of_that_kind_preempts_shares_and_cuts_prompts() -> None:
 def test_a_decode_row_with_drafts_gets_what_rows_of_one_token_would(num_pages: int, ahead: bool) -> None:
     """Rows of up to three tokens in one step, with prompts among them, also where pages are few and rows repeat."""
     rng, counts = random.Random(num_pages), set[int]()
-    speculation = Speculation(RandomDrafts(rng), 2, 64)
+    speculation = drafts_of(rng, 2)
     driver = make(num_pages=num_pages, ahead=ahead, max_batch_tokens=9, speculation=speculation)
     prompts = {request: [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14))] for request in range(9)}
     for request, prompt in prompts.items():
@@ -169,9 +177,7 @@ def test_a_decode_row_with_drafts_gets_what_rows_of_one_token_would(num_pages: i
 
 
 def test_drafts_leave_a_row_to_each_sequence_that_decodes() -> None:
-    driver = make(
-        max_batch_tokens=4, max_running=2, speculation=Speculation(RandomDrafts(random.Random(3), 1.0), 3, 64)
-    )
+    driver = make(max_batch_tokens=4, max_running=2, speculation=drafts_of(random.Random(3), 3, 1.0))
     for request in range(2):
         driver.add(request, [request, 3], 12)
     driver.step()
@@ -180,7 +186,7 @@ def test_drafts_leave_a_row_to_each_sequence_that_decodes() -> None:
 
 
 def test_a_sequence_pauses_while_its_drafts_are_rejected_and_steps_overlap_and_repeat_then() -> None:
-    speculation = Speculation(RandomDrafts(random.Random(3), 0.0), 2, 64)
+    speculation = drafts_of(random.Random(3), 2, 0.0)
     driver = make(num_pages=256, page_size=16, max_batch_tokens=40, ahead=True, speculation=speculation)
     driver.add(0, [1, 2, 3], 300)
     drafted, ahead = list[bool](), list[bool]()
@@ -188,9 +194,8 @@ def test_a_sequence_pauses_while_its_drafts_are_rejected_and_steps_overlap_and_r
         parts = driver.step().parts
         drafted.append(any(part.drafts for part in parts))
         ahead.append(bool(driver.in_flight))
-    runs = [(paused, len(list(steps))) for paused, steps in groupby(drafted)]
-    assert [steps for paused, steps in runs if paused][:3] == [10, 4, 4]
-    assert [steps for paused, steps in runs if not paused][1:4] == [32, 64, 128]
+    runs = [(drafts, [at for at, _ in steps]) for drafts, steps in groupby(enumerate(drafted, 1), lambda s: s[1])]
+    assert [(steps[0], len(steps)) for drafts, steps in runs if drafts] == [(2, 12), (32, 4), (128, 4), (256, 4)]
     assert not any(one and other for one, other in zip(drafted, ahead, strict=True)) and sum(ahead) > 200
     assert driver.outputs[0] == expected_output([1, 2, 3], 300)
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from engine.conftest import byte_tokenizer
+from engine.conftest import byte_model, byte_tokenizer
 from engine.test_engine import config
 from engine.test_hybrids import FAMILIES
+from speculation.draft_layers import add_draft_layer
+from weft.engine.controller import startup
 from weft.engine.controller.engine import Engine
+from weft.engine.controller.startup import resolve_defaults
 from weft.engine.kv.tokens import token_array
 from weft.engine.speculation.sources import NgramSource
 from weft.planner.spec import LayoutError
@@ -62,3 +65,24 @@ def test_what_cannot_draft_is_refused_in_one_line(
     FAMILIES["qwen3_5_moe"](tmp_path)
     byte_tokenizer(tmp_path)
     refused(LayoutError, "--speculative ngram does not support models with recurrent states", model=tmp_path)
+
+
+def test_auto_runs_a_draft_layer_that_is_a_small_part_of_the_model(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise it looks drafts up, and says where it cannot."""
+    drafting, recurrent = tmp_path / "drafting", tmp_path / "recurrent"
+    drafting.mkdir(), recurrent.mkdir()
+    add_draft_layer(byte_model(drafting))
+    FAMILIES["qwen3_5_moe"](recurrent)
+    byte_tokenizer(recurrent)
+
+    def chosen(model: Path, **changes: Any) -> str:
+        return resolve_defaults(config(model, speculative="auto", **changes)).speculative
+
+    assert [chosen(model_dir), chosen(drafting)] == ["ngram", "ngram"]
+    assert not caplog.messages
+    monkeypatch.setattr(startup, "MIN_LAYERS_OF_DRAFT", 1)
+    assert [chosen(model_dir), chosen(drafting), chosen(drafting, num_layers=2)] == ["ngram", "mtp", "ngram"]
+    assert chosen(recurrent) == "off"
+    assert "--speculative auto is off: --speculative ngram does not support models with" in caplog.messages[0]

@@ -1,4 +1,4 @@
-"""A source of drafts that are right with a chance, made of outputs that were recorded without drafts."""
+"""A source of drafts that are right with a chance, made of outputs recorded without drafts, and a fixed price."""
 
 from __future__ import annotations
 
@@ -8,7 +8,20 @@ from collections.abc import Sequence
 import pytest
 
 from weft.engine.output.results import GenerationResult
+from weft.engine.speculation import drafting
+from weft.engine.speculation.draft_prices import Price
 from weft.engine.speculation.sources import SOURCES
+
+
+class FixedPrices:
+    """Prices that do not depend on the time of steps. value: price of drafts."""
+
+    value = Price(0.05, 0.1)
+
+    def note(self, sequences: int, drafts: int | None) -> None: ...
+
+    def price(self) -> Price:
+        return self.value
 
 
 class Toy:
@@ -33,7 +46,8 @@ class Toy:
         return [d if c < self.chance else (d + 1) % 257 for d, c in zip(drafts, chances, strict=False)]
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> Toy:
-        """Let engines with `speculative="ngram"` draft by this source."""
+        """Let engines with `speculative="ngram"` draft by this source, for a fixed price."""
+        monkeypatch.setattr(drafting, "StepPrices", FixedPrices)
         monkeypatch.setitem(SOURCES, "ngram", lambda *lengths: self)
         return self
 

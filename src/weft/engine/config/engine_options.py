@@ -207,14 +207,15 @@ class RequestOptions(OptionGroup):
 class SpeculationOptions(OptionGroup):
     """Speculative decoding: several tokens of a sequence in one step. It changes no output."""
 
-    speculative: Literal["off", "ngram", "mtp", "draft"] = "off"
+    speculative: Literal["off", "ngram", "mtp", "draft", "auto"] = "off"
     """Source of drafts, which the model checks in one step. ngram: the tokens after an earlier occurrence of a
-    sequence's last tokens. mtp: the checkpoint's draft layer; draft: another model; both on CPUs only so far.
-    Sequences pause while their drafts are rejected."""
+    sequence's last tokens. mtp: the checkpoint's draft layer; draft: another model; both on CPUs only so far. auto: mtp
+    if it can run and is a tenth of the layers or less, otherwise ngram, and off for recurrent states. Sequences pause
+    while drafts do not pay."""
     draft_model: Path | None = None
     """Model that drafts: smaller, with the same vocabulary; given like the first argument. Requires draft."""
     speculative_tokens: int = 3
-    """Maximum drafts of a sequence in one step."""
+    """Maximum drafts of a sequence in one step; their number follows from the measured time of steps."""
     prompt_lookup_min: int = 2
     """Minimum last tokens that ngram searches for."""
     prompt_lookup_max: int = 4

@@ -30,7 +30,7 @@ from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParam
 from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
 from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
 from weft.engine.output.text_processor import TextProcessor
-from weft.engine.scheduler.draft_rows import make_speculation
+from weft.engine.scheduler.draft_rows import make_speculation, note_step
 from weft.engine.scheduler.scheduled import Scheduled
 from weft.engine.scheduler.scheduler import Scheduler, drafts_asked, make_schedulers
 from weft.stream.stats import StepStat
@@ -97,8 +97,7 @@ class Engine(ProcessBound):
         self._outputs = OutputProcessor(self._requests)
         self._steps, self._step_rows, self._step_sizes = 0, 0, [0] * MAX_STEP_BITS
         self._closing, self._ended = threading.Event(), threading.Event()
-        self._draining = self._stopping = False
-        self._phase = "serving"
+        self._draining, self._stopping, self._phase = False, False, "serving"
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
         self._thread.start()
 
@@ -393,6 +392,7 @@ class Engine(ProcessBound):
         while len(self._in_flight) > ahead:
             results = self._executor.collect()
             self._recovery.faults.worked()
+            note_step(self.speculation, self._in_flight[0])
             for of_group, result in zip(self._in_flight.popleft(), results, strict=True):
                 self._outputs.take(of_group, result)
             if not self._outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -32,6 +33,10 @@ from weft.planner.plan import Planner
 from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
 from weft.planner.spec import LayoutError
+
+log = logging.getLogger(__name__)
+MIN_LAYERS_OF_DRAFT = 10
+"""Minimum layers of a model for which `--speculative auto` runs a draft layer."""
 
 
 def read_model(config: EngineConfig) -> ModelConfig:
@@ -89,10 +94,25 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
         config = replace(config, float8="on" if on_gpus(config) else "off")
     if config.moe_exchange == "auto" and on_gpus(config):
         config = replace(config, moe_exchange="gather")
+    if config.speculative == "auto":
+        config = _choose_drafts(config)
     if config.split_vocabulary == "auto":
         pays = not config.drafts_on_ranks and _split_pays(config)
         config = replace(config, split_vocabulary="on" if pays else "off")
     return with_batch_limits(with_cpu_shares(config))
+
+
+def _choose_drafts(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with a source for `auto`: a draft layer, which must be small, or else prompt lookup."""
+    model, sources = read_model(config), [replace(config, speculative="mtp"), replace(config, speculative="ngram")]
+    for chosen in sources[model.num_layers < MIN_LAYERS_OF_DRAFT :]:
+        try:
+            check_speculation(chosen, model)
+            return chosen
+        except LayoutError as error:
+            refusal = error
+    log.warning("--speculative auto is off: %s", refusal)
+    return replace(config, speculative="off")
 
 
 def _split_pays(config: EngineConfig) -> bool:

@@ -282,7 +282,7 @@ class Sequence:
     def note_drafts(self, accepted: int) -> None:
         """Count the drafts of a step and its first `accepted` ones, and forget them."""
         assert self.drafting is not None and self.drafts is not None
-        self.drafting.note(len(self.drafts), accepted, len(self.tokens))
+        self.drafting.note(len(self.drafts), accepted)
         self.drafts = None
 
     def forget_pages(self) -> None:

@@ -36,7 +36,7 @@ from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.manager import CacheAllocation, CacheManager
 from weft.engine.messages.rank_messages import Adjust, Chunk, Entries, GroupRows, Join
 from weft.engine.messages.request import Sequence
-from weft.engine.scheduler.draft_rows import propose, seeks_drafts
+from weft.engine.scheduler.draft_rows import plan_drafts, propose
 from weft.engine.scheduler.sampling_rows import adjust, adjust_each, sampling, scoring
 from weft.engine.scheduler.scheduled import Scheduled
 from weft.engine.scheduler.waiting_queue import WaitingQueue
@@ -55,9 +55,10 @@ class Scheduler:
 
     Attributes:
         drafts_next: a sequence may draft in the next step, so the tokens of all steps must be known before it.
+        draft_count: maximum drafts of a sequence in the next step.
     """
 
-    drafts_next = False
+    drafts_next, draft_count = False, 0
 
     def __init__(
         self, caches: CacheManager, *, max_batch_tokens: int, max_running: int, speculation: Speculation | None = None
@@ -72,6 +73,7 @@ class Scheduler:
         self._step: list[tuple[Sequence, int]] = []
         self._same, self._repeats = Scheduled(GroupRows(), [], []), 0  # a repeating step, and repeats left
         self._free_rows = list(range(max_running - 1, -1, -1))
+        self._steps = 0  # those that `schedule` returned; schedulers of an engine count alike
 
     # --- requests in and out ----------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class Scheduler:
                 f"prompt and completion may take {limit} tokens, but the key-value cache of a group holds "
                 f"{self.caches.max_tokens}; ask for fewer or start with a larger kv_tokens"
             )
-        if self.speculation is not None and sequence.drafting is None:
+        if self.speculation is not None:
             sequence.drafting = Drafting(self.speculation)
         self.waiting.add(sequence)
 
@@ -124,6 +126,7 @@ class Scheduler:
 
     def schedule(self) -> Scheduled:
         """Return the rows of the next step, which count as computed from now on. Earlier steps may still run."""
+        self._steps += 1
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
         budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
@@ -162,7 +165,8 @@ class Scheduler:
                 sequence.decoding = True
         self._step = []
         if self.speculation is not None:
-            self.drafts_next = bool(scheduled.rows.decode_tokens) or any(map(seeks_drafts, self.running))
+            self.draft_count = plan_drafts(self.speculation, self.running, self._steps + 1)
+            self.drafts_next = bool(self.draft_count or scheduled.rows.decode_tokens)
         self._plan_repeats(scheduled)
         return scheduled
 
@@ -181,7 +185,7 @@ class Scheduler:
             steps_left = (min(s.allocation.capacity, s.to_run) - s.computed for s in self.running if s.allocation)
             self._repeats = min(steps_left, default=0)
             if self.speculation is not None:
-                pauses = [s.drafting.resumes - s.computed - 1 for s in self.running if s.drafting]
+                pauses = [s.drafting.resumes - self._steps - 2 for s in self.running if s.drafting]
                 self._repeats = max(0, min([self._repeats, *pauses]))
             self._same = Scheduled(GroupRows(rows.decode_rows), scheduled.sampled, [])
 
@@ -362,6 +366,5 @@ def make_schedulers(
 def drafts_asked(schedulers: Seq[Scheduler]) -> tuple[int, bool]:
     """Return the number of drafts that ranks propose after each row of the next step, and whether they hold them: no
     sequence samples by earlier tokens."""
-    asking = (s.speculation for s in schedulers if s.drafts_next and s.speculation and s.speculation.source is None)
-    known = any(sequence.params.depends_on_output for s in schedulers for sequence in s.running)
-    return next((speculation.max_drafts for speculation in asking), 0), not known
+    count = max(s.draft_count if s.speculation and s.speculation.source is None else 0 for s in schedulers)
+    return count, not any(sequence.params.depends_on_output for s in schedulers for sequence in s.running)

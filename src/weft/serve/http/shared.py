@@ -78,14 +78,21 @@ class Shared:
         }
 
     def _speculative(self) -> dict[str, Any] | None:
-        config, stats = self.engine.config, self.engine.stats()
-        if config.speculative == "off":
+        config, stats, speculation = self.engine.config, self.engine.stats(), self.engine.speculation
+        if speculation is None:
             return None
         counts = {"drafted": stats.drafted, "accepted": stats.accepted}  # by position
+        (k, price), rates = speculation.planned, speculation.rates
+        why = "the time of steps without drafts is measured first"
+        if price is not None:
+            right = f"the first is right in {rates.found * rates.each[0]:.0%}"
+            why = f"k drafts cost {price.fixed:.2f} + {price.each:.2f} k steps, and {right}"
         return {
             "source": config.speculative,
             "tokens": config.speculative_tokens,
             "overlap": "while all sequences pause",
+            "k": k,
+            "why": why,
         } | counts
 
     def _profile(self, steps: int) -> dict[str, Any]:

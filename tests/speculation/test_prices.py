@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence as Seq
 from itertools import accumulate, product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.fake import Driver, Parts
 from engine.test_scheduler import RandomDrafts, make
-from weft.engine.messages.rank_messages import GroupRows
-from weft.engine.scheduler.draft_rows import note_step
-from weft.engine.scheduler.scheduled import Scheduled
+from speculation.toy import FixedPrices
+from weft.engine.scheduler.draft_rows import note_step, plan_drafts
 from weft.engine.speculation.draft_prices import REMEASURE, Price, StepPrices
-from weft.engine.speculation.drafting import AcceptRates, Speculation
+from weft.engine.speculation.drafting import AcceptRates, Drafting, Speculation
 
 
 class Steps:
@@ -41,7 +43,7 @@ def test_a_price_is_that_of_steps_with_other_numbers_of_drafts() -> None:
         drafts = at % 13
         steps.run(2.0 * (1.1 + 0.3 * drafts / 4), drafts)
     price = steps.prices.price()
-    assert price and price == pytest.approx((0.1, 0.3), abs=0.03)
+    assert price and price == pytest.approx((0.1, 0.3), abs=0.06)
 
 
 def test_steps_that_tell_nothing_are_not_noted() -> None:
@@ -104,14 +106,23 @@ def test_the_number_of_drafts_has_the_most_tokens_per_time() -> None:
 
 
 class TimedDriver(Driver):
-    """Driver on a device with a clock: a step takes `fixed` + `each` per row, and `host` where it is not sent ahead."""
+    """Driver on a device with a clock: a step takes `fixed` + `each` per row, and `host` where it is not sent ahead.
 
-    fixed, each, host, now = 1.0, 0.01, 0.1, 0.0
+    noise: standard deviation of the time's logarithm; one step in ten also takes three times as long.
+    """
+
+    fixed, each, host, now, noise = 1.0, 0.01, 0.1, 0.0, 0.0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.random = random.Random(5)
 
     def take_tokens(self) -> None:
         scheduled, parts = self.in_flight[0]
         waits = any(sequence.drafts is not None for sequence, _ in scheduled.sampled)
-        self.now += self.fixed + self.each * parts.count + self.host * waits
+        time = self.fixed + self.each * parts.count + self.host * waits
+        slow = 3 if self.noise and self.random.random() < 0.1 else 1
+        self.now += time * slow * math.exp(self.random.gauss(0, self.noise))
         note_step(self.scheduler.speculation, [scheduled])
         super().take_tokens()
 
@@ -135,18 +146,18 @@ def decode(
 
 
 @pytest.mark.parametrize("sequences", [1, 12])
-@pytest.mark.parametrize("each", [0.0, 0.05, 0.5])
-def test_wrong_drafts_cost_little_whatever_a_row_costs(sequences: int, each: float) -> None:
-    plain, _ = decode(0.0, sequences, drafts=0, each=each)
-    time, steps = decode(0.0, sequences, each=each)
+@pytest.mark.parametrize(("each", "noise"), [(0.0, 0.0), (0.05, 0.2), (0.5, 0.0)])
+def test_wrong_drafts_cost_little_whatever_a_row_costs(sequences: int, each: float, noise: float) -> None:
+    plain, _ = decode(0.0, sequences, drafts=0, each=each, noise=noise)
+    time, steps = decode(0.0, sequences, each=each, noise=noise)
     assert time < 1.05 * plain
     assert sum(bool(part.drafts) for step in steps for part in step.parts) > 10 * sequences
 
 
 def test_right_drafts_pay_where_rows_are_cheap_and_are_fewer_where_they_are_not() -> None:
-    for chance, each, best in ((1.0, 0.01, 0.4), (0.7, 0.01, 0.62), (0.7, 0.3, 0.97)):
-        plain, _ = decode(chance, drafts=0, each=each)
-        time, steps = decode(chance, each=each)
+    for chance, each, noise, best in ((1, 0.01, 0.2, 0.4), (0.7, 0.01, 0.2, 0.7), (0.7, 0.3, 0.0, 0.97)):
+        plain, _ = decode(chance, drafts=0, each=each, noise=noise)
+        time, steps = decode(chance, each=each, noise=noise)
         assert time < best * plain, (chance, each, time / plain)
     lengths = [len(part.drafts) for step in steps[-200:] for part in step.parts]
     assert 0 < sum(lengths) / len(lengths) < 2
@@ -155,7 +166,22 @@ def test_right_drafts_pay_where_rows_are_cheap_and_are_fewer_where_they_are_not(
     assert time < 1.08 * plain and not any(part.drafts for part in steps[60].parts)
 
 
-def test_sequences_that_draft_pay_for_those_that_wait_for_them() -> None:
-    """One of twelve drafts well: alone it may, and next to others it must save more than they lose."""
-    assert AcceptRates([0.9] * 3).best(Price(0.2, 0.05)) and not AcceptRates([0.9] * 3).best(Price(0.2 * 12, 0.05))
-    assert note_step(None, [Scheduled(GroupRows(), [], [])]) is None
+@pytest.mark.parametrize("pausing", [0, 11])
+def test_sequences_that_draft_pay_for_those_that_wait_for_them(pausing: int) -> None:
+    speculation = Speculation(RandomDrafts(random.Random(3)), 3, 256)
+    speculation.prices = FixedPrices()  # type: ignore[assignment]
+    running = [SimpleNamespace(drafting=Drafting(speculation), ending=False) for _ in range(12)]
+    for sequence in running[12 - pausing :]:
+        sequence.drafting.resumes = 1000
+    for sequence in running:
+        sequence.drafting.rates = AcceptRates([0.5] * 3)
+    assert plan_drafts(speculation, running, 5) == (0 if pausing else 2)  # type: ignore[arg-type]
+
+
+def test_a_position_without_drafts_follows_the_one_before() -> None:
+    rates = AcceptRates([0.2, 0.1, 0.1])
+    for _ in range(100):
+        rates.note(1, 1, 1 / 8)
+    assert min(rates.each) > 0.8
+    rates.note(3, 1, 1.0)
+    assert rates.each[:2] == [1.0, 0.0] and rates.each[2] > 0.8

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-WEIGHT, OUTLIER = 1 / 16, 2.0
+WEIGHT, OUTLIER = 1 / 8, 1.5
 """Weight of the last step in a mean, and its maximum time relative to the expected one."""
 REMEASURE = 256
 """Steps with drafts after which some without are measured again."""

@@ -29,6 +29,7 @@ class Stub:
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.drafts: dict[str, int] = {}
         self.status, self.models = 200, ["small", "other"]
         self.answer: Callable[[dict[str, Any]], Events] = self.three_pieces
         self._ready = threading.Event()
@@ -40,6 +41,7 @@ class Stub:
         async def start() -> None:
             app = web.Application(client_max_size=1 << 26)
             app.router.add_get("/v1/models", self._models)
+            app.router.add_get("/metrics", self._metrics)
             app.router.add_post("/v1/completions", self._complete)
             app.router.add_post("/v1/chat/completions", self._complete)
             runner = web.AppRunner(app)
@@ -59,9 +61,23 @@ class Stub:
         self.keys.append(request.headers.get("Authorization"))
         return web.json_response({"data": [{"id": name} for name in self.models]})
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if not self.drafts:
+            return web.Response(status=404)
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        lines = [
+            f'vllm:spec_decode_num_{name}_total{{engine="{e}"}} {n}.0' for e in "01" for name, n in self.drafts.items()
+        ]
+        lines += [f"# HELP vllm:spec_decode_num_{name}_total of it" for name in names]
+        lines += ['vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 77.0']
+        return web.Response(text="\n".join(lines))
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        self.drafts = {
+            name: count + more for (name, count), more in zip(self.drafts.items(), (10, 30, 12), strict=False)
+        }
         if self.status != 200:
             return web.json_response({"error": {"message": "no room"}}, status=self.status)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -193,6 +209,18 @@ def test_the_table_and_the_file(stub: Stub, tmp_path: Path) -> None:
         assert word in out
     first, second = map(json.loads, file.read_text().splitlines())
     assert first.keys() == second.keys() and first["request_goodput"] == 0.0 and first["request_rate"] == "inf"
+
+
+def test_drafts_are_those_of_the_servers_metrics(stub: Stub) -> None:
+    """They count from after the first requests, over all engines; a server without drafts has no line."""
+    code, out, _ = bench(stub, "--json")
+    assert code == 0 and json.loads(out)["speculative"] is None
+    stub.drafts = dict(drafts=7, draft_tokens=21, accepted_tokens=3)
+    code, out, _ = bench(stub)
+    assert code == 0 and "accepted drafts" in out and "96 of 240 (40%)" in out and "2.20" in out
+    code, out, _ = bench(stub, "--json")
+    found = json.loads(out)["speculative"]
+    assert found == dict(rows=80, drafted=240, accepted=96, share=0.4, accept_length=2.2)
 
 
 def test_failures_are_counted_and_said(stub: Stub) -> None:

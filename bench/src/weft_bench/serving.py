@@ -11,6 +11,7 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
 FIRST_TOKEN = 16
 """Lowest token id of prompts: most ids below are special tokens."""
 JSON = {"Content-Type": "application/json"}
+DRAFTS = {
+    "rows": "vllm:spec_decode_num_drafts_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+}
+"""Counts of speculative decoding with their metrics, which vLLM's servers have, too."""
 LATENCIES = ("tpot", "ttft", "itl", "e2el")
 """Metrics in the order of the report: TPOT first, as most ITL are 0 if tokens are sent in clumps."""
 
@@ -170,6 +177,20 @@ class LoadedServer:
         except (ValueError, KeyError, TypeError) as error:
             raise LoadError(f"{url} gives no list of models: {_line(error)}") from error
 
+    async def drafts(self) -> Counter[str]:
+        """Return the counts of DRAFTS so far; none if the server has no such metrics."""
+        try:
+            async with self._session.get(f"{self.base_url}/metrics") as response:
+                lines = (await response.text(errors="replace")).splitlines() if response.status == 200 else []
+            found = Counter[str]()
+            for name, metric in DRAFTS.items():
+                found[name] = sum(
+                    int(float(line.split()[-1])) for line in lines if line.startswith((metric + "{", metric + " "))
+                )
+            return found
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return Counter()
+
     def job(self, model: str, ask: RequestSpec, at: float = 0.0) -> Posted:
         """Return a request to send `at` seconds after the start."""
         prompt: dict[str, Any] = {"prompt": ask.prompt}
@@ -267,6 +288,16 @@ def summary(outcomes: Sequence[Outcome], duration: float, goodput: Mapping[str, 
         for what, of in (("mean", np.mean), ("median", np.median), ("std", np.std), ("p99", _p99)):
             found[f"{what}_{name}_ms"] = float(of(ms)) if len(ms) else None
     return found
+
+
+def accepted_drafts(before: Counter[str], after: Counter[str]) -> dict[str, float] | None:
+    """Return the counts of DRAFTS between two moments, the share of accepted drafts, and the mean tokens of a row with
+    drafts; None: there were no drafts."""
+    counts = {name: after[name] - before[name] for name in DRAFTS}
+    if counts["drafted"] < 1:
+        return None
+    share, length = counts["accepted"] / counts["drafted"], 1 + counts["accepted"] / max(1, counts["rows"])
+    return counts | {"share": share, "accept_length": length}
 
 
 def _p99(values: Any) -> float:

@@ -18,7 +18,7 @@ from weft.planner.show import columns
 from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
 from weft.serve.cli.progress import progress_bar
 from weft_bench.client_processes import processes_for, send_from
-from weft_bench.serving import LATENCIES, ApiBackend, LoadedServer, Workload, arrivals, summary
+from weft_bench.serving import LATENCIES, ApiBackend, LoadedServer, Workload, accepted_drafts, arrivals, summary
 from weft_bench.streamed_completion import LoadError
 
 NAMES = {
@@ -155,6 +155,7 @@ class Command:
                 for ask in other.asks(vocabulary, tokenizer):
                     if error := (await server.ask(server.job(model, ask))).error:
                         raise LoadError(f"a first request to {server.base_url} failed: {error}")
+            drafts = await server.drafts()
             shown = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             with progress_bar(*shown) as bar:
                 task = bar.add_task("requests", total=len(asks))
@@ -164,6 +165,7 @@ class Command:
                 outcomes, seconds = await send_from(
                     processes, server, jobs, self.max_concurrency, lambda at, outcome: bar.advance(task)
                 )
+            speculative = accepted_drafts(drafts, await server.drafts())
         if unknown := frozenset[str]().union(*(outcome.unknown for outcome in outcomes)):
             names = ", ".join(sorted(unknown))
             print(f"weft: unknown pieces in the streams count as output: {names}", file=sys.stderr)
@@ -171,6 +173,7 @@ class Command:
         head: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         head |= {name: value for name, value in vars(self).items() if name not in UNREPORTED}
         head |= {"base_url": server.base_url, "model": model, "request_rate": rate, "client_processes": processes}
+        head |= {"speculative": speculative}
         return head | summary(outcomes, seconds, limits), [o.error for o in outcomes if o.error]
 
     async def _choose_model(self, server: LoadedServer) -> str:
@@ -198,6 +201,9 @@ def table(found: dict[str, Any], errors: list[str]) -> str:
         ("all tokens a second", f"{found['total_token_throughput']:,.1f}"),
         ("requests at once, mean", f"{found['concurrency']:,.1f}"),
     ]
+    if drafts := found["speculative"]:
+        counts = f"{drafts['accepted']:,} of {drafts['drafted']:,} ({drafts['share']:.0%})"
+        rows += [("accepted drafts", counts), ("tokens of a row with drafts", f"{drafts['accept_length']:.2f}")]
     if "request_goodput" in found:
         rows.append(("requests a second within limits", f"{found['request_goodput']:,.2f}"))
     lines += columns(rows)

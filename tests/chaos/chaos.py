@@ -120,6 +120,7 @@ def _at_rest(served: ServerProcess) -> dict[str, Any]:
                 "running": served.metric("weft_requests_running"),
                 "waiting": served.metric("weft_requests_waiting"),
                 "restarts": served.metric("weft_restarts_total"),
+                "drafts": served.metric("weft_draft_tokens_total"),
                 "descriptors": served.descriptors(),
                 "memory_mib": round(served.memory_mib()),
             }

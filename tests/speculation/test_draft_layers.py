@@ -312,3 +312,18 @@ def test_plans_show_the_draft_layer(drafting_dir: Path) -> None:
     assert "  layers.*.post_attention_layernorm" in text.partition("draft layer")[2]
     code, text, _ = weft_here(*command, "--json")
     assert code == 0 and '"site": "mtp.layers.0.input_layernorm"' in text
+
+
+@pytest.mark.usefixtures("never_pausing")
+@pytest.mark.parametrize(
+    "layout", ["1x2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2x2", "dcp 2"))]
+)
+def test_ranks_in_processes(drafting_dir: Path, layout: str) -> None:
+    """The arena of a rank also holds the rows that a pass reads, in steps with prompts too."""
+    (plain, _), _ = results(drafting_dir, drafts=False)
+    changes = dict(executor="process", transport="shm", speculative="mtp", max_batch_tokens=17, kv_tokens=96)
+    rounds, engine = results(drafting_dir, **changes | WHOLE[layout])
+    for found in rounds:
+        same(found, plain)
+    stats = engine.stats()
+    assert not stats.failures and stats.preemptions and engine.speculation and min(engine.speculation.drafted) > 50

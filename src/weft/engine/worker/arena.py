@@ -56,7 +56,7 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     with an epilogue, its plain result and its residual and norm together. The last is also the largest: two values of
     every group's rows, up to the largest counts of a plan. If tokens are sharded over dcp, attention also has gathered
     queries and merged outputs, a row per token of the decode rows. A row of a split vocabulary's logits must fit: more
-    rows are gathered in turns. Dispatched rows are sent, received, and returned: any rank may get all rows.
+    rows are gathered in turns. Dispatched rows are sent, received, and returned, by any rank. Draft layers hold two.
     """
     ledger, mesh = Ledger(), config.mesh
     chain = trace(model, mesh, dtype, ledger.empty)
@@ -70,7 +70,7 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     sent = max((v.bytes(tokens, mesh.world) for v in inside if isinstance(v, Dispatch)), default=0)
     logits = 4 * mesh.attn_tp * -(-model.vocab_size // mesh.attn_tp) if model.split_vocabulary else 0
     value = max(tokens * mesh.attn_dp * chain.width * chain.element_bytes, merged, logits, sent)
-    return ArenaNeed(blocks=4 + deltas + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
+    return ArenaNeed(4 + deltas + 2 * model.drafts + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
 
 
 def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:

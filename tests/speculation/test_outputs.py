@@ -293,19 +293,31 @@ def test_events_of_the_cache_hold_accepted_tokens_alone(
     assert found > 40 and engine.speculation and sum(engine.speculation.accepted)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    "how", [dict(), dict(top_k=4), dict(top_p=0.7), dict(min_p=0.2), dict(frequency_penalty=1.5)], ids=str
-)
-def test_sampled_tokens_have_the_distribution_of_one_token_a_step(how: dict[str, float]) -> None:
-    """10⁵ draws by rows with drafts, accepted or not: chi-square against the exact distribution of each position."""
-    generator, vocabulary, drafts = torch.Generator().manual_seed(1), 12, [3, 7]
-    logits = torch.randn(3, vocabulary, generator=generator)
-    penalty = how.pop("frequency_penalty", 0.0)
-    rows, rounds = 500, 200
+SHAPINGS: list[dict[str, float]] = [
+    dict(temperature=0.6),
+    dict(top_k=4),
+    dict(top_p=0.7),
+    dict(min_p=0.2),
+    dict(frequency_penalty=1.5),
+    dict(logit_bias=2.0),
+    dict(temperature=1.7, top_k=9, top_p=0.85, min_p=0.1, frequency_penalty=0.7, logit_bias=-1.5),
+]
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("how", [dict(), *SHAPINGS], ids=str)
+def test_sampled_tokens_have_the_distribution_of_one_token_a_step(how: dict[str, float], rounds: int) -> None:
+    """10⁵ samples by rows with drafts, accepted or not: chi-square against the exact distribution of each position."""
+    vocabulary, how = 12, dict(how)
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(1))
+    drafts = logits[:2].argmax(-1).tolist()  # which no shaping excludes
+    biased = drafts[1]
+    penalty, bias, temperature = how.pop("frequency_penalty", 0), how.pop("logit_bias", 0), how.get("temperature", 1)
+    rows = 500
     table = RowTable(rows, [Rule()], 4, torch.device("cpu"))
     sampler, counts = Sampler(table), torch.zeros(3, vocabulary)
-    adjust = [(at, Adjust(added=tuple((d, -penalty) for d in drafts[:at]))) for at in range(3)] if penalty else []
+    added = [[(biased, bias)] * bool(bias) + [(d, -penalty) for d in drafts[:at] if penalty] for at in range(3)]
+    adjust = [(at, Adjust(added=tuple(each))) for at, each in enumerate(added) if each]
     step = GroupRows(
         tuple(range(rows)),
         decode_tokens=(3,) * rows,
@@ -318,17 +330,20 @@ def test_sampled_tokens_have_the_distribution_of_one_token_a_step(how: dict[str,
         table.last_token.fill_(1)
         table.advance(step)
         tokens = sampler.sample(step, logits.repeat(rows, 1))
-        for row, count in enumerate(table.accept(step, tokens)):
+        for row, count in enumerate(table.accept(step, tokens).counts):
             for at, token in enumerate(tokens[3 * row : 3 * row + count].tolist()):
                 counts[at, token] += 1
     before = 1.0
     for at in range(3):
         own = logits[at].clone()
         own[drafts[:at]] -= penalty
+        own[biased] += bias
+        own /= temperature
         order = own.argsort(descending=True)
         p = own.softmax(-1)
         if "top_k" in how:
             p[order[int(how["top_k"]) :]] = 0
+            p /= p.sum()
         if "top_p" in how:
             p[order[p[order].cumsum(0) - p[order] >= how["top_p"]]] = 0
         p[p < how.get("min_p", 0.0) * p.max()] = 0
@@ -338,5 +353,6 @@ def test_sampled_tokens_have_the_distribution_of_one_token_a_step(how: dict[str,
         chi = ((counts[at] - total * p)[kept] ** 2 / (total * p[kept])).sum().item()
         freedom = int(kept.sum()) - 1
         assert chi < freedom + 5 * (2 * max(freedom, 1)) ** 0.5, (at, chi, freedom)
-        assert abs(total / 100_000 - before) < 0.01, "a draft is accepted with its probability"
+        error = abs(total / (rows * rounds) - before)
+        assert error < 3 / (rows * rounds) ** 0.5, "a draft is accepted with its probability"
         before *= p[drafts[at]].item() if at < 2 else 1.0

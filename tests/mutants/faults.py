@@ -767,6 +767,20 @@ OWN = [
         "if False), len(drafts))",
         ("tests/speculation/test_rank_drafts.py",),
     ),
+    Fault(
+        "a draft is accepted by a token that is sampled without top_p",
+        "engine/worker/sampler.py",
+        "if h.top_k > 0 or h.top_p < 1:",
+        "if h.top_k > 0 or (h.top_p < 1 and len(how) == 1):",
+        ("tests/speculation/test_outputs.py::test_sampled_tokens_have_the_distribution_of_one_token_a_step",),
+    ),
+    Fault(
+        "a step's price does not grow with its drafts",
+        "engine/speculation/draft_prices.py",
+        "each = max(0.0, (weight * xy - x * y) / (weight * xx - x * x))",
+        "each = 0.0",
+        ("tests/speculation/test_prices.py",),
+    ),
     # server, bench, evals
     Fault(
         "a key is right that begins so",

@@ -41,6 +41,19 @@ def test_nothing_is_lost_hangs_or_stays_behind(
     assert found["requests"]["completed"] > 0 and not found["requests"]["lost"]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", ["ngram", "mtp"])
+def test_ranks_that_are_killed_in_the_middle_of_drafts(tmp_path: Path, source: str) -> None:
+    report = tmp_path / "report.json"
+    options = ["--attn-tp", "2", "--dtype", "float32", "--speculative", source, "--clients", "2", "--tokens", "48"]
+    code = main([*options, "--faults", "8", "--bound-factor", "60", "--json", str(report)])
+    found = json.loads(report.read_text())
+    assert code == 0 and found["passed"], json.dumps(found, indent=1)
+    assert any(fault.startswith("kill rank") for fault in found["faults"]) and found["restarts"] >= 1
+    assert found["requests"]["completed"] > 0 and not found["requests"]["lost"] + found["requests"]["different"]
+    assert found["after"]["drafts"] > 20
+
+
 def losses(report: Path, layout: str, lost: int, *more: str) -> dict[str, Any]:
     """Lose ranks for good, under load; return the report."""
     options = ["--lose-for-good", str(lost), "--max-restarts", "1", "--clients", "2", "--tokens", "24", *more]

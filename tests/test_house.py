@@ -23,11 +23,7 @@ ROOMS = {
     "bench": "weft_bench",
 }
 """Each room in the order of imports, with the beginnings of its paths."""
-<<<<<<< HEAD
-BUDGETS = {"library": 10_430, "engine": 26_708, "serve": 10_070, "bench": 7_984}
-=======
-BUDGETS = {"library": 10_417, "engine": 26_474, "serve": 10_074, "bench": 8_026}
->>>>>>> 0a0c74a1 (Report the drafts of a load in weft bench serving)
+BUDGETS = {"library": 10_430, "engine": 26_858, "serve": 10_099, "bench": 8_021}
 """Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
 TWINS = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -312,6 +313,22 @@ def test_plans_show_the_draft_layer(drafting_dir: Path) -> None:
     assert "  layers.*.post_attention_layernorm" in text.partition("draft layer")[2]
     code, text, _ = weft_here(*command, "--json")
     assert code == 0 and '"site": "mtp.layers.0.input_layernorm"' in text
+
+
+def test_plans_show_the_price_of_drafts(drafting_dir: Path) -> None:
+    """More rows cost more, and a draft layer costs its passes, too; without drafts nothing is shown."""
+    command = ("plan", str(drafting_dir), "--tokens", "0,1,64", "--json")
+    found = []
+    for source in ("ngram", "mtp"):
+        code, text, _ = weft_here(*command, "--speculative", source)
+        assert code == 0
+        none, one, many = (each.get("drafts") for each in json.loads(text))
+        assert none is None and len(one) == len(many) == 5 and many[4] > 1.1 * many[0]
+        found.append(many)
+    assert found[0][0] == found[1][0] and found[0][1] < found[1][1]
+    code, text, _ = weft_here("plan", str(drafting_dir), "--tokens", "64", "--speculative", "ngram")
+    assert code == 0 and f"× {found[0][4] / found[0][0]:.2f}" in text.partition("drafts: predicted time")[2]
+    assert "drafts" not in weft_here(*command)[1]
 
 
 @pytest.mark.usefixtures("never_pausing")

@@ -20,8 +20,10 @@ from weft.comm.transport_registry import (
     check_serves,
     transports,
 )
+from weft.engine.advise.step_prices import Footprint, decode_price
 from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.controller.startup import check_draft_layer
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import build_model, describe_products
 from weft.engine.models.registry import load_config, registry
 from weft.engine.worker.open_transports import preset_of
@@ -30,13 +32,16 @@ from weft.planner.cost import costs
 from weft.planner.dcp import dcp_dict, dcp_text
 from weft.planner.experts import Forms
 from weft.planner.forms import forms_dict, forms_of, forms_text
+from weft.planner.plan import Planner
 from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
-from weft.planner.show import plan_dict, plan_text
+from weft.planner.show import columns, plan_dict, plan_text
 from weft.planner.spec import LayoutError
 from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
 from weft.serve.cli.command import ModelDir, SourceOptions, model_dir
+from weft.tune.step_table import StepShape
 
+DraftPrices = dict[int, list[float]]
 AUTOMATIC = " and ".join(
     e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")
     for e in automatic(transports(), "cuda", ranks=1)
@@ -71,8 +76,8 @@ class Command:
     """Split of the model over the ranks, with the options of weft serve; omitted: --attn-dp 2 --attn-tp 2."""
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
-    speculative: Literal["off", "mtp"] = "off"
-    """mtp: print the plans of the checkpoint's draft layer too, for a pass of the same rows."""
+    speculative: Literal["off", "ngram", "mtp"] = "off"
+    """Print the predicted price of 0 to 4 drafts, and for mtp the plans of the checkpoint's draft layer."""
     tokens: str = "1,64,4096"
     """Comma-separated numbers of tokens per DP group; each number gets a plan."""
     transport: Annotated[
@@ -123,6 +128,7 @@ class Command:
         counts_of = [(n,) * mesh.attn_dp for n in tokens]
         shared = sharded_context(config, mesh, config.dtype, planner.chain)
         both = forms_of(planner)
+        prices = {} if self.speculative == "off" else draft_prices(config, planner, of_drafts, tokens)
         steps = steps if split else []
         if self.json:
             found, vocabulary = [plan_dict(planner, n) for n in counts_of], {step.rows: step for step in steps}
@@ -130,11 +136,17 @@ class Command:
                 each |= {} if shared is None else {"dcp": dcp_dict(shared, n, planner.blocks)}
                 each |= {} if of_drafts is None else {"draft_layer": plan_dict(of_drafts, (n,) * mesh.attn_dp)}
                 each |= {} if both is None else {"experts": forms_dict(both, n)}
+                each |= {"drafts": [round(us, 2) for us in prices[n]]} if n in prices else {}
                 each |= {"vocabulary": vocabulary_dict(vocabulary[n]) if n in vocabulary else None} if steps else {}
             print(json.dumps(found, indent=1))
         else:
             texts = [plan_text(planner, counts) for counts in counts_of]
             texts += [f"draft layer: {plan_text(of_drafts, counts)}" for counts in counts_of if of_drafts]
+            rows: list[tuple[str, ...]] = [("  sequences in each DP group", "no drafts", "k=1", "k=2", "k=3", "k=4")]
+            for n, us in prices.items():
+                rows += [(f"  {n:,}", f"{us[0]:,.0f} µs", *(f"× {x / us[0]:.2f}" for x in us[1:]))]
+            title = "drafts: predicted time of a decode step with k drafts of each sequence"
+            texts += ["\n".join([title, *columns(rows)])] if prices else []
             texts += [] if both is None else [forms_text(both, tokens)]
             texts += [] if shared is None else [dcp_text(shared, tokens, planner.blocks)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
@@ -143,6 +155,18 @@ class Command:
                 texts += [fill(note, 120)] if (note := describe_products(meta)) else []
             print("\n\n".join(texts))
         return 0
+
+
+def draft_prices(model: ModelConfig, planner: Planner, layer: Planner | None, tokens: list[int]) -> DraftPrices:
+    """Return the µs of a decode step with 0 to 4 drafts of each sequence, by sequences per DP group. layer: planner of
+    a `model`'s draft layer, which runs a pass for each draft; tokens: numbers of sequences."""
+    layers = build_model(replace(model, drafts=False), planner.mesh, 0, model.dtype, torch.device("meta"))
+    held, groups, found = Footprint.of(layers, model, {}, model.dtype), planner.mesh.attn_dp, DraftPrices()
+    for n in filter(None, tokens):
+        read = planner.local_us(held.bytes_read(StepShape(n), groups, 1) / held.layers)
+        each = layer.plan((n,) * groups).us + read if layer else 0.0
+        found[n] = [decode_price(held, planner, StepShape(n * (1 + k)), 1) + k * each for k in range(5)]
+    return found
 
 
 def parse_tokens(text: str) -> list[int]:

@@ -91,9 +91,7 @@ class Shared:
             "source": config.speculative,
             "tokens": config.speculative_tokens,
             "overlap": "while all sequences pause",
-            "k": k,
-            "why": why,
-        } | counts
+        } | (counts | {"k": k, "why": why})
 
     def _profile(self, steps: int) -> dict[str, Any]:
         assert self._options.profile_dir is not None

@@ -103,7 +103,7 @@ def test_a_block_that_reduces_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
     def breaker(model: Decoder) -> None:
         shared = model.layers[0].mlp.shared
         forward = shared.forward
-        shared.forward = lambda x: settled(forward(x))
+        shared.forward = lambda x, gate: settled(forward(x, gate))
 
     with raises("layers.0.mlp.shared_expert", "(WORLD)", "layers.0.mlp.experts", "(WORLD, owes sum over world)"):
         traced(monkeypatch, breaker)
@@ -284,6 +284,7 @@ def test_a_replicated_shared_expert_beside_partial_experts(monkeypatch: pytest.M
         width = model.config.hidden_size
         b = Builder(MESH, 0, torch.float32, torch.device("cpu"))
         block.shared = Linear(b, f"{block.path}.replicated_shared_expert", width, width)
+        monkeypatch.setattr(block, "forward", lambda x: block.experts(x, block.router, lambda: block.shared(x)))
 
     with raises("replicated_shared_expert", "(WORLD)", "layers.0.mlp.experts", "(WORLD, owes sum over world)"):
         traced(monkeypatch, breaker)

@@ -20,12 +20,13 @@ from weft.comm.transport_registry import (
     check_serves,
     transports,
 )
-from weft.engine.advise.step_prices import Footprint, decode_price
+from weft.engine.advise.step_prices import decode_price
 from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.controller.startup import check_draft_layer
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import build_model, describe_products
 from weft.engine.models.registry import load_config, registry
+from weft.engine.worker.footprint import Footprint
 from weft.engine.worker.open_transports import preset_of
 from weft.engine.worker.planning import may_split, plan_model, sharded_context, split_steps
 from weft.planner.cost import costs
@@ -161,9 +162,10 @@ def draft_prices(model: ModelConfig, planner: Planner, layer: Planner | None, to
     """Return the µs of a decode step with 0 to 4 drafts of each sequence, by sequences per DP group. layer: planner of
     a `model`'s draft layer, which runs a pass for each draft; tokens: numbers of sequences."""
     layers = build_model(replace(model, drafts=False), planner.mesh, 0, model.dtype, torch.device("meta"))
-    held, groups, found = Footprint.of(layers, model, {}, model.dtype), planner.mesh.attn_dp, DraftPrices()
+    held = Footprint.of(layers, model.num_layers, model.dtype, planner.mesh.dcp)
+    groups, found = planner.mesh.attn_dp, DraftPrices()
     for n in filter(None, tokens):
-        read = planner.local_us(held.bytes_read(StepShape(n), groups, 1) / held.layers)
+        read = planner.local_us(held.bytes_read(StepShape(n), n * groups) / held.layers)
         each = layer.plan((n,) * groups).us + read if layer else 0.0
         found[n] = [decode_price(held, planner, StepShape(n * (1 + k)), 1) + k * each for k in range(5)]
     return found

@@ -5,10 +5,13 @@ the same tokens however a step rounds. An engine without drafts records them. Th
 replaces prompt lookup, proposes the next ones, each wrong with probability 1 − rate. `accepted` is the share of drafts
 that were accepted: none is after a wrong one. `equal` is the share of outputs that are the recorded ones.
 
+With --source the engine's own source drafts instead, for answers of the embedded model to word problems, greedy.
+
 The engines take turns `--turns` times. Prints a line of JSON per measurement, with medians over sequences.
 
     python bench/scripts/drafts.py --preset qwen3-30b-a3b --num-layers 16 --clients 1 16
     python bench/scripts/drafts.py --device cpu --clients 1 --tokens 96
+    python bench/scripts/drafts.py --device cpu --clients 1 4 --source mtp --dtype float32
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +37,12 @@ from weft.engine.output.results import whole
 from weft.engine.speculation.sources import SOURCES
 from weft.serve.cli.command import stop_on_sigterm
 from weft.tune.host import describe_host
+from weft_bench import word_problems
 from weft_bench.breakdown import random_prompts
 
 OFF, DRAFTS = -1.0, "drafts"
+PROBLEMS, WARM = 32, 8
+"""Word problems of a measurement, and of one before, by which an engine learns the price of its drafts."""
 
 
 class Recorded:
@@ -54,11 +61,13 @@ class Recorded:
         return [draft if good else draft ^ 1 for draft, good in zip(drafts, right, strict=True)]
 
 
-def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[float], list[list[int]]]:
-    """Return the ms per output token after the first of each sequence, and the outputs."""
+NOISE = SamplingParams(temperature=100.0, seed=1, ignore_eos=True)
+
+
+def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[float], list[list[int]]]:
+    """Return the ms per output token after the first of each sequence, and the outputs. All prompts run at once."""
     times: list[list[float]] = [[] for _ in prompts]
     ended: dict[int, RequestOutput] = {}
-    params = SamplingParams(max_tokens=tokens, temperature=100.0, seed=1, ignore_eos=True)
 
     def listener(at: int) -> Any:
         def listen(output: RequestOutput) -> None:
@@ -72,8 +81,26 @@ def run(engine: Engine, prompts: list[list[int]], tokens: int) -> tuple[list[flo
     while len(ended) < len(prompts):
         if engine.wait(0.01):
             raise RuntimeError(f"the engine has ended: {engine.error}")
-    spans = [(each[-1] - each[0]) * 1e3 / (tokens - 1) for each in times]
-    return spans, [list(whole(ended[at]).token_ids) for at in range(len(prompts))]
+    outputs = [list(whole(ended[at]).token_ids) for at in range(len(prompts))]
+    pairs = zip(times, outputs, strict=True)
+    return [(each[-1] - each[0]) * 1e3 / (len(output) - 1) for each, output in pairs], outputs
+
+
+def answer(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[float], list[list[int]]]:
+    """Return the same of answers to word problems, with `clients` at once."""
+    spans, outputs = list[float](), list[list[int]]()
+    problems = word_problems.generate("heldout", count, seed=5)
+    for at in range(0, count, clients):
+        prompts = [
+            engine.tokenizer.apply_chat_template(
+                word_problems.prompt(p.question), add_generation_prompt=True, return_dict=False
+            )
+            for p in problems[at : at + clients]
+        ]
+        found = run(engine, prompts, SamplingParams(max_tokens=tokens, temperature=0.0))
+        spans += found[0]
+        outputs += found[1]
+    return spans, outputs
 
 
 def main() -> None:
@@ -85,6 +112,7 @@ def main() -> None:
     parser.add_argument("--attn-dp", type=int, default=1)
     parser.add_argument("--attn-tp", type=int, default=1)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--source", choices=["ngram", "mtp"], help="source instead of recorded outputs")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
@@ -106,24 +134,31 @@ def main() -> None:
         kv_tokens=-(-length // 64) * 64 * max(args.clients),
         **model,
     )
-    source, rows = Recorded(), list[dict[str, Any]]()
-    SOURCES["ngram"] = lambda shortest, longest: source
+    source, rows, own = Recorded(), list[dict[str, Any]](), args.source is not None
+    rates = [1.0] if own else args.rates
+    if not own:
+        SOURCES["ngram"] = lambda shortest, longest: source
     first: dict[int, list[list[int]]] = {}
     cases: dict[str, dict[str, Any]] = {
         "off": {},
         "off, no step sent ahead": dict(overlap=False),
-        DRAFTS: dict(speculative="ngram", speculative_tokens=args.drafts),
+        DRAFTS: dict(speculative=args.source or "ngram", speculative_tokens=args.drafts),
     }
     for turn in range(args.turns):
         for case, options in cases.items():
             with Engine(EngineConfig(**{**vars(config), **options})) as engine:
-                run(engine, random_prompts(engine, 2, args.context, seed=99), 16)
-                for clients, rate in itertools.product(args.clients, args.rates if case == DRAFTS else [OFF]):
-                    prompts = random_prompts(engine, clients, args.context, seed=clients)
+                run(engine, random_prompts(engine, 2, args.context, seed=99), replace(NOISE, max_tokens=16))
+                for clients, rate in itertools.product(args.clients, rates if case == DRAFTS else [OFF]):
+                    prompts = [] if own else random_prompts(engine, clients, args.context, seed=clients)
+                    if own:
+                        answer(engine, clients, WARM * clients, args.tokens)
                     source.rate, before = rate, engine.stats()
-                    spans, outputs = run(engine, prompts, args.tokens)
+                    if own:
+                        spans, outputs = answer(engine, clients, PROBLEMS, args.tokens)
+                    else:
+                        spans, outputs = run(engine, prompts, replace(NOISE, max_tokens=args.tokens))
                     after = engine.stats()
-                    for prompt, output in zip(prompts, outputs, strict=True):
+                    for prompt, output in zip(prompts, outputs, strict=not own):
                         source.sequences.setdefault(tuple(prompt[:8]), [*prompt, *output])
                     reference = first.setdefault(clients, outputs)
                     drafted, accepted = (
@@ -145,7 +180,7 @@ def main() -> None:
                     print(json.dumps(rows[-1]), flush=True)
     for clients in args.clients:
         off = [row["tpot_ms"] for row in rows if row["clients"] == clients and row["case"] == "off"]
-        for rate in args.rates:
+        for rate in rates:
             on = [row["tpot_ms"] for row in rows if row["clients"] == clients and row["rate"] == rate]
             mean, base = statistics.mean(on), statistics.mean(off)
             print(f"clients={clients} rate={rate}: {mean:.3f} ms, {mean / base:.2f} × {base:.3f} without drafts")

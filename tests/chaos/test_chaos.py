@@ -107,7 +107,7 @@ def test_the_server_gets_the_options_that_chaos_was_given() -> None:
 
 
 NAMES = {"plugins": ("weft_bench.nccl_window",), "transport": "shm", "preset": "qwen3-30b-a3b"}
-NAMES |= {"attention_backend": "torch"}
+NAMES |= {"attention_backend": "torch", "speculative": "draft"}
 """Values of options that are looked up as they are read."""
 
 

@@ -26,7 +26,7 @@ from weft.comm.transport import Transport
 from weft.engine.assets import preset_dir
 from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.caches import cached_layers
-from weft.engine.kernels import model_reference
+from weft.engine.kernels import cpu_ops, model_reference
 from weft.engine.kv.cache_spec import CacheGroup, rule
 from weft.engine.models.layers.basic import Builder, Layer
 from weft.engine.models.load import load_model
@@ -235,12 +235,22 @@ def logits_of(directory: Path, texts: Tensor) -> tuple[Tensor, Tensor]:
     """
     mesh, (many, length) = Mesh(1, 4, 2, 2), texts.shape
     config, choose, chosen = load_config(directory), model_reference.choose, dict[int, list[Tensor]]()
+    kernel = cpu_ops._choose
+
+    def note(expert: Tensor) -> None:
+        if len(expert):  # a trace has no rows
+            chosen.setdefault(threading.get_ident(), []).append(expert.long().sort(-1).values)
 
     def watch(*args: Any, **more: Any) -> tuple[Tensor, Tensor]:
         weight, expert = choose(*args, **more)
-        if len(expert):  # a trace has no rows
-            chosen.setdefault(threading.get_ident(), []).append(expert.sort(-1).values)
+        note(expert)
         return weight, expert
+
+    def watch_kernel(logits: Any, how: Any, first: int, bias: Any) -> tuple[Tensor, Tensor] | None:
+        found = kernel(logits, how, first, bias)
+        if found is not None:
+            note(found[1] + first)
+        return found
 
     def main(transport: Transport) -> Tensor:
         torch.set_num_threads(1)
@@ -255,7 +265,8 @@ def logits_of(directory: Path, texts: Tensor) -> tuple[Tensor, Tensor]:
         ]
         return runner.forward(build_batch(texts.flatten().tolist(), seqs, PAGE, rules), (texts.numel(),))
 
-    with mock.patch.object(model_reference, "choose", watch):
+    patch = mock.patch.object
+    with patch(model_reference, "choose", watch), patch(cpu_ops, "_choose", watch_kernel):
         logits = run_world(mesh.world, main)[0]
     first, *others = (torch.stack(found) for found in chosen.values())
     assert len(others) == 3 and all(torch.equal(first, found) for found in others), "ranks choose alike"

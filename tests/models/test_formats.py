@@ -25,8 +25,6 @@ from weft.comm.transport import Transport, offer_of
 from weft.engine.config.config import EngineError
 from weft.engine.controller import rank_executors as launch
 from weft.engine.controller.engine import Engine
-from weft.engine.kernels import model_reference, ops
-from weft.engine.kernels.model_reference import Chosen
 from weft.engine.models.layers.routing import Router
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner import plan as plan_module
@@ -77,23 +75,14 @@ def travelled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.fixture
 def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers whose products and choices have the same bits in any company: neither a BLAS promises that, nor torch's
-    sigmoid, which computes the last elements of a tensor by other instructions."""
-    true, chosen = Router.logits, model_reference.choose
+    """Routers whose products have the same bits in any company, which a BLAS does not promise."""
+    true = Router.logits
 
     def logits(self: Router, x: Hidden) -> Tensor:
         each = [true(self, replace(x, value=row[None])) for row in x.require_complete(self.path)]
         return torch.cat(each) if each else true(self, x)
 
-    def choose(logits: Tensor, *how: Any, **more: Any) -> Chosen:
-        each = [chosen(row[None], *how, **more) for row in logits]
-        return (
-            (torch.cat([w for w, _ in each]), torch.cat([e for _, e in each])) if each else chosen(logits, *how, **more)
-        )
-
     monkeypatch.setattr(Router, "logits", logits)
-    monkeypatch.setattr(model_reference, "choose", choose)
-    monkeypatch.setattr(ops, "choose", choose)
 
 
 @pytest.mark.parametrize(

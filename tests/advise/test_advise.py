@@ -204,6 +204,7 @@ def test_kept_times_serve_smaller_loads_only(monkeypatch: pytest.MonkeyPatch) ->
     assert measured == [LOAD, large, large]
 
 
+@pytest.mark.nightly
 def test_ranks_are_measured_on_both_grids() -> None:
     """Each point of both grids has a time, and progress ends at 1. Ranks are threads, so nothing is exchanged."""
     shown = list[float]()

@@ -64,6 +64,7 @@ def losses(report: Path, layout: str, lost: int, *more: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_no_request_is_lost_with_a_rank_that_is_lost_for_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_recorded_load_runs_on_kept_times(tmp_path: Path) -> None:
     assert code == 0 and "python -m sglang.launch_server --model-path" in out
 
 
+@pytest.mark.nightly
 def test_generate_and_serve_choose_by_kept_times() -> None:
     chosen = r"^layout attn_dp=1 attn_tp=1 ep=1 moe_tp=1, for 2 clients of 16 \+ 8 tokens: .* \(measured steps\)$"
     code, out, err = weft_here("generate", "--prompt=Tom", "--max-tokens=2", *AUTO)

@@ -228,6 +228,7 @@ def dying_on(engine: Engine, kill: Callable[[], object]) -> Callable[..., None]:
     return lost
 
 
+@pytest.mark.nightly
 def test_requests_go_on_without_a_host_that_does_not_come_back(
     cluster: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,7 +96,9 @@ def test_drafts_end_where_pages_do(target_dir: Path, draft_dir: Path, graphs: bo
 
 
 @pytest.mark.usefixtures("never_pausing")
-@pytest.mark.parametrize("layout", ["1x1", "2x1", "1x2", "dcp 2", "ep 2"])
+@pytest.mark.parametrize(
+    "layout", ["1x1", "1x2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("2x1", "dcp 2", "ep 2"))]
+)
 def test_outputs_are_those_without_drafts(target_dir: Path, near_dir: Path, layout: str) -> None:
     """Every parameter, in two rounds, the second one from the prefix cache."""
     (plain, _), _ = results(target_dir, drafts=False)

@@ -5,7 +5,7 @@ the same tokens however a step rounds. An engine without drafts records them. Th
 replaces prompt lookup, proposes the next ones, each wrong with probability 1 − rate. `accepted` is the share of drafts
 that were accepted: none is after a wrong one. `equal` is the share of outputs that are the recorded ones.
 
-With --source the engine's own source drafts instead, for answers of the embedded model to word problems, greedy.
+With --source the engine's own source drafts instead, for completions of word problems by the embedded model, greedy.
 
 The engines take turns `--turns` times. Prints a line of JSON per measurement, with medians over sequences.
 
@@ -86,8 +86,8 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tup
     return [(each[-1] - each[0]) * 1e3 / (len(output) - 1) for each, output in pairs], outputs
 
 
-def answer(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[float], list[list[int]]]:
-    """Return the same of answers to word problems, with `clients` at once."""
+def complete(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[float], list[list[int]]]:
+    """Return the same of completions of word problems, with `clients` at once."""
     spans, outputs = list[float](), list[list[int]]()
     problems = word_problems.generate("heldout", count, seed=5)
     for at in range(0, count, clients):
@@ -151,10 +151,10 @@ def main() -> None:
                 for clients, rate in itertools.product(args.clients, rates if case == DRAFTS else [OFF]):
                     prompts = [] if own else random_prompts(engine, clients, args.context, seed=clients)
                     if own:
-                        answer(engine, clients, WARM * clients, args.tokens)
+                        complete(engine, clients, WARM * clients, args.tokens)
                     source.rate, before = rate, engine.stats()
                     if own:
-                        spans, outputs = answer(engine, clients, PROBLEMS, args.tokens)
+                        spans, outputs = complete(engine, clients, PROBLEMS, args.tokens)
                     else:
                         spans, outputs = run(engine, prompts, replace(NOISE, max_tokens=args.tokens))
                     after = engine.stats()

@@ -89,7 +89,6 @@ def hopper_kernels() -> Any:
     return load(*HOPPER_KERNELS, flags=CUDA_FLAGS, gpus=[HOPPER])
 
 
-@cache
 def can_load(name: str) -> bool:
     """Return True if the CUDA kernels `name` are installed, or nvcc is here to compile them."""
     return (BUILT / f"{name}.so").is_file() or shutil.which(nvcc()) is not None

@@ -7,6 +7,7 @@ The rows are copied in the order of their experts. The results have the same bit
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -33,9 +34,15 @@ class SortedPairs(Protocol):
     def tiles(self) -> tuple[Tensor, Tensor, int]: ...
 
 
+@cache
+def _run_here() -> bool:
+    """Return True if this process's GPU runs these kernels, and nvcc or a wheel provides them."""
+    return torch.cuda.is_available() and arch() == HOPPER and can_load(HOPPER_KERNELS[0])
+
+
 def has_tiles(rows: int) -> bool:
-    """Return True if a step of `rows` has this module's tiles on this GPU: not without nvcc or a wheel's kernels."""
-    return rows >= MIN_ROWS and arch() == HOPPER and torch.cuda.is_available() and can_load(HOPPER_KERNELS[0])
+    """Return True if a step of `rows` has this module's tiles on this GPU."""
+    return rows >= MIN_ROWS and _run_here()
 
 
 def takes(x: Fp8Rows, routing: SortedPairs, gate_up: Fp8Weight, down: Fp8Weight, out: Tensor) -> bool:

@@ -22,15 +22,9 @@ def tile_rows_of(rows: int, pairs: int, experts: int, float8: bool = False) -> i
     """Return the rows of a tile for `pairs` of `rows` and `experts`. float8: Triton's tiles have 64 rows at most, as
     sums take registers."""
     if float8:
-        return (
-            16
-            if rows <= 64
-            else 32
-            if rows <= 128
-            else hopper_experts.TILE_ROWS
-            if hopper_experts.has_tiles(rows)
-            else 64
-        )
+        if hopper_experts.has_tiles(rows):
+            return hopper_experts.TILE_ROWS
+        return 16 if rows <= 64 else 32 if rows <= 128 else 64
     # Twice an expert's mean, which it seldom exceeds: another tile would read its weights again.
     return 128 if rows >= 1024 else min(64, max(16, next_power_of_2(2 * cdiv(pairs, experts))))
 

@@ -146,11 +146,8 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if config.shrink and on_gpus(config):
         raise LayoutError("--shrink runs on CPUs only so far: drop the option, or use --device cpu")
     check_speculation(config, model)
-    rows, dispatches, drafts = (
-        1,
-        False,
-        [planner_of(config, model, draft=True)] if model.drafts or model.draft_model else [],
-    )
+    rows, dispatches = 1, False
+    drafts = [planner_of(config, model, draft=True)] if model.drafts or model.draft_model else []
     while True:
         counts = (min(rows, config.batch_tokens),) * config.mesh.attn_dp
         inside = (op for read in planner.plan(counts).reads for op in read.inside)

@@ -74,7 +74,9 @@ def gated(
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty((len(rows), rows.shape[1] // 2), dtype=x.dtype)
     factor = None if score is None else linear(*score)
-    run("gated", rows, out, _or_nan(limit), _or_nan(alpha), F.linear(*score) if score and factor is None else factor)
+    if score is not None and factor is None:
+        factor = F.linear(*score)
+    run("gated", rows, out, _or_nan(limit), _or_nan(alpha), factor)
     return out.view(*x.shape[:-1], -1)
 
 

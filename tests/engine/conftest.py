@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from weft.engine.controller.engine import Engine, Request
+from weft.engine.hosts import agents
 from weft.engine.messages.rank_messages import Step
 from weft.engine.messages.request import SamplingParams
 from weft.engine.output.request_output import OutputCallback, RequestOutput
@@ -28,6 +29,12 @@ from weft.engine.worker.worker import Worker
 
 WAIT_S = 240.0
 """Seconds to wait for what comes soon unless something is wrong; a busy machine may need long."""
+
+
+@pytest.fixture(autouse=True)
+def agents_may_leave_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let node 0 wait for its agents as long as a busy machine needs: they are threads of the test's process."""
+    monkeypatch.setattr(agents, "LEAVE_S", WAIT_S)
 
 
 @contextmanager

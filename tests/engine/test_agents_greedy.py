@@ -18,6 +18,7 @@ from engine.test_engine import GREEDY, config, prompts
 from planner.meshes import layouts
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.startup import resolve_defaults
+from weft.engine.hosts import agents
 from weft.planner.spec import Mesh
 
 LAYOUTS = [
@@ -47,6 +48,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[in
     made = small_model("qwen2_moe", 4, directory, seed=3, **sizes)
     byte_tokenizer(directory)
     return directory, greedy_outputs(lambda tokens: made(tokens).logits, prompts(), GREEDY.max_tokens)
+
+
+@pytest.fixture(autouse=True)
+def no_host_counts_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give agents the time that a busy machine needs between two messages."""
+    monkeypatch.setattr(agents, "SILENT_S", WAIT_S)
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ from weft.engine.messages.host_messages import (
 )
 
 log = logging.getLogger(__name__)
-LEAVE_S = 1.0
-"""Maximum seconds to wait until agents leave."""
 SILENT_S = 5.0
 """Seconds without a heartbeat after which an agent counts as lost; agents send one every second."""
+LEAVE_S = SILENT_S
+"""Maximum seconds to wait until agents leave."""
 
 
 @dataclass

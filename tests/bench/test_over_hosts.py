@@ -41,6 +41,7 @@ def node(number: int, port: int, key: Path, **options: Any) -> EngineConfig:
     return EngineConfig(attn_dp=2, nnodes=2, device="cpu", **meeting, **options)
 
 
+@pytest.mark.nightly
 def test_hosts_are_tuned_and_plans_go_by_the_table(tmp_path: Path) -> None:
     """One rank on each of two hosts, by one size: each kind of exchange between hosts, as many as are announced."""
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")

@@ -348,6 +348,7 @@ def test_the_share_of_memory_beside_an_engine_that_runs(script: Any) -> None:
     assert shares == {"weft": "0.9", "vllm": "0.45", "sglang": "0.818"}
 
 
+@pytest.mark.nightly
 def test_transformers_completes_a_batch_as_each_prompt_alone(script: Any, tmp_path: Path) -> None:
     names = script("engines")
     options = names["Options"](embedded_model_dir(), 0, device="cpu")

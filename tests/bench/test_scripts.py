@@ -38,6 +38,7 @@ def test_trees_take_turns() -> None:
     assert {name: len(results) for name, results in found.items()} == {"before": 3, "after": 3}
 
 
+@pytest.mark.nightly
 def test_cpu_time_of_a_step() -> None:
     script = next(script for script in SCRIPTS if script.stem == "step_cpu")
     done = subprocess.run(
@@ -48,6 +49,7 @@ def test_cpu_time_of_a_step() -> None:
     assert line["sequences"] == 1 and line["controller_us"] > 0 and line["rank_us"] > 0
 
 
+@pytest.mark.nightly
 def test_attention_backends_dry_run(tmp_path: Path) -> None:
     """A missing feature is reported in the backend's words; every case is checked against the definition first."""
     pytest.importorskip("triton")

@@ -111,10 +111,9 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LATENT, EMBEDDED = list(latent_cases()), list(embedded_cases())
-BY_DAY = [LATENT[at] for at in (0, 1, 2, 5, 8, 11, 12, 13, 15, 16)] + [
-    each for each in EMBEDDED if each["attn_dp"] == 1
-]
-"""Latent cases, as few as every two choices meet in, and the embedded model's with one group of eight ranks."""
+BY_DAY = [LATENT[at] for at in (0, 1, 2, 5, 8, 11, 12, 13, 15, 16)]
+BY_DAY += [each for each in EMBEDDED if each["attn_dp"] == 1 and each["dcp_interleave"] == 32]
+"""Latent cases, as few as every two choices meet in, and the embedded model's of one group with whole pages."""
 
 
 def all_at_night(cases: list[dict[str, Any]]) -> pytest.MarkDecorator:

@@ -53,6 +53,7 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         cuda_kernels()
 
 
+@pytest.mark.nightly
 def test_ranks_without_kernels_and_compiler_end_with_one_line(tmp_path: Path) -> None:
     environment = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "weft.serve.cli.main", "generate", "--prompt", "x", "--attn-tp", "2"]

@@ -167,6 +167,7 @@ def test_the_librarys_tests_need_the_library_alone(environment: Environment) -> 
     assert found.stdout.startswith(str(environment.site))
 
 
+@pytest.mark.nightly
 def test_the_demo_runs(environment: Environment) -> None:
     for extra in ("", "engine", "serve", "bench", "demo"):
         environment.add(extra)

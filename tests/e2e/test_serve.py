@@ -82,7 +82,8 @@ def http_without_key(server: ServerProcess) -> Iterator[http.client.HTTPResponse
     connection.close()
 
 
-@pytest.mark.parametrize("api_servers", ["1", pytest.param("2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("api_servers", ["1", "2"])
 def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path, api_servers: str) -> None:
     arguments = "--max-restarts", "0", "--api-servers", api_servers
     with serving(tmp_path, *arguments) as server, streaming(server) as output:

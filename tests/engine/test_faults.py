@@ -181,6 +181,7 @@ print(json.dumps([sleeper, started, str(e.directory)]), flush=True); signal.paus
 """Starts processes, forks one that holds copies of all descriptors and sleeps, and names them and the ranks' folder."""
 
 
+@pytest.mark.nightly
 def test_processes_of_a_killed_one_leave_before_they_are_up_and_though_its_forks_live(model_dir: Path) -> None:
     """Ranks take the controller's folder along."""
     with subprocess.Popen(

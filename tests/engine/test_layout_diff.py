@@ -249,6 +249,7 @@ def test_the_command_prints_both_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["compared"][0]["departure"]["site"] == "model.layers.2.input_layernorm"
 
 
+@pytest.mark.nightly
 def test_ranks_in_processes_on_a_real_transport() -> None:
     code, out, err = weft_here("diff", "--layouts", "1x1", "1x2 --transport shm", "--max-tokens", "2")
     assert (code, "1x2 --transport shm equals 1x1" in out) == (0, True), err

@@ -66,6 +66,7 @@ def use_tilt(model: Path) -> None:
         SamplingParams(tilt=-1.0)
 
 
+@pytest.mark.nightly
 def test_a_parameter_is_an_edit_of_four_files(model_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(model_dir, tmp_path / "model")
     code = f"from engine import test_new_parameter as t; t.use_tilt(t.Path({str(tmp_path / 'model')!r}))"

@@ -103,7 +103,7 @@ def test_an_exported_rank_makes_every_call_in_order(strict: bool) -> None:
         assert comm.calls == STEP
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_cache_keeps_ranks_apart(dynamic: bool) -> None:
     """Ranks that compile the same program share a folder; so do calls with other counts."""
     x = torch.arange(7.0)[:, None].expand(7, 8)

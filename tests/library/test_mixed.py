@@ -98,6 +98,7 @@ def mixed_calls(programs: int, total: int, backends: tuple[str, ...], device: st
     dist.barrier()
 
 
+@pytest.mark.nightly
 def test_compiled_and_eager_calls_in_turn(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, mixed_calls, 2, 400, ("aot_eager", "eager"))
 

@@ -248,7 +248,13 @@ SHM = Machine("shm", ALL, True, 1.5, 0.5, 12e3, 4.0, 8e3, max_hosts=1)
 GLOO = Machine("gloo", BASIC, False, 300.0, 300.0, 1e3, 4.0, 8e3, network=(300.0, 300.0, 1e3))
 
 
-@pytest.mark.parametrize("mesh", CROSSING, ids=str)
+SMALLEST = CROSSING[1], CROSSING[3]
+"""One of each kind, by day."""
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[pytest.mark.nightly] * (m not in SMALLEST)) for m in CROSSING], ids=str
+)
 def test_steps_over_groups_that_cross_others_save_where_hosts_cross_attn_tp_alone(mesh: Mesh) -> None:
     """Plans of a model with experts have no such steps: they cost nothing but where hosts cut DP groups in two."""
     group, world_rows = mesh.placement(Rows.GROUP), mesh.placement(Rows.WORLD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from support import run_with_changes
 
 TOY = {
@@ -31,5 +32,6 @@ for body in (
 """
 
 
+@pytest.mark.nightly
 def test_a_sampling_field_touches_two_files(tmp_path: Path) -> None:
     assert run_with_changes(tmp_path, TOY, ASKED).split() == ["0.5"] * 4

@@ -59,7 +59,7 @@ def attend_copied(
         (SPANS, 16, SMALL, True),
         (LONG, 128, None, False),
         pytest.param(((300, 0),), 128, None, False, marks=pytest.mark.nightly),
-        (((300, 0),), 128, None, True),
+        pytest.param(((300, 0),), 128, None, True, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

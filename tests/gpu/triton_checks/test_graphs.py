@@ -197,7 +197,9 @@ FAMILIES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "gated delta rule")) for name in FAMILIES]
+)
 def test_caches_of_every_kind(family: str, captured: list[Shape], tmp_path: Path) -> None:
     """Prompts are cut at pages' borders, where states are kept for others; the second time they go on from there."""
     FAMILIES[family](tmp_path)
@@ -312,7 +314,7 @@ def test_sharded_tokens_are_measured_as_graphs_have_them(tmp_path: Path, monkeyp
     [
         pytest.param(dict(attn_dp=2, ep=2), id="2x1"),
         pytest.param(dict(attn_dp=2, attn_tp=2, ep=4), id="2x2", marks=pytest.mark.nightly),
-        pytest.param(dict(attn_dp=2, attn_tp=2, ep=4, nnodes=2), id="2x2 over hosts"),
+        pytest.param(dict(attn_dp=2, attn_tp=2, ep=4, nnodes=2), id="2x2 over hosts", marks=pytest.mark.nightly),
     ],
 )
 def test_groups_that_exchange_equal_rows(layout: dict[str, int], captured: list[Shape], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_tensors_get_what_was_staged(
         assert len(pinned._graphs) == PLACES
     generator = torch.Generator().manual_seed(0)
     for step in range(3 * PLACES):
-        at = torch.randperm(3000, generator=generator)[: 200 * step].tolist()
+        at = torch.randperm(3000, generator=generator)[: min(200, 3 * elements) * step].tolist()
         for writes, (wide, few, filled) in ((pinned, found), (StagedWrites(), wanted)):
             writes.write(wide, array("q", at), array("i", [step * 10_000 + i for i in range(len(at))]))
             if step % 2:

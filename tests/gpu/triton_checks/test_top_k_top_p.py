@@ -95,7 +95,7 @@ def kept(logits: Tensor, temperature: Tensor, cut: tuple[Tensor, Tensor]) -> Ten
     return (keys > key) | ((keys == key) & (torch.arange(logits.shape[1], device=logits.device) <= token))
 
 
-AT_NIGHT = {"skewed", "zeros of both signs", "tiny"}
+AT_NIGHT = KINDS.keys() - {"ties", "most excluded"}
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.nightly] * (k in AT_NIGHT)) for k in KINDS])
@@ -134,7 +134,7 @@ def test_a_cut_depends_on_its_row_alone(
         ]
         assert own.item() == together[row].item()
         assert [x.item() for x in cuts[-1]] == [x[row].item() for x in cuts[0]]
-    for block, capacity, programs in ((256, 64, 1000), (2048, 2048, 1)):
+    for block, capacity, programs in ((256, 64, 1000), (2048, 2048, 1))[: 1 if device.type == "cpu" else 2]:
         monkeypatch.setattr(top_k_top_p, "BLOCK", block)
         monkeypatch.setattr(top_k_top_p, "CAPACITY", capacity)
         monkeypatch.setattr(sample, "PROGRAMS", programs)

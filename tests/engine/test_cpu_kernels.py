@@ -144,7 +144,7 @@ def test_products_into_parts_of_other_tensors(dtype: torch.dtype, normal: Callab
 
 
 @pytest.mark.parametrize("inputs", [1, 31, 577, 2100])
-@pytest.mark.parametrize("rows", [33, 64, 101])
+@pytest.mark.parametrize("rows", [33, 64, 101, 330])
 def test_products_of_many_rows(rows: int, inputs: int, normal: Callable[..., Tensor]) -> None:
     """AMX has them for bfloat16, with the bits of few rows. By other instruction sets torch computes them."""
     for outputs in (1, 77, 300):
@@ -441,7 +441,7 @@ def test_embeddings_rotary_tables_and_joined_rows(dtype: torch.dtype, normal: Ca
     assert torch.equal(everywhere(lambda: cpu_ops.join(left, right)), model_reference.join(left, right))
 
 
-@in_pairs("tokens, shape, dtype", [1, 2, 5, 16, 29, 100], [(64, 48), (33, 7), (130, 100)], DTYPES)
+@in_pairs("tokens, shape, dtype", [1, 2, 5, 16, 29, 200], [(64, 48), (33, 7), (130, 100)], DTYPES)
 def test_grouped_experts(
     tokens: int, shape: tuple[int, int], dtype: torch.dtype, normal: Callable[..., Tensor]
 ) -> None:

@@ -1,5 +1,6 @@
-// Products of many rows of bfloat16 numbers by AMX, with the bits of `product_tiles`. A panel of weights is packed in
-// pairs of elements, as large as the second cache holds; blocks of rows, in the first cache, are multiplied with it.
+// Products of many rows of bfloat16 numbers by AMX, with the bits of `product_tiles`. Rows that the second cache
+// holds are packed in pairs of elements, and weights are multiplied with them as they lie. For more rows a panel of
+// weights is packed, as large as that cache holds, and blocks of rows, in the first cache, are multiplied with it.
 
 constexpr int64_t kPanel = 1 << 19;     // elements of a panel
 constexpr int64_t kPanelInputs = 2048;  // its elements of an output
@@ -7,11 +8,19 @@ constexpr int64_t kBlockInputs = 288;   // elements of a row in a block
 constexpr int64_t kTile = 16 * 32;      // elements of a tile
 constexpr int64_t kSums = 32 * 32;      // of 32 rows and 32 outputs
 
+constexpr int64_t kPackedRows = 5 << 17;  // elements of rows that are packed
+
+// Checks if the rows are packed. Weights of few inputs are quicker packed, as sums are transposed.
+inline bool packs_rows(const Product& c) {
+  return c.rows * c.padded <= kPackedRows && (c.rows <= 128 || c.inputs >= 1024);
+}
+
 // Outputs of a panel.
 inline int64_t panel_outputs(int64_t inputs) { return kPanel / std::min(inputs + 31, kPanelInputs) / 32 * 32; }
 
 // Floats of memory for `many_rows`.
 inline int64_t panel_floats(const Product& c, int64_t outputs) {
+  if (c.wide) return 0;
   const int64_t blocks = c.inputs > kPanelInputs ? (c.rows + 31) / 32 : 1, width = (outputs + 31) / 32 * 32;
   return (width * std::min(c.padded, kPanelInputs) + 32 * kBlockInputs) / 2 + blocks * 32 * width;
 }
@@ -83,6 +92,15 @@ struct Finished {
   }
 };
 
+// Transposes 16 × 16 sums between arrays of 32 columns.
+WEFT_TARGET inline void transpose_sums(const float* from, float* to) {
+  __m512i x[16];
+  alignas(64) float transposed[16 * 16];
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_si512(from + i * 32);
+  store_transposed(x, static_cast<bf16*>(static_cast<void*>(transposed)));
+  for (int i = 0; i < 16; ++i) save(to + i * 32, load(transposed + i * 16));
+}
+
 // Makes all tiles whole: 16 rows of 64 bytes.
 WEFT_TARGET inline void use_whole_tiles() {
   TileShapes shapes;
@@ -114,12 +132,12 @@ WEFT_TARGET inline void store_sums(float* sums) {
   asm volatile("" ::: "memory");
 }
 
-// Adds the products of two tiles of rows and of the two tiles at `with` to tiles 0 … 3.
-WEFT_TARGET inline void add_products(const bf16* rows, const bf16* more_rows, const bf16* with) {
-  _tile_loadd(4, rows, 64);
+// Adds the products of two tiles of rows, `stride` bytes apart, and of the two tiles at `with` to tiles 0 … 3.
+WEFT_TARGET inline void add_products(const bf16* rows, const bf16* more_rows, const bf16* with, int64_t stride = 64) {
+  _tile_loadd(4, rows, stride);
   _tile_loadd(6, with, 64);
   _tile_loadd(7, with + kTile, 64);
-  _tile_loadd(5, more_rows, 64);
+  _tile_loadd(5, more_rows, stride);
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
   _tile_dpbf16ps(2, 5, 6);
@@ -139,9 +157,66 @@ WEFT_TARGET inline void add_tiles(const bf16* x, const bf16* weight, int64_t til
   store_sums(sums);
 }
 
-// Computes outputs begin … end − 1 of all rows. They are a panel's; memory: see `panel_floats`.
+// Fills tiles [elements / 32, 2, 16 pairs of elements, 16 rows] of c.wide with rows first … first + 31, and zeros.
+WEFT_TARGET inline void pack_block(const Product& c, int64_t first) {
+  bf16* to = static_cast<bf16*>(static_cast<void*>(const_cast<float*>(c.wide))) + first * c.padded;
+  for (int64_t i = 0; i < 32; i += 16, to += kTile) {
+    const bf16* from[16];
+    for (int64_t j = 0; j < 16; ++j) {
+      const int64_t row = std::min(first + i + j, c.rows - 1);
+      from[j] = static_cast<const bf16*>(c.x) + (c.from ? c.from[row] : row) * c.x_stride;
+    }
+    for (int64_t k = 0; k < c.inputs; k += 32) {
+      __m512i x[16];
+      for (int j = 0; j < 16; ++j) x[j] = _mm512_maskz_loadu_epi16(first_words(c.inputs - k), from[j] + k);
+      store_transposed(x, to + k * 32);
+    }
+  }
+}
+
+// Computes outputs begin … end − 1 of packed rows.
+WEFT_TARGET inline void packed_times_weights(const Linear& c, int64_t begin, int64_t end) {
+  alignas(64) float sums[kSums], transposed[kSums];
+  alignas(64) bf16 part[2][kTile];
+  Finished earlier{c};
+  const int64_t each = (32 * 32 + c.padded - 1) / c.padded;
+  for (int64_t o = begin; o < end; o += 32) {
+    const auto* rows = static_cast<const bf16*>(static_cast<const void*>(c.wide));
+    const auto* weights = static_cast<const bf16*>(c.weight) + o * c.weight_stride;
+    for (int64_t row = 0; row < c.rows; row += 32) {
+      begin_sums(nullptr);
+      for (int64_t k = 0; k < c.inputs; k += 32, rows += 2 * kTile) {
+        const bf16 *weight = weights + k, *more = weight + 16 * c.weight_stride;
+        const bool whole = end - o >= 32 && c.inputs - k >= 32;
+        if (!whole) {
+          const int64_t inputs = std::min<int64_t>(32, c.inputs - k), outputs = end - o;
+          more = whole_tile(more, c.weight_stride, std::min<int64_t>(16, std::max<int64_t>(0, outputs - 16)), inputs,
+                            part[1]);
+          weight = whole_tile(weight, c.weight_stride, std::min<int64_t>(16, outputs), inputs, part[0]);
+        }
+        asm volatile("" ::: "memory");  // GCC's intrinsics do not say that they read memory
+        add_products(weight, more, rows, whole ? c.weight_stride * 2 : 64);
+        earlier.next(each);
+      }
+      earlier.next(32);
+      store_sums(sums);
+      for (int i = 0; i < 4; ++i)
+        transpose_sums(sums + i / 2 * 512 + i % 2 * 16, transposed + i % 2 * 512 + i / 2 * 16);
+      earlier.first = row, earlier.begin = o, earlier.end = std::min(end, o + 32), earlier.row = 0;
+      earlier.sums = transposed;
+    }
+  }
+  earlier.next(32);
+}
+
+// Computes outputs begin … end − 1 of all rows. They are a panel's; memory: see `panel_floats`. c.wide: all rows as
+// `pack_block` packs them, or null.
 WEFT_TARGET inline void many_rows(const Linear& c, int64_t begin, int64_t end, float* memory) {
   use_whole_tiles();
+  if (c.wide) {
+    packed_times_weights(c, begin, end);
+    return _tile_release();
+  }
   const int64_t pairs = (end - begin + 31) / 32;
   const bool deep = c.inputs > kPanelInputs;
   bf16* x = static_cast<bf16*>(static_cast<void*>(memory));

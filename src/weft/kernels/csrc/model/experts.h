@@ -65,7 +65,7 @@ void experts(TensorView x, TensorView weight, TensorView chosen, TensorView gate
     check(bias.value().size(0) == held && bias.value().size(1) == size && bias.value().IsContiguous(), "whole biases");
   };
   check_bias(gate_up_bias, 2 * inner), check_bias(down_bias, width);
-  const bool many = packs(weight_dtype, rows * choices / std::max<int64_t>(1, held));
+  const bool many = by_panels(weight_dtype, rows * choices, kManyPairs * held);
   const int64_t group_rows = many ? rows * choices : kMaxRows;
   static thread_local Pairs own;
   if (chosen.dtype().bits == 64)
@@ -75,11 +75,14 @@ void experts(TensorView x, TensorView weight, TensorView chosen, TensorView gate
   const auto& groups = own.groups;
   const auto* tokens = own.tokens.data();
   const auto pairs = int64_t(own.tokens.size()), element = bytes_of(between);
-  // Of many rows there are no wide copies, and other values are in bf16.
+  // Of many rows there are no wide copies, but each group's packed rows, and other values are in bf16.
   const int64_t in = padded(width), mid = padded(inner), units = many ? 1 : 2;
-  float* wide = scratch(pairs * (many ? (3 * mid + in) / 2 : 2 * in + 4 * mid));
-  float *both = many ? wide : wide + pairs * in, *hidden = both + pairs * mid * units;
+  const auto count = int64_t(groups.size());
+  const int64_t packed = many ? (pairs + 31 * count) * std::max(in, mid) / 2 : pairs * in;
+  float* wide = scratch(packed + pairs * (many ? (3 * mid + in) / 2 : in + 4 * mid));
+  float *both = wide + packed, *hidden = both + pairs * mid * units;
   float *wide_hidden = hidden + pairs * mid * units / 2, *values = many ? wide_hidden : wide_hidden + pairs * mid;
+  if (many) wide_hidden = wide;
   own.numbers.resize(size_t(pairs));
   std::iota(own.numbers.begin(), own.numbers.end(), 0);
   // The product of all pairs with w; `of` has a group's part of it.
@@ -98,29 +101,35 @@ void experts(TensorView x, TensorView weight, TensorView chosen, TensorView gate
   const auto of = [&](Linear c, int64_t group) {
     const auto [expert, first, count] = groups[size_t(group)];
     const auto at = [](const void* p, int64_t bytes) { return const_cast<char*>(static_cast<const char*>(p)) + bytes; };
-    c.rows = count, c.from += first, c.wide += first * c.padded, c.out = at(c.out, first * c.out_stride * element);
+    c.rows = count, c.from += first, c.out = at(c.out, first * c.out_stride * element);
     c.weight = at(c.weight, expert * c.out_stride * c.weight_stride * bytes_of(weight_dtype));
+    if (!many)
+      c.wide += first * c.padded;
+    else
+      c.wide = kernels->packs_rows(c) ? c.wide + (first + 31 * group) * c.padded / 2 : nullptr;
     if (c.bias) c.bias = at(c.bias, expert * c.out_stride * element);
     if (weight_dtype == DType::f8) c.scales += expert * ((c.out_stride - 1) / c.unit_rows + 1) * c.scale_stride;
     return c;
   };
-  const auto widen = [&](const Linear& c) { kernels->widen_rows(c, const_cast<float*>(c.wide)); };
+  const auto widen = [&](const Linear& c) {
+    if (!many) return kernels->widen_rows(c, const_cast<float*>(c.wide));
+    for (int64_t row = 0; c.wide && row < c.rows; row += 32) kernels->pack_block(c, row);
+  };
   const Gated gate = gate_of(between, inner, both, hidden, limit, alpha);
-  const auto count = int64_t(groups.size());
   const auto multiply = [&](const Linear& all, int64_t outputs) {
     if (many)
-      over_panels(threads, count, outputs, all.inputs,
+      over_panels(threads, count, outputs, all,
                   [&](int64_t i, int64_t begin, int64_t end) { compute_panel(of(all, i), begin, end); });
     else
       over_outputs(threads, count, outputs, all.inputs * bytes_of(weight_dtype),
                    [&](int64_t i, int64_t begin, int64_t end) { compute(of(all, i), begin, end); });
   };
-  if (!many) parallel(int(threads), count, [&](int64_t i) { widen(of(all_up, i)); });
+  parallel(int(threads), count, [&](int64_t i) { widen(of(all_up, i)); });
   multiply(all_up, 2 * inner);
   if (many) over_rows(threads, pairs, inner, [&](int64_t row) { kernels->gated(gate, row); });
-  parallel(int(threads), many ? 0 : count, [&](int64_t i) {
+  parallel(int(threads), count, [&](int64_t i) {
     const ExpertRows& part = groups[size_t(i)];
-    for (int64_t row = part.first; row < part.first + part.rows; ++row) kernels->gated(gate, row);
+    for (int64_t row = part.first; !many && row < part.first + part.rows; ++row) kernels->gated(gate, row);
     widen(of(all_down, i));
   });
   multiply(all_down, width);

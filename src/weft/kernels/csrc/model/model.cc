@@ -21,7 +21,8 @@ namespace {
 
 constexpr int64_t kChunkBytes = 32 << 10;    // of weights that a thread reads at a time
 constexpr int64_t kChunkElements = 4 << 10;  // of rows
-constexpr int64_t kManyRows = 32;            // up to these, weights are not packed
+constexpr int64_t kManyPairs = 8;            // up to these per expert, so do experts
+constexpr int64_t kManyRows = 32;            // up to these, a product runs by kMaxRows at a time
 
 const ModelKernels* kernels = &kernels_for("auto");
 
@@ -123,15 +124,18 @@ void set_types(Product* c, DType out, const MaybeTensor& x_scales, const MaybeTe
   c->unit_rows = unit_rows, c->columns = columns;
 }
 
-// Checks if a product of so many rows packs its weights.
-bool packs(DType weight, int64_t rows) { return kernels->many_rows && weight == DType::bf16 && rows > kManyRows; }
+// Checks if a product of more than `threshold` rows runs by panels.
+bool by_panels(DType weight, int64_t rows, int64_t threshold) {
+  return kernels->many_rows && weight == DType::bf16 && rows > threshold;
+}
 
-// Calls function(product, begin, end) for panels of the outputs of each product; smaller ones keep all threads at work.
+// Calls function(product, begin, end) for panels of the outputs of products like c; smaller ones keep all threads at work.
 // Their sizes differ by 32 at most: 576 outputs for two threads are 128, 160, 128 and 160.
 template <class Function>
-void over_panels(int64_t threads, int64_t products, int64_t outputs, int64_t inputs, const Function& function) {
-  const int64_t shares = threads > 1 ? (2 * threads + products - 1) / products : 1;
-  const int64_t blocks = (outputs + 31) / 32, size = kernels->panel_outputs(inputs) / 32;
+void over_panels(int64_t threads, int64_t products, int64_t outputs, const Product& c, const Function& function) {
+  const int64_t each = c.wide ? 8 : 2;  // panels of a thread: they cost nothing where rows are packed
+  const int64_t shares = threads > 1 ? (each * threads + products - 1) / products : 1;
+  const int64_t blocks = (outputs + 31) / 32, size = kernels->panel_outputs(c.inputs) / 32;
   const int64_t parts = std::max(std::min(shares, blocks), (blocks + size - 1) / size);
   parallel(int(threads), products * parts, [&](int64_t chunk) {
     const auto border = [&](int64_t part) { return std::min(outputs, part * blocks / parts * 32); };
@@ -184,9 +188,14 @@ void multiply(TensorView x, TensorView weight, const MaybeTensor& bias, TensorVi
   c.weight = weight.data_ptr(), c.bias = data_of(bias), c.weight_stride = weight.strides()[0];
   c.out_stride = out.strides()[0];
   c.from = nullptr, c.x_stride = x.strides()[0];
-  if (packs(c.weight_dtype, rows)) {
-    c.rows = rows, c.x = x.data_ptr(), c.out = out.data_ptr();
-    return over_panels(threads, 1, outputs, c.inputs,
+  if (by_panels(c.weight_dtype, rows, kManyRows)) {
+    c.rows = rows, c.x = x.data_ptr(), c.out = out.data_ptr(), c.wide = nullptr;
+    if (kernels->packs_rows(c)) {
+      const int64_t blocks = (rows + 31) / 32;
+      c.wide = scratch(blocks * 16 * c.padded);
+      parallel(int(threads), blocks, [&](int64_t i) { kernels->pack_block(c, i * 32); });
+    }
+    return over_panels(threads, 1, outputs, c,
                        [&](int64_t, int64_t begin, int64_t end) { compute_panel(c, begin, end); });
   }
   float* wide = scratch(rows * c.padded);

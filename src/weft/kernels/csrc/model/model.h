@@ -183,8 +183,11 @@ struct ModelKernels {
   void (*gated)(const Gated&, int64_t row);
   void (*combine)(const Combine&, int64_t token);
   void (*quantise)(const Quantise&, int64_t row);
-  // Outputs begin … end − 1 of many rows of bf16, which are read without `widen_rows`; null: there is none.
+  // Outputs begin … end − 1 of many rows of bf16, which `pack_block` has packed by 32 as c.wide [rows, padded] in bf16 where
+  // `packs_rows` says so, and else are read without `widen_rows`; null: there is none.
   void (*many_rows)(const Linear&, int64_t begin, int64_t end, float* memory) = nullptr;
+  bool (*packs_rows)(const Product&) = nullptr;
+  void (*pack_block)(const Product&, int64_t first) = nullptr;
   int64_t (*panel_outputs)(int64_t inputs) = nullptr;  // of one call
   int64_t (*panel_floats)(const Product&, int64_t outputs) = nullptr;
   // Attention of prompts: packs 32 tokens of a key-value head, and attends by 32 rows of a head.
@@ -247,8 +250,9 @@ using namespace model_avx512;
 #include "amx_rows.inl"
 #include "amx_attend.inl"
 #undef WEFT_TARGET
-inline constexpr ModelKernels kKernels{"amx",         rows_of_tiles, product_by_tiles, WEFT_KERNELS, many_rows,
-                                       panel_outputs, panel_floats,  pack_tokens,      attend_rows,  prompt_floats};
+inline constexpr ModelKernels kKernels{"amx",        rows_of_tiles, product_by_tiles, WEFT_KERNELS,
+                                       many_rows,    packs_rows,    pack_block,       panel_outputs,
+                                       panel_floats, pack_tokens,   attend_rows,      prompt_floats};
 
 // Linux lets a process use tiles once it has asked.
 inline bool permitted() {

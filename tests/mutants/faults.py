@@ -733,6 +733,13 @@ OWN = [
         ("tests/speculation/test_draft_models.py::test_drafts_are_those_of_the_definition",),
     ),
     Fault(
+        "a delayed row of the draft layer is a position late",
+        "engine/worker/delayed_rows.py",
+        "table.rows[row].length - 1",
+        "table.rows[row].length",
+        ("tests/speculation/test_delayed_passes.py::test_steps_without_drafts_run_no_pass",),
+    ),
+    Fault(
         "further passes of recorded drafts begin behind a stale key",
         "engine/worker/recorded_drafts.py",
         "[table.rows[row].length for row in rows]",

@@ -26,6 +26,7 @@ from weft.engine.kernels.staging import on_device
 from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.models.layers.decoder import Decoder
 from weft.engine.models.layers.model_config import LanguageModel
+from weft.engine.worker.delayed_rows import DelayedRows, is_delayed
 from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.run_stats import RunStats
 from weft.planner.chain import Counts
@@ -81,10 +82,12 @@ class DraftChain:
         exchanges: exchanges inside blocks, shared with the model.
         caches: caches of all layers.
         stats: statistics, which count the passes.
+        max_rows: maximum rows of a DP group's pass.
 
     Attributes:
         kept: the model to run, which keeps what the layer reads.
         follows: as of `DraftSourceLayer`.
+        delayed: rows of steps without drafts.
     """
 
     def __init__(
@@ -97,13 +100,14 @@ class DraftChain:
         exchanges: BlockExchanges,
         caches: Caches,
         stats: RunStats,
+        max_rows: int,
     ):
         assert model.draft is not None
         self.model, self.follows = model, model.draft.follows
         self.kept = RowsKept(model, self.follows)
         self._layer, self._mesh, self._rank, self.planner = model.draft, mesh, rank, planner
         self._transports, self._exchanges, self._caches, self._stats = transports, exchanges, caches, stats
-        self.checksum = cache(self._checksum)
+        self.checksum, self.delayed = cache(self._checksum), DelayedRows(max_rows)
 
     def _checksum(self, passes: tuple[Counts, ...]) -> int:
         """Return the checksum of the plans of passes with these rows of each DP group."""
@@ -121,6 +125,9 @@ class DraftChain:
             accepted: as in `Result`.
         """
         counts, (batch, hidden) = self.passes(step), self.kept.taken()
+        if not counts:
+            self.delayed.add(step, rows.decode_rows, table, tokens if self.follows else batch.tokens, hidden)
+            return None
         last = on_device(last_rows(rows, accepted), torch.int64, batch.tokens.device)
         wanted = last if step.drafts and self.follows else last[:0]
         given = following(rows, batch, tokens) if self.follows else batch
@@ -141,9 +148,20 @@ class DraftChain:
         return self.drafts_of(found, table.tokens_left(sampling))
 
     def passes(self, step: Step) -> tuple[Counts, ...]:
-        """Return the rows of each DP group in each pass of a step, which all ranks know."""
+        """Return the rows of each DP group in each pass of a step, which all ranks know; empty: it is delayed."""
+        if is_delayed(step):
+            return ()
         sampling = tuple(group.sampling_count for group in step.groups)
         return (step.counts, *[sampling] * (step.drafts - self.follows if any(sampling) else 0))
+
+    def catch_up(self, step: Step, table: RowTable) -> tuple[Counts, ...]:
+        """Run the delayed rows that are due before a step. Collective. Returns the counts of their pass, if there is
+        one. table: the rank's table, before the step's changes."""
+        if not (counts := self.delayed.due(step)):
+            return ()
+        self._pass(counts, *self.delayed.taken(table))
+        self.count((counts,))
+        return (counts,)
 
     def drafts_of(self, found: Sequence[Tensor], left: Sequence[int]) -> Drafts | None:
         """Return the drafts of passes; None if there were none.

@@ -60,6 +60,7 @@ class ModelRunner:
         plan: cheapest or naive.
         attention: the attention backend; None: the device's default.
         kv_dtype: dtype of keys and values, as in `KVCache`; None: the weights' dtype.
+        max_rows: maximum rows of a DP group's step.
 
     Attributes:
         stats: exchanges of the steps.
@@ -84,6 +85,7 @@ class ModelRunner:
         plan: Choice = "cheapest",
         attention: BackendEntry | None = None,
         kv_dtype: torch.dtype | None = None,
+        max_rows: int = 1,
     ):
         config, weight = model.config, model.embed.weight
         self.model, self.mesh, self.rank = model, mesh, rank
@@ -110,7 +112,7 @@ class ModelRunner:
         self.stats = RunStats(self.planner, self.exchanges, weight.device, drafts)
         self.draft: DraftChain | None = None
         if drafts is not None:
-            shared = self.transports, self.exchanges, self.caches, self.stats
+            shared = self.transports, self.exchanges, self.caches, self.stats, max_rows
             self.draft = DraftChain(model, mesh, rank, drafts, *shared)
         self._checksums: dict[tuple[Counts, bool], int] = {}
 
@@ -225,6 +227,11 @@ class ModelRunner:
             return self.draft.run(step, rows, table, tokens, accepted)
         assert isinstance(self._graphs, RecordedSteps) and self._graphs.drafts is not None
         return self._graphs.drafts.run(step, rows, table, tokens, accepted, shape)
+
+    def draft_passes(self, step: Step, table: RowTable) -> tuple[Counts, ...]:
+        """Return the rows of each DP group in each pass of the draft layer, if any, before and after a step, and run
+        the passes before it (`DraftChain.catch_up`). Collective."""
+        return () if self.draft is None else (*self.draft.catch_up(step, table), *self.draft.passes(step))
 
     def draft_counts(self, step: Step, left: Sequence[int]) -> Sequence[int]:
         """Return the number of drafts after each row that samples. left: `RowTable.tokens_left` of these rows."""

@@ -84,12 +84,12 @@ class RecordedDrafts:
         """Record the first pass behind a step of these rows, which has just been recorded. Raises NotRecordable."""
         batch, hidden = self._chain.kept.taken()  # they keep their part of the recorder's memory until then
         follows = self._chain.follows
-        tokens, wanted = (self._following[:rows], batch.sample_rows) if follows else (batch.tokens, slice(0))
-        batch = replace(batch, tokens=tokens, sample_rows=wanted)
+        own, tokens = batch.tokens, self._following[:rows] if follows else batch.tokens
+        batch = replace(batch, tokens=tokens, sample_rows=batch.sample_rows if follows else slice(0))
 
         def run(counts: CapturedRows) -> tuple[Tensor, ...]:
             states, logits = self._chain.walk(counts, (rows,) * len(counts.capacity), batch, hidden)
-            return (states, cpu_ops.best(logits)) if follows else ()
+            return own, hidden, *((states, cpu_ops.best(logits)) if follows else ())
 
         self._first[rows] = record(rows, run)
 
@@ -99,6 +99,11 @@ class RecordedDrafts:
         """Run the passes of a step of this shape that was replayed: see `DraftChain.run`. They overwrite its logits."""
         counts, sampling, first = self._chain.passes(step), list(rows.decode_rows), self._first[shape.rows]
         sampled = self._following[: len(tokens)].copy_(tokens.clamp(min=0))
+        if not counts:
+            own, hidden = first.made[:2]
+            shown = sampled if self._chain.follows else own[: len(sampled)]
+            self._chain.delayed.add(step, rows.decode_rows, table, shown, hidden[: len(sampled)])
+            return None
         first.rows.fill(counts[0])
         first.step.replay()
         self._chain.count(counts)
@@ -107,11 +112,11 @@ class RecordedDrafts:
         left = table.tokens_left(sampling)
         order = sorted(range(len(sampling)), key=lambda at: -left[at])  # rows without pages are padding
         last = torch.tensor(last_rows(rows, accepted), dtype=torch.int64)
-        found = [first.made[1][last, 1].long() if first.made else sampled[last]]
+        found = [first.made[3][last, 1].long() if self._chain.follows else sampled[last]]
         if counts[1:]:
             ordered = torch.tensor(order, dtype=torch.int64)
-            if first.made:
-                torch.index_select(first.made[0], 0, last[ordered], out=self._states[: len(last)])
+            if self._chain.follows:
+                torch.index_select(first.made[2], 0, last[ordered], out=self._states[: len(last)])
             self._inputs.begin(table, [sampling[at] for at in order], found[0][ordered])
         for ahead, of_groups in enumerate(counts[1:]):
             again = self._next[max(of_groups)]

@@ -128,6 +128,7 @@ class Worker:
                 plan=config.plan,
                 attention=attention,
                 kv_dtype=kv_dtype,
+                max_rows=config.batch_tokens,
             )
 
         if self.on_gpu and config.kv_tokens is None:
@@ -206,6 +207,7 @@ class Worker:
             return self._repeat(step, last)
         self._settle()
         self.held.run()
+        passes = self.runner.draft_passes(step, self.table)
         rows, counts = self.held.filled(step.groups[self._group]), step.counts
         shape, drafts = self.runner.shape_of(step.groups, counts), any(group.decode_tokens for group in step.groups)
         self.profiler.begin(step.number, counts, shape)
@@ -244,15 +246,15 @@ class Worker:
         if self._leads:
             output.note_prompt_logprobs(logits)
             output.note_logprobs(sampled_logits(rows, logits), None if shape is None else beyond)
-        passes = partial(self.runner.drafts, step, rows, self.table, tokens, accepted.counts, shape)
+        find_drafts = partial(self.runner.drafts, step, rows, self.table, tokens, accepted.counts, shape)
         output.begin = self.held.checksum
         if step.hold or not step.drafts:
-            self.held.put_off(rows, passes)
+            self.held.put_off(rows, find_drafts)
             output.held = self.runner.draft_counts(step, self.table.tokens_left(rows.sampling_rows))
         else:
-            output.drafts = passes()
+            output.drafts = find_drafts()
         output.copy()
-        plan = self.runner.plan_checksum(counts, shape, self.runner.draft.passes(step) if self.runner.draft else ())
+        plan = self.runner.plan_checksum(counts, shape, passes)
         self._last = None
         if shape is not None and not (shape.prompts or beyond or drafts or self.runner.draft):
             again = tuple(GroupRows(group.decode_rows) for group in step.groups)

@@ -1,0 +1,128 @@
+"""Pauses of ranks' drafts: steps without drafts run no pass of the draft layer, and drafts after them are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.conftest import byte_model
+from engine.test_engine import config
+from speculation.draft_layers import add_draft_layer
+from speculation.test_draft_layers import WHOLE, Defined, DraftingRank, drafts_noted
+from speculation.test_outputs import GREEDY, PROMPTS, results, same
+from speculation.toy import FixedPrices
+from weft.engine.controller.engine import Engine
+from weft.engine.messages.rank_messages import Entries, GroupRows
+from weft.engine.speculation import drafting
+from weft.engine.speculation.draft_prices import Price
+from weft.engine.worker import delayed_rows
+from weft.engine.worker.run_stats import RunStats
+
+pytestmark = pytest.mark.usefixtures("planned_once")
+Passes = list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="session")
+def drafting_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return add_draft_layer(byte_model(tmp_path_factory.mktemp("pausing")))
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    """Rows of each DP group in each pass of a draft layer, in order."""
+    noted, ran = Passes(), RunStats.ran_draft
+
+    def noting(stats: RunStats, counts: tuple[int, ...]) -> None:
+        noted.append(counts)
+        ran(stats, counts)
+
+    monkeypatch.setattr(RunStats, "ran_draft", noting)
+    return noted
+
+
+@pytest.fixture
+def pausing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let sequences draft in two steps of each six."""
+    for name, value in dict(MIN_PAUSE=6, MAX_PAUSE=6, PROBES=2).items():
+        monkeypatch.setattr(drafting, name, value)
+    monkeypatch.setattr(FixedPrices, "value", Price(50.0, 50.0))
+    yield
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_without_drafts_run_no_pass(
+    drafting_dir: Path, graphs: bool, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows run in one pass before the next drafts, or before a page table changes, or when they are many."""
+    defined, rank = Defined(drafting_dir), DraftingRank(drafting_dir, cuda_graphs=graphs)
+
+    def decode(drafts: int, **changes: Any) -> None:
+        result = rank.step(GroupRows((2,), **changes), drafts)
+        rank.tokens += result.tokens
+        if drafts:
+            assert list(result.drafts[0]) == defined.drafts(rank.tokens, drafts)
+
+    def found() -> Passes:
+        rank.worker.held.run()
+        taken, passes[:] = passes[:], []
+        return taken
+
+    assert found() == [(5,), (6,), (1,), (1,), (1,)]
+    for _ in range(5):
+        decode(0)
+    assert not found()
+    decode(2)
+    assert found() == [(5,), (1,), (1,)]
+    decode(0)
+    decode(0, entries=(Entries(2, 0, 40, (41,)),))
+    assert found() == [(1,), (1,)]
+    monkeypatch.setattr(rank.worker.runner.draft.delayed, "_limit", 3)  # type: ignore[union-attr]
+    for _ in range(4):
+        decode(0)
+    assert found() == [(3,)]
+    decode(3)
+    assert found() == [(1,), (1,), (1,), (1,)]
+
+
+@pytest.mark.usefixtures("pausing")
+def test_drafts_after_pauses_are_those_of_one_rank(drafting_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft by draft, by groups without a sequence too."""
+    prompts = [PROMPTS[0], [*PROMPTS[0], 200, 201]]
+
+    def drafts(layout: str, **changes: Any) -> list[Any]:
+        changes |= dict(page_size=4 if layout == "dcp 2" else 8)  # drafts end with the pages of a group
+        with (
+            drafts_noted(monkeypatch) as noted,
+            Engine(config(drafting_dir, speculative="mtp", **WHOLE[layout], **changes)) as engine,
+        ):
+            cached = [engine.generate([prompt], replace(GREEDY, max_tokens=80))[0].cached_tokens for prompt in prompts]
+        assert any(cached) == changes.get("prefix_cache", True)
+        return noted
+
+    wanted = drafts("1x1", prefix_cache=False)
+    assert 8 < len(wanted) < 80
+    for layout in ("2x1", "dcp 2"):
+        assert drafts(layout, prefix_cache=False) == wanted, layout
+    assert drafts("1x1")
+
+
+@pytest.mark.usefixtures("pausing")
+@pytest.mark.parametrize(
+    "layout", ["2x1", *(pytest.param(each, marks=pytest.mark.nightly) for each in WHOLE if each != "2x1")]
+)
+def test_outputs_with_pauses_are_those_without_drafts(drafting_dir: Path, layout: str, passes: Passes) -> None:
+    """Every parameter, in two rounds, with preemption."""
+    (plain, _), _ = results(drafting_dir, drafts=False)
+    rounds, engine = results(drafting_dir, speculative="mtp", kv_tokens=160, max_batch_tokens=17, **WHOLE[layout])
+    for found in rounds:
+        same(found, plain)
+    assert engine.stats().preemptions and engine.speculation and engine.speculation.drafted[0]
+    assert passes and max(map(max, passes)) <= 17
+
+
+def test_delayed_rows_are_limited_by_the_rows_of_a_step() -> None:
+    assert delayed_rows.DelayedRows(17)._limit == 17 and delayed_rows.DelayedRows(4096)._limit == delayed_rows.MAX_ROWS

@@ -408,7 +408,7 @@ def following(state: State, w: World, prices: Prices, read: Read) -> Iterator[tu
         others = pending[:i] + pending[i + 1 :]
         for hop in w.hops[delta]:
             yield prices.best(hop), State(residual, (*others, hop.dst))
-            if not others and residual is not None and hop.dst == residual:
+            if not others and residual is not None and hop.dst == residual and read.normed:
                 yield prices.best(hop, finish=True), State(residual, (), residual, fresh=True)
         if delta in others:
             yield prices.local(3, delta), State(residual, others)
@@ -421,7 +421,8 @@ def following(state: State, w: World, prices: Prices, read: Read) -> Iterator[tu
         for hop in w.hops[residual]:
             yield prices.best(hop), State(hop.dst, pending)
         if not pending:
-            yield prices.norm(residual, state.added), State(residual, (), residual, fresh=True)
+            us = prices.norm(residual, state.added) if read.normed else 0.0
+            yield us, State(residual, (), residual, fresh=read.normed)
 
 
 def minimum(
@@ -477,7 +478,7 @@ def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> flo
                 assert step.edge is not None and step.edge.src.wire == step.edge.dst.wire == sent
                 us += prices.hop(taken, machines[0] if slices else by_name[step.transport], finish, sent)
                 if finish:
-                    assert pending == [taken.src] and residual == taken.dst
+                    assert read_plan.read.normed and pending == [taken.src] and residual == taken.dst
                     pending, normed = [], residual
                 elif step.operand == RESIDUAL:
                     assert residual == taken.src and normed is None
@@ -488,9 +489,9 @@ def price(plan: Plan, machines: list[Machine], slices_copy: bool = False) -> flo
                 else:
                     assert pending[step.operand] == taken.src
                     pending[step.operand] = taken.dst
-            elif step.op == "norm":
-                assert residual is not None and not pending
-                us, normed = us + prices.norm(residual, after_sum), residual
+            elif step.op in ("norm", "read"):
+                assert residual is not None and not pending and read_plan.read.normed == (step.op == "norm")
+                us, normed = us + (prices.norm(residual, after_sum) if step.op == "norm" else 0.0), residual
             elif step.op in ("quantise", "pack"):
                 assert normed is not None and wire == step.wire and written == "plain"
                 written = "taken" if step.op == "quantise" else "wire"

@@ -98,12 +98,14 @@ def machines(draw: st.DrawFn, name: str) -> Machine:
 READERS = st.sampled_from(
     [
         {},
+        {"normed": False},
         {"wire": Wire(Float8(4)), "plain": True},
         {"wire": Wire(Float8(4)), "plain": False},
         {"wire": Wire(Float8(4), extra=12), "plain": False},
     ]
 )
-"""Forms in which a block reads its rows: as they are; in FP8 too; in FP8 alone; in FP8 with columns computed before."""
+"""Forms in which a block reads its rows: as they are; without a norm; in FP8 too; in FP8 alone; in FP8 with columns
+computed before."""
 
 
 @st.composite

@@ -22,6 +22,7 @@ class Read:
     inside: tuple[BlockValue, ...] = ()  # exchanged between ranks by the reading block in a decode step, in order
     wire: Wire | None = None  # format that the block's GEMMs require, if any
     plain: bool = True  # some reader needs the unquantised rows, so they are sent unquantised
+    normed: bool = True  # False: the block gets the residual itself
 
 
 @dataclass(frozen=True, slots=True)

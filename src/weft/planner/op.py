@@ -22,6 +22,7 @@ LOCAL = {
     "absorb": "add",
     "merge": "add deltas",
     "norm": "norm",
+    "read": "read",
     "quantise": "quantise to",
     "pack": "quantise and pack as",
     "unpack": "unpack",
@@ -94,6 +95,7 @@ class StreamOp(Op):
     merge:  add the delta `operand` to the equally placed delta `into`, which comes before it.
     absorb: add the complete delta `operand` to the residual (the first delta becomes the residual).
     norm:   normalise the residual. wire: its kernel also makes the rows in the format.
+    read:   give the residual itself, in place of `norm`.
     finish: move, absorb and norm in one call of a transport: the edge with its epilogue.
 
     Ops on normalised rows in a format that GEMMs require; right after the norm, the norm's own kernel runs them:
@@ -103,7 +105,7 @@ class StreamOp(Op):
     unpack:   separate the parts of rows that have travelled.
     """
 
-    op: Literal["move", "merge", "absorb", "norm", "finish", "quantise", "pack", "unpack"]
+    op: Literal["move", "merge", "absorb", "norm", "read", "finish", "quantise", "pack", "unpack"]
     operand: int | str = RESIDUAL
     edge: Edge | None = None
     into: int = 0

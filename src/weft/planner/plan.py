@@ -139,7 +139,8 @@ class Planner(StreamPrices):
             delivered = self._route(NORMED, home, read.target, tokens)
             if read.wire:
                 delivered.append(self._quantise(read.target.rows, read.wire, tokens, with_norm=not delivered))
-            steps += [self._norm(home.rows, tokens, added), *delivered]
+            norm = self._norm(home.rows, tokens, added) if read.normed else StreamOp("read", rows=home.rows)
+            steps += [norm, *delivered]
             inside, (us, ops) = read.inside, self._inside(read.inside, tokens)
             if self.choice != "naive":  # the blocks' exchanges only change if it is the plan to follow
                 inside = tuple(replace(value, optional=False) for value in inside if not value.spares)
@@ -182,32 +183,34 @@ class Planner(StreamPrices):
             src = required
         return steps
 
-    def _make_graph(self, tokens: int) -> SearchGraph:
+    def _make_graph(self, tokens: int, normed: bool) -> SearchGraph:
         number = {at: i for i, at in enumerate(self._placements)}
         moves = [[(number[e.dst], self._move(0, e, tokens)) for e in edges] for edges in self._edges]
         finishes: list[list[tuple[int, StreamOp]]] = [[] for _ in moves]
         for result, edges in zip(finishes, self._edges, strict=True):
-            for edge in edges:
+            for edge in edges if normed else ():
                 us, transport = self._price(edge, tokens, finish=True) if edge.moves else (0.0, "nobody")
                 if edge.dst.owes is None and transport != "nobody":
                     step = StreamOp("finish", 0, edge, rows=edge.dst.rows, us=us, transport=transport)
                     result.append((number[edge.dst], step))
         adds = [(at.rows, self._add_us(at.rows, tokens)) for at in self._placements]
         merge, absorb = (tuple(StreamOp(op, 0, rows=rows, us=us) for rows, us in adds) for op in ("merge", "absorb"))
+        read = tuple(StreamOp("read", rows=at.rows) for at in self._placements)
         norm, added = (tuple(self._norm(at.rows, tokens, a) for at in self._placements) for a in (False, True))
+        norms = (norm, added) if normed else (read, read)
         return SearchGraph(
-            self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, norm, added
+            self._placements, tuple(map(tuple, moves)), tuple(map(tuple, finishes)), merge, absorb, *norms
         )
 
-    def _find_sums(self, deltas: tuple[Placement, ...], tokens: int) -> Sums:
-        return Sums([self._placements.index(delta) for delta in deltas], self._graph(tokens))
+    def _find_sums(self, deltas: tuple[Placement, ...], tokens: int, normed: bool) -> Sums:
+        return Sums([self._placements.index(delta) for delta in deltas], self._graph(tokens, normed))
 
     def _make_delivery(self, target: Placement, wire: Wire | None, plain: bool, tokens: int) -> Delivery:
         """Return the delivery of a read's rows: plain and in its readers' format; without plain readers, in that.
 
         Rows on the wire have numbers after the placements, and the readers' values after these.
         """
-        graph, number = self._graph(tokens), {at: i for i, at in enumerate(self._placements)}
+        graph, number = self._graph(tokens, True), {at: i for i, at in enumerate(self._placements)}
         if wire is None:
             return Delivery(graph.moves, number[target], {})
         size, goal = len(number), 2 * len(number)
@@ -232,10 +235,11 @@ class Planner(StreamPrices):
         residual: Rows | None,
         deltas: tuple[Placement, ...],
         readers: tuple[Placement, Wire | None, bool],
+        normed: bool,
         tokens: int,
     ) -> dict[Rows, tuple[float, tuple[StreamOp, ...]]]:
         """Return the cheapest steps of a read, by the residual's placement after it. readers: requirements."""
-        sums, delivery = self._sums(deltas, tokens), self._delivery(*readers, tokens)
+        sums, delivery = self._sums(deltas, tokens, normed), self._delivery(*readers, tokens)
         before = None if residual is None else self._placements.index(self._home[residual])
         result = sums.serve(before, delivery)
         return {self._placements[at].rows: (node.us, with_formats(sums.steps(node))) for at, node in result.items()}
@@ -249,7 +253,8 @@ class Planner(StreamPrices):
                 for form in self._different(index):
                     read = replace(forms[form], deltas=forms[before].deltas)
                     inside_us, inside = self._inside(read.inside, tokens)
-                    options = self._served(residual, read.deltas, (read.target, read.wire, read.plain), tokens)
+                    readers = read.target, read.wire, read.plain
+                    options = self._served(residual, read.deltas, readers, read.normed, tokens)
                     for rows, (more_us, steps) in options.items():
                         more_us += inside_us
                         if (rows, form) not in reached or us + more_us < reached[rows, form][0]:
@@ -272,7 +277,7 @@ class Planner(StreamPrices):
         for form, reads in enumerate(self.chain.forms):
             after = reads[index + 1].deltas if index + 1 < len(reads) else ()
             read = reads[index]
-            result.setdefault((read.target, read.inside, read.wire, read.plain, after), form)
+            result.setdefault((read.target, read.inside, read.wire, read.plain, read.normed, after), form)
         return list(result.values())
 
     def _refuse(self, plan: Plan) -> None:

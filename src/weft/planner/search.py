@@ -32,7 +32,7 @@ class SearchGraph:
     finishes: tuple[tuple[tuple[int, StreamOp], ...], ...]  # by start placement: (end placement, step)
     merge: tuple[StreamOp, ...]  # by the placement of the rows
     absorb: tuple[StreamOp, ...]  # by the placement of the rows
-    norm: tuple[StreamOp, ...]  # by the placement of the rows
+    norm: tuple[StreamOp, ...]  # by the placement of the rows; `read` of a read without a norm
     norm_of_sum: tuple[StreamOp, ...]  # norm right after an absorb, by placement
 
 
@@ -232,7 +232,7 @@ class Sums:
             value = values[-1]
             if isinstance(value, str):  # moved or normalised
                 written.append(replace(step, operand=value))
-                return NORMED if step.op == "norm" else value
+                return NORMED if step.op in ("norm", "read") else value
             if step.op == "merge":
                 first, value = sorted(v for v in values if isinstance(v, int))
                 step = replace(step, into=live.index(first))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,12 @@ class Norm(Protocol):
 
     @property
     def weight(self) -> Tensor: ...
+
+
+class Site(NamedTuple):
+    """Name of a read without a norm: the block gets the residual itself."""
+
+    path: str
 
 
 def _targets(mesh: Mesh, rows: Takes) -> tuple[Placement, ...]:
@@ -106,7 +112,7 @@ class TraceStream:
         """Record nothing: plans are of all rows (see `Stream.keep`)."""
         return False
 
-    def read(self, norm: Norm, rows: Takes, extra: Extra | None = None) -> Hidden:
+    def read(self, norm: Norm | Site, rows: Takes, extra: Extra | None = None) -> Hidden:
         """Record a read. Raises PlacementError if nothing was added before."""
         if not self._reads and not self._deltas.values:
             raise PlacementError(f"{norm.path} reads a stream to which nothing was added")
@@ -114,7 +120,8 @@ class TraceStream:
         targets = _targets(self.mesh, rows)
         self.forms = max(self.forms, len(targets))
         target = targets[min(self._form, len(targets) - 1)]
-        self._reads.append(Read(norm.path, target, tuple(self._deltas.placements)))
+        normed = not isinstance(norm, Site)
+        self._reads.append(Read(norm.path, target, tuple(self._deltas.placements), normed=normed))
         self._deltas = _Deltas()
         made = extra(Hidden(self._empty, target, self.mesh, norm.path)) if extra else None
         self._given.append(ReadInfo(self.exchanges, extra=made))
@@ -153,7 +160,7 @@ class ReadExecution:
     received: Tensor | None = None  # int32 `[rows, n]`, sent along with rows in a format
     made: Any = None  # normalised rows in a format
 
-    def __init__(self, stream: Stream, site: str, norm: Norm, extra: Extra | None):
+    def __init__(self, stream: Stream, site: str, norm: Norm | Site, extra: Extra | None):
         self._stream, self._site, self._norm, self._extra = stream, site, norm, extra
         self.residual, self.deltas, self.origins = stream.residual, stream.deltas.values, stream.deltas.origins
 
@@ -195,6 +202,9 @@ class ReadExecution:
             self.residual, self.normed = add_rms_norm(self.residual, self.absorbed, weight, eps, quantised=made)
             self.absorbed = None
 
+    def read(self, op: StreamOp) -> None:
+        self.normed = self.sum()
+
     def finish(self, op: StreamOp) -> None:
         epilogue = Epilogue(self.sum(), *self._norm_with(op))
         both = self._stream.carry(op, self.deltas.pop(), self._site, self.origins.pop(), epilogue)
@@ -224,7 +234,7 @@ class ReadExecution:
 
     def _norm_with(self, op: StreamOp) -> tuple[Tensor, float, UnfilledRows | None]:
         """Return weight and eps, and unfilled rows in the op's format, if the norm's kernel can fill them."""
-        assert self.residual is not None
+        assert self.residual is not None and not isinstance(self._norm, Site)
         self.made = op.wire.format.unfilled(self.residual) if op.wire else None
         return self._norm.weight, self._norm.eps, self.made
 
@@ -285,9 +295,9 @@ class Stream:
         self._rows, self._all_live = StepRows(self.mesh, self._rows.rank, (len(rows),)), {}
         return True
 
-    def read(self, norm: Norm, rows: Takes, extra: Extra | None = None) -> Hidden:
+    def read(self, norm: Norm | Site, rows: Takes, extra: Extra | None = None) -> Hidden:
         """Return the normalised residual with all deltas so far, complete, on the requested rows; of several, the
-        plan's.
+        plan's. A `Site` in place of the norm: the residual itself, not to be written.
 
         extra: its result for these rows is sent with them if the plan sends rows in a format (`Hidden.extra`).
         """

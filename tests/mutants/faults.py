@@ -740,6 +740,20 @@ OWN = [
         ("tests/speculation/test_delayed_passes.py::test_steps_without_drafts_run_no_pass",),
     ),
     Fault(
+        "drafts of an EAGLE-3 head are numbers of its own vocabulary",
+        "engine/models/layers/draft_head.py",
+        "self.tokens += offsets.to(self.tokens)",
+        "self.tokens += 0 * offsets.to(self.tokens)",
+        ("tests/speculation/test_eagle3.py::test_drafts_are_those_of_the_definition",),
+    ),
+    Fault(
+        "a further pass of an EAGLE-3 head gets normalised rows",
+        "engine/models/layers/draft_head.py",
+        "return rows, whole.index_copy_(1, self.tokens, logits)",
+        "return self.norm(given(rows, self.path)).value, whole.index_copy_(1, self.tokens, logits)",
+        ("tests/speculation/test_eagle3.py::test_drafts_are_those_of_the_definition",),
+    ),
+    Fault(
         "further passes of recorded drafts begin behind a stale key",
         "engine/worker/recorded_drafts.py",
         "[table.rows[row].length for row in rows]",

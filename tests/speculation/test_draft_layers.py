@@ -295,7 +295,7 @@ def test_a_draft_layer_that_cannot_run_is_refused_in_one_line(
         assert "\n" not in str(error.value)
 
     refused("runs the checkpoint's draft layer, and config.json names none", model_dir)
-    refused("follows the model's last layer: drop --num-layers", num_layers=2)
+    refused("needs all layers of the model: drop --num-layers", num_layers=2)
     refused("supports no split vocabulary so far", attn_tp=2, split_vocabulary="on")
     OTHERS["qwen3_5_moe"](tmp_path)
     byte_tokenizer(tmp_path)

@@ -132,17 +132,16 @@ class EngineConfig(EngineOptions, ModelDirectory):
 
     def read_model(self) -> ModelConfig:
         """Read the model's config.json. Raises ModelError."""
-        from weft.engine.models.registry import load_config, registry  # imports torch, which checks do without
+        # It imports torch, which checks do without.
+        from weft.engine.models.registry import load_config, registry, with_draft
 
         model_config = load_config(self.model, registry(self.plugins), self.num_layers)
         replicates = self.dcp_query == "replicate"
         split, float8 = self.split_vocabulary == "on", self.float8 == "on"
         shared = dict[str, Any](replicate_queries=replicates, experts=self.moe_exchange, float8=float8)
-        draft = None
-        if self.draft_model is not None:
-            draft = replace(load_config(self.draft_model, registry(self.plugins)), **shared)
-        mtp = self.speculative == "mtp" and model_config.draft_layers > 0
-        return replace(model_config, split_vocabulary=split, drafts=mtp, draft_model=draft, **shared)
+        head, mtp = self.speculative == "eagle3", self.speculative == "mtp" and model_config.draft_layers > 0
+        model_config = replace(model_config, split_vocabulary=split, drafts=mtp, **shared)
+        return with_draft(model_config, self.draft_model, head, self.plugins)
 
     @property
     def step_drafts(self) -> int:

@@ -207,13 +207,14 @@ class RequestOptions(OptionGroup):
 class SpeculationOptions(OptionGroup):
     """Speculative decoding: several tokens of a sequence in one step. It changes no output."""
 
-    speculative: Literal["off", "ngram", "mtp", "draft", "auto"] = "off"
+    speculative: Literal["off", "ngram", "mtp", "eagle3", "draft", "auto"] = "off"
     """Source of drafts, which the model checks in one step. ngram: the tokens after an earlier occurrence of a
-    sequence's last tokens. mtp: the checkpoint's draft layer; draft: another model; both on CPUs only so far. auto: mtp
-    if it can run and is a tenth of the layers or less, otherwise ngram, and off for recurrent states. Sequences pause
-    while drafts do not pay."""
+    sequence's last tokens. mtp: the checkpoint's draft layer; eagle3: an EAGLE-3 head; draft: another model; all three
+    on CPUs only so far. auto: mtp if it can run and is a tenth of the layers or less, otherwise ngram, and off for
+    recurrent states. Sequences pause while drafts do not pay."""
     draft_model: Path | None = None
-    """Model that drafts: smaller, with the same vocabulary; given like the first argument. Requires draft."""
+    """Model that drafts: smaller, with the same vocabulary, or an EAGLE-3 head; given like the first argument. Requires
+    draft or eagle3."""
     speculative_tokens: int = 3
     """Maximum drafts of a sequence in one step; their number follows from the measured time of steps."""
     prompt_lookup_min: int = 2
@@ -223,8 +224,8 @@ class SpeculationOptions(OptionGroup):
 
     def check(self) -> None:
         self._above_zero("speculative_tokens", "prompt_lookup_min")
-        if (self.speculative == "draft") != (self.draft_model is not None):
-            lacks = "draft_model, the model that drafts" if self.draft_model is None else "speculative draft"
+        if (self.speculative in ("draft", "eagle3")) != (self.draft_model is not None):
+            lacks = "draft_model, the model that drafts" if self.draft_model is None else "speculative draft or eagle3"
             raise ValueError(f"speculative={self.speculative} with draft_model={self.draft_model} lacks {lacks}")
         if self.prompt_lookup_max < self.prompt_lookup_min:
             raise ValueError(
@@ -233,8 +234,8 @@ class SpeculationOptions(OptionGroup):
 
     @property
     def drafts_on_ranks(self) -> bool:
-        """True if ranks propose drafts, by a draft layer or a draft model."""
-        return self.speculative in ("mtp", "draft")
+        """True if ranks propose drafts, by a draft layer, head or model."""
+        return self.speculative in ("mtp", "eagle3", "draft")
 
     @property
     def decode_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -17,6 +18,7 @@ from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import with_cpu_shares
 from weft.engine.config.device import attention_backend, dtype_of, enabled_transports, on_gpus
+from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.kv.cache_spec import Recurrent, Spec
 from weft.engine.models.config_json.directory import config_file
 from weft.engine.models.config_json.fields import ModelError, first_line
@@ -182,12 +184,12 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     if config.speculative == "off":
         return
     option = f"--speculative {config.speculative}"
-    if model.draft_model is not None:
-        check_draft_model(config, model, model.draft_model)
+    if config.draft_model is not None:
+        check_draft_model(config, model, config.draft_model, config.model)
     elif config.drafts_on_ranks:
         check_draft_layer(model, config.split_vocabulary)
-        if config.num_layers is not None:
-            raise LayoutError(f"{option} follows the model's last layer: drop --num-layers, or the option")
+    if config.num_layers is not None and config.speculative in ("mtp", "eagle3"):
+        raise LayoutError(f"{option} needs all layers of the model: drop --num-layers, or the option")
     if config.drafts_on_ranks and on_gpus(config):
         raise LayoutError(f"{option} runs on CPUs only so far: drop the option, or use --device cpu")
     if any(isinstance(spec, Recurrent) for spec in declared_caches(config, model)):
@@ -205,19 +207,21 @@ def check_draft_layer(model: ModelConfig, split_vocabulary: str) -> None:
         raise LayoutError(f"{option} supports no split vocabulary so far: drop --split-vocabulary, or the option")
 
 
-def check_draft_model(config: EngineConfig, model: ModelConfig, draft: ModelConfig) -> None:
-    """Raise LayoutError if a draft model has another vocabulary, or cannot run."""
-    option = f"--draft-model {config.draft_model}"
+def check_draft_model(layout: LayoutOptions, model: ModelConfig, *paths: Path) -> None:
+    """Raise LayoutError if a model's draft model or head is another model's, or cannot run. paths: of the draft model,
+    and of the model."""
+    option, draft = f"--draft-model {paths[0]}", model.draft_model
+    assert draft is not None
     if draft.vocab_size != model.vocab_size:
         raise LayoutError(
             f"{option} has {draft.vocab_size} tokens in its vocabulary, and the model {model.vocab_size}: choose a "
             "draft model with the same vocabulary"
         )
-    if config.split_vocabulary == "on":
+    if layout.split_vocabulary == "on":
         raise LayoutError(f"{option} supports no split vocabulary so far: drop --split-vocabulary, or the option")
-    if config.mesh.hosts > 1:
+    if layout.mesh.hosts > 1:
         raise LayoutError(f"{option} runs on one host only so far: drop the option")
-    folders = [path for path in (config.draft_model, config.model) if path and (path / "tokenizer.json").is_file()]
+    folders = [path for path in paths if (path / "tokenizer.json").is_file()]
     vocabularies = [read_tokenizer(path).get_vocab() for path in folders]
     if vocabularies[1:] and vocabularies[0] != vocabularies[1]:
         raise LayoutError(f"{option} has other tokens than the model: choose a draft model with the same tokenizer")

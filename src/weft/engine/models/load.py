@@ -14,6 +14,7 @@ import torch
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.attention import WholeNorms
 from weft.engine.models.layers.basic import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.engine.models.layers.draft_head import Eagle3Head
 from weft.engine.models.layers.draft_model import DraftModel
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.registry import plugin_line
@@ -68,13 +69,15 @@ def build_model(
         what = f"{plugin} builds no model" if plugin else "no model can be built"
         raise ModelError(f"{what} from config.json: {type(error).__name__}: {first_line(error)}") from error
     if config.draft_model is not None:
-        model.draft = DraftModel(build_model(config.draft_model, mesh, rank, dtype, device, workspace, shape_only))
+        draft = build_model(config.draft_model, mesh, rank, dtype, device, workspace, shape_only)
+        return with_draft_model(model, config, draft)
     return model
 
 
 def with_draft_model(model: LanguageModel, config: ModelConfig, draft: LanguageModel) -> LanguageModel:
-    """Return a loaded model of `config` with its loaded draft model."""
-    model.config, model.draft = config, DraftModel(draft)
+    """Return a model of `config` with its draft model or draft head, both loaded or both not."""
+    model.config = config
+    model.draft = draft.of(model) if isinstance(draft, Eagle3Head) else DraftModel(draft)
     return model
 
 
@@ -104,6 +107,8 @@ def load_model(
                 layer.get_parameter(name).data[source.at].copy_(checkpoint.read(source))
             if progress:
                 progress(done + 1, len(jobs))
+        if isinstance(model, Eagle3Head) and isinstance(checkpoint, Checkpoint):
+            model.read_others(checkpoint)
         # Use a head in the checkpoint even if config.json says that it is tied, like transformers: fine-tuning may have
         # changed it alone.
         for head in model.modules():

@@ -20,7 +20,7 @@ from weft.engine.models.config_json.directory import config_file, explain_no_mod
 from weft.engine.models.config_json.fields import HARMLESS, MAX_LAYERS, Fields, ModelError, first_line
 from weft.engine.models.config_json.json_file import read_json
 from weft.engine.models.config_json.known_fields import known_fields
-from weft.engine.models.families import deepseek, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
+from weft.engine.models.families import deepseek, eagle3, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.weights.weight_formats import format_of
 from weft.plugins import PluginError, load_plugins
@@ -49,6 +49,8 @@ FAMILIES: Registry = MappingProxyType(
     }
 )
 
+KEPT = frozenset({"dtype", "torch_dtype", "architectures"})
+"""Fields without effect on the logits that readers read."""
 MAX_REASON = 400
 """Maximum characters of transformers' errors, which may include the whole value."""
 
@@ -102,6 +104,21 @@ def load_config(model_dir: Path, families: Registry = FAMILIES, num_layers: int 
         raise ModelError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
 
+def with_draft(config: ModelConfig, directory: Path | None, head: bool, plugins: Sequence[str]) -> ModelConfig:
+    """Return the config of a model with the draft model of a directory, or its EAGLE-3 `head`, split alike. Raises
+    ModelError."""
+    if directory is None:
+        return config
+    known = registry(plugins)
+    draft = load_config(directory, dict.fromkeys(known, eagle3.read) if head else known)
+    draft = replace(draft, replicate_queries=config.replicate_queries, experts=config.experts, float8=config.float8)
+    try:
+        tapped = draft.inputs_in(config) if isinstance(draft, eagle3.Eagle3Config) else ()
+    except ModelError as error:
+        raise ModelError(f"{config_file(directory)}: {error}") from error
+    return replace(config, draft_model=draft, tapped_layers=tapped)
+
+
 def _values(path: Path) -> dict[str, Any]:
     """Return the fields of a config.json or of a GGUF file's metadata. Raises ModelError."""
     if is_gguf(path):
@@ -137,7 +154,7 @@ def read_config(values: Mapping[str, Any], families: Registry = FAMILIES) -> Mod
 
 def _with_defaults(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return a config with transformers' defaults and names. Raises ModelError, which names the field."""
-    given = {name: value for name, value in values.items() if name not in HARMLESS or name in ("dtype", "torch_dtype")}
+    given = {name: value for name, value in values.items() if name not in HARMLESS or name in KEPT}
     # transformers fills lists per layer.
     Fields({**given, "model_type": kind}).size("num_hidden_layers", 1, high=MAX_LAYERS)
 

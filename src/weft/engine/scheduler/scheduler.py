@@ -353,7 +353,7 @@ def make_schedulers(
                 config.interleave.span,
                 prefix_cache=config.prefix_cache,
                 events=record,
-                lookahead=config.speculative == "mtp",
+                lookahead=config.speculative in ("mtp", "eagle3"),
             ),
             max_batch_tokens=config.batch_tokens,
             max_running=config.batch_sequences,

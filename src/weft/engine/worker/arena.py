@@ -70,7 +70,10 @@ def arena_need(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
     sent = max((v.bytes(tokens, mesh.world) for v in inside if isinstance(v, Dispatch)), default=0)
     logits = 4 * mesh.attn_tp * -(-model.vocab_size // mesh.attn_tp) if model.split_vocabulary else 0
     value = max(tokens * mesh.attn_dp * chain.width * chain.element_bytes, merged, logits, sent)
-    return ArenaNeed(4 + deltas + 2 * model.drafts + (4 if merged else 0) + (4 if sent else 0), block_bytes=2 * value)
+    return ArenaNeed(
+        4 + deltas + 2 * (model.drafts or len(model.tapped_layers) > 0) + (4 if merged else 0) + (4 if sent else 0),
+        block_bytes=2 * value,
+    )
 
 
 def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:

@@ -6,9 +6,9 @@ when they are read, and a pause costs one pass instead of one each step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,44 +29,31 @@ def is_delayed(step: Step) -> bool:
     return not step.drafts and not any(changed)
 
 
-class DelayedStep(NamedTuple):
-    """Rows of one step.
-
-    Attributes:
-        counts: rows of each DP group.
-        places: row of the table and position of each row of this DP group.
-        tokens: int64 `[T]`, tokens that the rows run.
-        hidden: `[T, width]`, as of the layer.
-    """
-
-    counts: Counts
-    places: Sequence[tuple[int, int]]
-    tokens: Tensor
-    hidden: Tensor
-
-
 class DelayedRows:
     """Delayed rows of a rank. limit: maximum rows of a DP group."""
 
     def __init__(self, limit: int):
-        self._steps, self._limit = list[DelayedStep](), min(limit, MAX_ROWS)
+        self._limit, self._counts = min(limit, MAX_ROWS), Counter[int]()  # rows of each DP group
+        self._places, self._tokens, self._hidden = list[tuple[int, int]](), list[Tensor](), list[Tensor]()
 
     def add(self, step: Step, rows: Sequence[int], table: RowTable, tokens: Tensor, hidden: Tensor) -> None:
-        """Add a step that has run. rows: rows of the table; tokens, hidden: copied, see `DelayedStep`."""
-        places = [(row, table.rows[row].length - 1) for row in rows]
-        self._steps.append(DelayedStep(step.counts, places, tokens.long().clamp(min=0), hidden.clone()))
+        """Add a step that has run. rows: rows of the table. tokens, hidden: of the pass, `[T]` and `[T, width]`, which
+        are copied."""
+        self._counts.update(dict(enumerate(step.counts)))
+        self._places += [(row, table.rows[row].length - 1) for row in rows]
+        self._tokens.append(tokens.long().clamp(min=0))
+        self._hidden.append(hidden.clone())
 
     def due(self, step: Step) -> Counts:
         """Return the delayed rows of each DP group that must run before a step; empty: none."""
-        counts = tuple(map(sum, zip(*(each.counts for each in self._steps), strict=True)))
-        if is_delayed(step) and max(map(sum, zip(counts, step.counts, strict=False)), default=0) <= self._limit:
-            return ()
-        return counts
+        waits = is_delayed(step) and all(self._counts[at] + n <= self._limit for at, n in enumerate(step.counts))
+        return () if waits else tuple(self._counts[at] for at in range(len(self._counts)))
 
     def taken(self, table: RowTable) -> tuple[Batch, Tensor]:
         """Return the batch of all rows, with their hidden rows, and forget them."""
-        steps, self._steps = self._steps, []
-        seqs = [SeqRows(1, position, table.rows[row].tables, 0) for each in steps for row, position in each.places]
+        seqs = [SeqRows(1, position, table.rows[row].tables, 0) for row, position in self._places]
         batch = build_batch([0] * len(seqs), seqs, table.page_size, table.rules, table.device)
-        tokens = torch.cat([each.tokens for each in steps])
-        return replace(batch, tokens=tokens), torch.cat([each.hidden for each in steps])
+        batch, hidden = replace(batch, tokens=torch.cat(self._tokens)), torch.cat(self._hidden)
+        for each in (self._counts, self._places, self._tokens, self._hidden):
+            each.clear()
+        return batch, hidden

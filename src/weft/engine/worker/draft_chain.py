@@ -46,7 +46,8 @@ class Drafts(NamedTuple):
 
 
 class RowsKept:
-    """A model that keeps the batch of its last call, and if `follows` the rows after its last layer, `[T, width]`."""
+    """A model that keeps the batch of its last call, and if `follows` the rows that a draft layer reads: those after
+    its last layer, `[T, width]`, or before each of `tapped_layers`, `[T, 3 · width]`."""
 
     def __init__(self, model: LanguageModel, follows: bool):
         self._model, self.embed, self._follows = model, model.embed, follows
@@ -60,8 +61,10 @@ class RowsKept:
             self.rows = whole[:0]
             return whole
         assert isinstance(self._model, Decoder)
-        self.rows = self._model.rows(stream, batch, caches)
-        logits: Tensor = self._model.head(self.rows[batch.sample_rows])
+        tapped, taps = list[Tensor](), bool(self._model.config.tapped_layers)
+        rows = self._model.rows(stream, batch, caches, batch.sample_rows if taps else None, tapped)
+        self.rows = torch.cat(tapped, -1) if taps else rows
+        logits: Tensor = self._model.head(rows if taps else rows[batch.sample_rows])
         return logits
 
     def taken(self) -> tuple[Batch, Tensor]:

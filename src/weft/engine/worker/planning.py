@@ -45,10 +45,11 @@ def trace(
     check_heads(config, mesh, layers.values())
     if config.draft_model is not None:
         check_heads(config.draft_model, mesh, layers.values())
-    width, groups = config.hidden_size, [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
+    groups = [CacheGroup(r, 0) for r in dict.fromkeys(map(rule, layers.values()))]
 
     def form(number: int) -> TraceStream:
-        stream = TraceStream(mesh, model.draft.width if draft and model.draft else width, dtype, cpu, number)
+        width = model.draft.width if draft and model.draft else config.hidden_size
+        stream = TraceStream(mesh, width, dtype, cpu, number)
         group = context_group(Interleave(mesh.dcp, 1, 1), stream.exchanges)
         caches = Caches(layers, groups, mesh.dcp, dtype, cpu, group=group)
         batch = build_batch([], [], mesh.dcp, [group.rule for group in groups], cpu)

@@ -74,7 +74,8 @@ class RecordedDrafts:
 
     def __init__(self, chain: DraftChain, rows: DeviceRows, rules: Sequence[Rule], page_size: int):
         self._chain, self._inputs = chain, DraftInputs(rows, rules, page_size)
-        max_rows, width = rows.max_sampled, chain.model.embed.weight.shape[1]
+        assert chain.model.draft is not None
+        max_rows, width = rows.max_sampled, chain.model.draft.width
         self._following = torch.zeros(max_rows, dtype=torch.int64)
         self._states = chain.model.embed.weight.new_zeros(max_rows, width)
         self._found, self._ring = torch.zeros(max_rows, dtype=torch.int32), torch.zeros(1, max_rows, dtype=torch.int32)

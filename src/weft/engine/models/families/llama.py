@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.engine.models.config_json.common_fields import common_fields, full_attention
-from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields
+from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields, ModelError
+from weft.engine.models.families.eagle3 import is_eagle3
 from weft.engine.models.layers.attention import Attention, Heads
 from weft.engine.models.layers.basic import Builder
 from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
@@ -35,6 +36,8 @@ class LlamaConfig(DecoderConfig):
 
 def read(fields: Fields) -> LlamaConfig:
     """Read a config of Llama, Mistral or Mixtral. Raises ModelError."""
+    if is_eagle3(fields):
+        raise ModelError("an EAGLE-3 head is no model: name it by --draft-model, with --speculative eagle3")
     bias, window, moe, inner = False, None, None, fields.size("intermediate_size")
     if fields.family == "llama":
         bias = fields.flag("attention_bias")

@@ -95,9 +95,9 @@ class WholeNorms(Layer):
 
 class Attention(Layer):
     """Attention of each query head to the keys and values of its group's head. Heads are split over attn_tp. With fewer
-    key-value heads than ranks, several ranks hold the same one."""
+    key-value heads than ranks, several ranks hold the same one. inputs: elements of its input; None: its width."""
 
-    def __init__(self, b: Builder, path: str, width: int, heads: Heads):
+    def __init__(self, b: Builder, path: str, width: int, heads: Heads, inputs: int | None = None):
         super().__init__(path)
         self.dim, self.scale = heads.dim, heads.dim**-0.5
         queries, values = heads.query * heads.dim, heads.kv * heads.dim
@@ -128,7 +128,7 @@ class Attention(Layer):
                     groups=heads.kv,
                 )
             )
-        self.qkv = ColumnLinear(b, f"{path}.qkv", width, outs, over="attn_tp", bias=heads.bias)
+        self.qkv = ColumnLinear(b, f"{path}.qkv", inputs or width, outs, over="attn_tp", bias=heads.bias)
         self.sizes = self.qkv.sizes[:3]
         kv = self.sizes[1] // heads.dim
         self.cache = PagedKV(kv, heads.dim) if heads.window is None else Window(heads.window, kv, heads.dim)

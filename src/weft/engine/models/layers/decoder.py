@@ -17,7 +17,7 @@ from weft.engine.models.layers.mlp import FeedForward
 from weft.engine.models.layers.model_config import DraftSourceLayer, LanguageModel, ModelConfig
 from weft.engine.models.layers.rotary import Rotary, RotaryTable
 from weft.stream.hidden import Hidden
-from weft.stream.stream import GROUP, Stream, TraceStream
+from weft.stream.stream import GROUP, Site, Stream, TraceStream
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,24 @@ class Decoder(LanguageModel):
         return logits
 
     def rows(
-        self, stream: Stream | TraceStream, batch: Batch, caches: StepCaches, wanted: Tensor | slice | None = None
+        self,
+        stream: Stream | TraceStream,
+        batch: Batch,
+        caches: StepCaches,
+        wanted: Tensor | slice | None = None,
+        tapped: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return the normalised rows after the last layer, `[T, width]`, or only the rows `wanted`."""
+        """Return the normalised rows after the last layer, `[T, width]`, or only the rows `wanted`. tapped: gets a copy
+        of all rows before each of `tapped_layers`."""
         hidden = self.embed(batch.tokens)
         tables = [rotary(batch.positions, hidden.value.dtype) for rotary in self.rotaries]
         stream.add(hidden)
         kept, last = False, len(self.layers) - 1
         for i, (layer, rope) in enumerate(zip(self.layers, self._rope_of_layer, strict=True)):
+            if i in self.config.tapped_layers:
+                rows = stream.read(Site(f"{layer.path}.input"), rows=GROUP).require_complete("fc")
+                if tapped is not None:
+                    tapped.append(rows.clone())  # the stream's memory is not kept
             kept = layer(stream, tables[rope], caches, wanted if i == last else None)
         rows = stream.read(self.norm, rows=GROUP).require_complete("lm_head")
         return rows if kept or wanted is None else rows[wanted]

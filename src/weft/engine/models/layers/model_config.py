@@ -37,7 +37,8 @@ class ModelConfig(ABC):
         experts: allowed exchanges of rows for mixtures of experts (`weft.planner.experts`).
         float8: compute products in the storage format, where it has them, instead of dequantising the weights.
         drafts: build the first draft layer.
-        draft_model: config of the model that drafts.
+        draft_model: config of the model or the head that drafts.
+        tapped_layers: layers with the inputs that the head reads, in order.
     """
 
     norms_less_one: ClassVar[bool] = False
@@ -65,6 +66,7 @@ class ModelConfig(ABC):
     float8: bool = field(default=False, kw_only=True)
     drafts: bool = field(default=False, kw_only=True)
     draft_model: ModelConfig | None = field(default=None, kw_only=True)
+    tapped_layers: tuple[int, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def build(self, b: Builder) -> LanguageModel:

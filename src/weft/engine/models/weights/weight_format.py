@@ -14,6 +14,7 @@ from weft.stream.formats import QuantisedWeight
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "I8"}
 DTYPES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.uint8: "U8"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32"}
 """Names of dtypes in safetensors."""
 Empty = Callable[..., nn.Parameter]
 """(*shape, dtype=…) → unfilled parameter."""

@@ -210,3 +210,35 @@ def test_a_head_that_cannot_run_is_refused_in_one_line(
     asked = config(target_dir, speculative="eagle3", draft_model=head_dir)
     with pytest.raises(LayoutError, match="--speculative eagle3 runs on CPUs only so far"):
         check_speculation(asked, asked.read_model())
+
+
+@pytest.mark.parametrize("source", ["eagle3", "draft"])
+def test_plans_show_what_drafts(source: str, target_dir: Path, head_dir: Path, tmp_path: Path) -> None:
+    """They show its ops, and the price of its passes: a draft model runs one more than drafts."""
+    drafting = head_dir if source == "eagle3" else make(tmp_path / "draft", "llama", 5)
+    command = ("plan", str(target_dir), "--tokens", "64", "--speculative")
+    asked = (*command, source, "--draft-model", str(drafting))
+    (code, text, _), (_, plain, _) = weft_here(*asked, "--json"), weft_here(*command, "ngram", "--json")
+    assert code == 0
+    site = "midlayer.hidden_norm" if source == "eagle3" else "draft.model.layers.0.input_layernorm"
+    assert f'"site": "{site}"' in text and ('"site": "model.layers.1.input"' in text) == (source == "eagle3")
+    found, none = (json.loads(each)[0]["drafts"] for each in (text, plain))
+    passes = [us - step for us, step in zip(found, none, strict=True)]
+    if source == "draft":
+        assert passes[0] == 0 and [round(us / passes[1], 1) for us in passes[2:]] == [1.5, 2.0, 2.5]
+    else:
+        assert [round((us - passes[0]) / (passes[1] - passes[0])) for us in passes] == [0, 1, 2, 3, 4]
+    code, text, _ = weft_here(*asked)
+    assert code == 0 and "\ndraft layer: layout attn_dp=2 attn_tp=2" in text
+    assert ("read on GROUP" in text) == (source == "eagle3")
+
+
+def test_plans_refuse_what_cannot_draft(target_dir: Path, head_dir: Path) -> None:
+    for arguments, says in (
+        (("--speculative", "eagle3"), "lacks draft_model"),
+        (("--speculative", "mtp", "--draft-model", str(head_dir)), "lacks speculative draft or eagle3"),
+        (("--speculative", "draft", "--draft-model", str(head_dir)), "an EAGLE-3 head is no model"),
+        (("--speculative", "eagle3", "--draft-model", str(target_dir)), "no EAGLE-3 head"),
+    ):
+        code, _, said = weft_here("plan", str(target_dir), *arguments)
+        assert code and says in said and "Traceback" not in said, arguments

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
 
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import automatic, transports
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import dtype_of
 from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.load import build_model
 from weft.engine.worker.footprint import Footprint
 from weft.engine.worker.planning import plan_model
 from weft.planner.cost import INFINIBAND, costs, over_network
@@ -24,6 +28,28 @@ def decode_price(footprint: Footprint, planner: Planner, shape: StepShape, threa
     mesh = planner.mesh
     read = footprint.bytes_read(shape, shape.decode * mesh.attn_dp)
     return planner.plan((shape.decode,) * mesh.attn_dp).us + planner.local_us(read) / threads
+
+
+def draft_prices(
+    model: ModelConfig, planner: Planner, drafts: Planner | None, sequences: Iterable[int]
+) -> dict[int, list[float]]:
+    """Return the µs of a decode step of a `model` with 0 to 4 drafts of each of its `sequences` per DP group. drafts:
+    planner of what drafts on the ranks: a pass for each draft, and of a draft model one more."""
+    groups, dcp, found = planner.mesh.attn_dp, planner.mesh.dcp, dict[int, list[float]]()
+
+    def footprint(of: ModelConfig) -> Footprint:
+        layers = build_model(of, planner.mesh, 0, of.dtype, torch.device("meta"))
+        return Footprint.of(layers, of.num_layers, of.dtype, dcp)
+
+    held = footprint(replace(model, drafts=False, draft_model=None))
+    own = None if model.draft_model is None else footprint(model.draft_model)
+    for n in sequences:
+        read = (own or held).bytes_read(StepShape(n), n * groups) / (1 if own else held.layers)
+        each = drafts.plan((n,) * groups).us + planner.local_us(read) if drafts else 0.0
+        more = own is not None and not model.tapped_layers
+        steps = [decode_price(held, planner, StepShape(n * (1 + k)), 1) for k in range(5)]
+        found[n] = [us + (k + (more and k > 0)) * each for k, us in enumerate(steps)]
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Literal
 
@@ -20,29 +21,24 @@ from weft.comm.transport_registry import (
     check_serves,
     transports,
 )
-from weft.engine.advise.step_prices import decode_price
-from weft.engine.config.engine_options import LayoutOptions
-from weft.engine.controller.startup import check_draft_layer
-from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.advise.step_prices import draft_prices
+from weft.engine.config.engine_options import LayoutOptions, SpeculationOptions
+from weft.engine.controller.startup import check_draft_layer, check_draft_model
 from weft.engine.models.load import build_model, describe_products
-from weft.engine.models.registry import load_config, registry
-from weft.engine.worker.footprint import Footprint
+from weft.engine.models.registry import load_config, registry, with_draft
 from weft.engine.worker.open_transports import preset_of
 from weft.engine.worker.planning import may_split, plan_model, sharded_context, split_steps
 from weft.planner.cost import costs
 from weft.planner.dcp import dcp_dict, dcp_text
 from weft.planner.experts import Forms
 from weft.planner.forms import forms_dict, forms_of, forms_text
-from weft.planner.plan import Planner
 from weft.planner.prices import Recipes
 from weft.planner.recipes import Merge, Prompt
 from weft.planner.show import columns, plan_dict, plan_text
 from weft.planner.spec import LayoutError
 from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
-from weft.serve.cli.command import ModelDir, SourceOptions, model_dir
-from weft.tune.step_table import StepShape
+from weft.serve.cli.command import ModelDir, SourceOptions, UserError, model_dir
 
-DraftPrices = dict[int, list[float]]
 AUTOMATIC = " and ".join(
     e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")
     for e in automatic(transports(), "cuda", ranks=1)
@@ -77,8 +73,10 @@ class Command:
     """Split of the model over the ranks, with the options of weft serve; omitted: --attn-dp 2 --attn-tp 2."""
     plugins: tuple[str, ...] = ()
     """Python modules or .py files that add model families or transports; they run, so name only what you trust."""
-    speculative: Literal["off", "ngram", "mtp"] = "off"
-    """Print the predicted price of 0 to 4 drafts, and for mtp the plans of the checkpoint's draft layer."""
+    speculative: Literal["off", "ngram", "mtp", "eagle3", "draft"] = "off"
+    """Print the predicted price of 0 to 4 drafts, and for mtp, eagle3 and draft the plans of what drafts."""
+    draft_model: Path | None = None
+    """Model or EAGLE-3 head that drafts, as of weft serve."""
     tokens: str = "1,64,4096"
     """Comma-separated numbers of tokens per DP group; each number gets a plan."""
     transport: Annotated[
@@ -114,7 +112,16 @@ class Command:
         gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
         config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
-        if drafts := self.speculative == "mtp":
+        try:
+            SpeculationOptions(speculative=self.speculative, draft_model=self.draft_model).check()
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        drafts = self.speculative not in ("off", "ngram")
+        if self.draft_model is not None:
+            draft = model_dir(self.draft_model, weights=False)
+            config = with_draft(config, draft, self.speculative == "eagle3", self.plugins)
+            check_draft_model(layout, config, draft, where)
+        elif drafts:
             check_draft_layer(config, layout.split_vocabulary)
             config = replace(config, drafts=True)
         may = not drafts and may_split(config, config.dtype, gpus)
@@ -129,7 +136,7 @@ class Command:
         counts_of = [(n,) * mesh.attn_dp for n in tokens]
         shared = sharded_context(config, mesh, config.dtype, planner.chain)
         both = forms_of(planner)
-        prices = {} if self.speculative == "off" else draft_prices(config, planner, of_drafts, tokens)
+        prices = {} if self.speculative == "off" else draft_prices(config, planner, of_drafts, filter(None, tokens))
         steps = steps if split else []
         if self.json:
             found, vocabulary = [plan_dict(planner, n) for n in counts_of], {step.rows: step for step in steps}
@@ -156,19 +163,6 @@ class Command:
                 texts += [fill(note, 120)] if (note := describe_products(meta)) else []
             print("\n\n".join(texts))
         return 0
-
-
-def draft_prices(model: ModelConfig, planner: Planner, layer: Planner | None, tokens: list[int]) -> DraftPrices:
-    """Return the µs of a decode step with 0 to 4 drafts of each sequence, by sequences per DP group. layer: planner of
-    a `model`'s draft layer, which runs a pass for each draft; tokens: numbers of sequences."""
-    layers = build_model(replace(model, drafts=False), planner.mesh, 0, model.dtype, torch.device("meta"))
-    held = Footprint.of(layers, model.num_layers, model.dtype, planner.mesh.dcp)
-    groups, found = planner.mesh.attn_dp, DraftPrices()
-    for n in filter(None, tokens):
-        read = planner.local_us(held.bytes_read(StepShape(n), n * groups) / held.layers)
-        each = layer.plan((n,) * groups).us + read if layer else 0.0
-        found[n] = [decode_price(held, planner, StepShape(n * (1 + k)), 1) + k * each for k in range(5)]
-    return found
 
 
 def parse_tokens(text: str) -> list[int]:

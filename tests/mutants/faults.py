@@ -737,7 +737,7 @@ OWN = [
         "engine/worker/delayed_rows.py",
         "table.rows[row].length - 1",
         "table.rows[row].length",
-        ("tests/speculation/test_delayed_passes.py::test_steps_without_drafts_run_no_pass",),
+        ("tests/speculation/test_delayed_passes.py::test_delayed_rows_leave_the_keys_of_a_pass_in_each_step",),
     ),
     Fault(
         "drafts of an EAGLE-3 head are numbers of its own vocabulary",

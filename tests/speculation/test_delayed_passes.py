@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.conftest import byte_model
 from engine.test_engine import config
@@ -86,6 +87,21 @@ def test_steps_without_drafts_run_no_pass(
     assert found() == [(3,)]
     decode(3)
     assert found() == [(1,), (1,), (1,), (1,)]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_delayed_rows_leave_the_keys_of_a_pass_in_each_step(drafting_dir: Path, graphs: bool) -> None:
+    found = []
+    for drafts in ((0, 0, 0, 0, 1), (1, 1, 1, 1, 1)):
+        rank = DraftingRank(drafting_dir, cuda_graphs=graphs)
+        tokens = [rank.step(GroupRows((2,)), count).tokens for count in drafts]
+        rank.worker.held.run()
+        caches = rank.worker.runner.caches
+        kind, layer = caches.places["mtp.layers.0.self_attn"]
+        keys = caches.paged[kind][1].cache.keys[layer, : rank.worker.table.rows[2].length]  # pages are in order
+        found.append((tokens, keys.clone()))
+    assert found[0][0] == found[1][0] and found[0][1].abs().sum(-1).min() > 0
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("pausing")

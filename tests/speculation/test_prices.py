@@ -15,7 +15,7 @@ from engine.fake import Driver, Parts
 from engine.test_scheduler import RandomDrafts, make
 from speculation.toy import FixedPrices
 from weft.engine.scheduler.draft_rows import note_step, plan_drafts
-from weft.engine.speculation.draft_prices import REMEASURE, Price, StepPrices
+from weft.engine.speculation.draft_prices import REMEASURE, BucketTimes, Price, StepPrices
 from weft.engine.speculation.drafting import AcceptRates, Drafting, Speculation
 
 
@@ -185,3 +185,14 @@ def test_a_position_without_drafts_follows_the_one_before() -> None:
     assert min(rates.each) > 0.8
     rates.note(3, 1, 1.0)
     assert rates.each[:2] == [1.0, 0.0] and rates.each[2] > 0.8
+
+
+def test_a_step_that_is_recorded_does_not_hide_the_price_of_drafts() -> None:
+    """The first step without drafts may be forty times as long as the others."""
+    times = BucketTimes()
+    for seconds in (0.04, 0.001, 0.0012):
+        times.note(seconds, None)
+    for _ in range(40):
+        times.note(0.005, 3.0)
+    price = times.price()
+    assert price is not None and AcceptRates([0.7] * 3).best(price) == 0

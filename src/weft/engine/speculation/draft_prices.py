@@ -37,8 +37,9 @@ class BucketTimes:
         """Note the time of a step. drafts: per sequence; None: none were sought."""
         if drafts is None:
             self._samples, self._since = self._samples + 1, 0
-            limit = OUTLIER * self._plain if self._samples > 3 else math.inf
-            self._plain += (min(seconds, limit) - self._plain) * max(WEIGHT, 1 / self._samples)
+            known = self._plain or seconds
+            after = known + (min(seconds, OUTLIER * known) - known) * WEIGHT
+            self._plain = after if self._samples > 3 else min(known, seconds)  # the first ones may also be recorded
         elif self._samples:
             self._since, (fixed, each) = self._since + 1, self._line()
             more = min(seconds / self._plain, OUTLIER * (1 + fixed + each * drafts)) - 1

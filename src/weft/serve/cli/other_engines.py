@@ -23,7 +23,9 @@ NAMES = {
     "--kv-dtype": "kv-cache-dtype",
     "--gpu-memory-fraction": "gpu-memory-utilization mem-fraction-static",
     "--float8, of weights that the checkpoint has in FP8": "quantization",
-    "--speculative ngram|mtp|eagle3|draft [--draft-model DIR]": "speculative-config speculative-algorithm speculative-algo",
+    "--speculative ngram|mtp|eagle3|draft [--draft-model DIR]": (
+        "speculative-config speculative-algorithm speculative-algo"
+    ),
     "--draft-model, with --speculative draft or eagle3": "speculative-draft-model-path speculative-draft-model",
     "--speculative-tokens": "speculative-num-draft-tokens speculative-num-steps",
     "--prompt-lookup-max": "speculative-ngram-max-match-window-size",

@@ -7,6 +7,7 @@ import json
 import platform
 from collections import Counter
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from weft.engine.models.weights.checkpoint import weight_files
 
 BLOCK = 64 << 10
 """Bytes read at the beginning, the middle and the end of each weight file: its header, and samples."""
+SOURCES = (".py", ".cc", ".h", ".inl", ".cu", ".cuh")
 OF_A_HOST = ("model", "threads", "cpu_bind", "node_rank", "interface", "cluster_key", "master_addr", "join_timeout_s")
 """Options with a value per host."""
 OF_NODE_0 = (
@@ -43,7 +45,7 @@ ADVICE = {
 def facts(config: EngineConfig) -> dict[str, str]:
     """Return the facts of this host, by their names in errors. Raises ModelError if weights are missing."""
     python = ".".join(platform.python_version_tuple()[:2])
-    facts = {"weft": f"{weft.__version__} ({_source()})", "torch": str(torch.__version__), "python": python}
+    facts = {"weft": source_version(), "torch": str(torch.__version__), "python": python}
     if on_gpus(config):
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     facts["devices"] = _devices(config)
@@ -105,9 +107,14 @@ def _of_files(paths: list[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def _source() -> str:
-    """Return a digest of Weft's source: checkouts of one version may differ."""
-    root, digest = Path(weft.__file__).parent, hashlib.sha256()
-    for path in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cc", ".cu", ".h")):
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+@cache
+def source_version(root: Path = Path(weft.__file__).parent, omit: str = "/") -> str:
+    """Return Weft's version and a digest of its source: checkouts of one version may differ.
+
+    omit: beginning of the paths below `root` that do not count.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(each for each in root.rglob("*") if each.suffix in SOURCES):
+        if not (name := path.relative_to(root).as_posix()).startswith(omit):
+            digest.update(name.encode() + path.read_bytes())
+    return f"{weft.__version__} ({digest.hexdigest()[:12]})"

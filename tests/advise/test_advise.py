@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shlex
 from collections.abc import Callable
@@ -16,14 +17,17 @@ from e2e.here import weft_here
 from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
-from weft.engine.advise.measure import grids, measure, step_times
+from weft.engine.advise.measure import grids, kept_loads, kept_times, measure, step_times
 from weft.engine.advise.measured_load import correct
-from weft.engine.advise.simulate import NO_API
+from weft.engine.advise.simulate import NO_API, ApiTimes
 from weft.engine.advise.step_prices import GPUS, PricedSteps
 from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.hosts.digests import source_version
+from weft.planner.cost import cache_folder
 from weft.planner.spec import Mesh
 from weft.serve.cli import main
+from weft.serve.cli.api_times import api_times
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import parse
 from weft.serve.cli.other_engines import command_of
@@ -202,6 +206,72 @@ def test_kept_times_serve_smaller_loads_only(monkeypatch: pytest.MonkeyPatch) ->
     times(large, measures=False)
     times(large, again=True)
     assert measured == [LOAD, large, large]
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"weft.engine.advise.measure.source_version": lambda omit: "1 (later)"}, "weft was .*, and is 1 .later."),
+        ({"torch.__version__": "9.9"}, "torch was .*, and is 9.9"),
+        ({"weft.engine.advise.candidates.divide_servers": lambda *given: ["1", "0"]}, "ranks was .*cores 1; 0$"),
+        ({"OMP_NUM_THREADS": "2"}, "ranks was 1 thread.*, and is 2 thread"),
+    ],
+)
+def test_times_of_another_source_or_binding_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, change: dict[str, Any], says: str
+) -> None:
+    """One line says what has changed. Measuring replaces the file."""
+    monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [0, 1]})
+    monkeypatch.setattr("weft.engine.config.cpu_shares.cores_of_engines", set)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(
+        "weft.engine.advise.measure.measure",
+        lambda candidate, load, progress: StepTable(*(dict.fromkeys(grid, 5.0) for grid in grids(candidate, load))),
+    )
+
+    def servers() -> Candidate:
+        found, _ = find_candidates(EngineConfig(device="cpu"), 2, LOAD)
+        return next(each for each in found if each.replicas == 2)
+
+    step_times(before := servers(), LOAD, lambda what, part: None)
+    step_times(before, LOAD)
+    for name, value in change.items():
+        monkeypatch.setattr(name, value) if "." in name else monkeypatch.setenv(name, value)
+    later = servers()
+    kept, stale = kept_times(later)
+    assert kept is None and re.match(f"kept times of steps are not used: {says}", stale) and "\n" not in stale
+    with pytest.raises(NotMeasured, match=f"^{re.escape(stale)}$"):
+        step_times(later, LOAD)
+    assert kept_loads([later]) == ([], stale)
+    for _ in range(2):
+        step_times(later, LOAD, lambda what, part: None)
+    assert [text for text in caplog.messages if "measuring" in text] == [f"{stale}; measuring again"]
+    assert kept_loads([later]) == ([LOAD], "") and len(list(cache_folder().glob("steps-*"))) == 1
+
+
+def test_times_of_the_server_are_of_its_source(monkeypatch: pytest.MonkeyPatch, empty_cache: None) -> None:
+    monkeypatch.setattr("weft.serve.cli.api_times.measure_api", lambda: ApiTimes(9.0, 1.0))
+    assert api_times(None) == NO_API != api_times(lambda what, part: None) == api_times(None)
+    monkeypatch.setattr("weft.serve.cli.api_times.source_version", lambda: "later")
+    assert api_times(None) == NO_API
+
+
+def test_a_source_version_follows_from_kernels_and_code(tmp_path: Path) -> None:
+    """Each file that is compiled or imported counts, but for omitted folders. A version is computed once a process."""
+    texts = {"kernels/a.inl": "1", "kernels/a.cuh": "1", "engine/a.py": "1", "serve/a.py": "1", "engine/a.md": "1"}
+    found = set()
+    for number, changed in enumerate(["", *texts]):
+        root = tmp_path / str(number)
+        for name, text in texts.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text("2" if name == changed else text)
+        found.add(source_version(root, "serve/"))
+        assert (source_version(root, "serve/") == source_version(tmp_path / "0", "serve/")) == (
+            changed in ("", "serve/a.py", "engine/a.md")
+        )
+    assert len(found) == 4
 
 
 @pytest.mark.nightly

@@ -62,11 +62,15 @@ def test_the_best_by_kept_times_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
     for each in candidates:
         step_times(each, load, lambda what, part: None, again=True)
     assert choose_layout(BASE)[0].attn_dp == 1
+    monkeypatch.setattr("weft.engine.advise.measure.source_version", lambda omit: "1 (later)")
+    monkeypatch.setattr(auto_layout, "decode_price", lambda footprint, planner, *more: 9.0 - planner.mesh.attn_dp)
+    config, line = choose_layout(BASE)
+    assert config.attn_dp == 2 and "not used: weft was" in line and "and is 1 (later): run weft advise once" in line
 
 
 def test_kept_times_of_requests_beyond_the_context_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with a shorter context starts, with the layout of the cheapest decode step."""
-    monkeypatch.setattr(auto_layout, "kept_loads", lambda candidates: [ClientLoad(256, 128)])
+    monkeypatch.setattr(auto_layout, "kept_loads", lambda candidates: ([ClientLoad(256, 128)], ""))
     assert "priced" in choose_layout(replace(BASE, max_model_len=100))[1]
 
 

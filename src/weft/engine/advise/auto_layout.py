@@ -26,13 +26,14 @@ def choose_layout(config: EngineConfig) -> tuple[EngineConfig, str]:
     candidates, refused = find_candidates(config, ranks, load, kv_dtypes=(config.kv_dtype,), one_server=True)
     if not candidates:
         raise no_layout(ranks, refused)
-    for load in (each for each in kept_loads(candidates) if each.tokens <= 2 * half):
+    loads, stale = kept_loads(candidates)
+    for load in (each for each in loads if each.tokens <= 2 * half):
         found = advise(config, ranks, load, kv_dtypes=(config.kv_dtype,), one_server=True).predictions
         if found:
             best = found[0]
             return best.candidate.given, f"layout {best.candidate}, for {load.text}: {best.text} (measured steps)"
     best_us, chosen = min(((_price(each, load), each) for each in candidates), key=lambda pair: pair[0])
-    why = f"the least of {len(candidates)} layouts; no steps are measured here: run weft advise once"
+    why = f"the least of {len(candidates)} layouts; {stale or 'no steps are measured here'}: run weft advise once"
     return chosen.given, f"layout {chosen}, for {load.text}: a decode step is priced {best_us / 1e3:.2f} ms, {why}"
 
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from weft.engine.advise.candidates import Candidate, ClientLoad
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, on_gpus
 from weft.engine.controller.step_runner import started_ranks
+from weft.engine.hosts.digests import source_version
 from weft.engine.models.config_json.directory import config_file
 from weft.kernels.cpu_rows import MAX_ROWS
 from weft.tune.host import describe_host
 from weft.tune.step_table import NotMeasured, Place, StepShape, StepTable, best_of, spread_of, table_path
 
+log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 FEW_LAYERS = 4, 8
 """Numbers of layers to measure of a deeper model: times of more grow by their difference. Layers repeat with a period
 of at most four, and dense layers before experts are at most four."""
 ROUNDS = 3  # measurements of each step
+CHECKED = "weft", "torch", "ranks"
+"""Entries of a table's description that may change on a host: other times are then measured in its place."""
 
 
 def configs(candidate: Candidate, load: ClientLoad, layers: int) -> list[EngineConfig]:
@@ -59,19 +66,45 @@ def _powers(limit: int, base: int) -> list[int]:
 
 
 def described(candidate: Candidate) -> dict[str, Any]:
-    """Return what a candidate's times depend on: host, versions, model shape, dtype, layout and sizes of steps."""
+    """Return what a candidate's times depend on: host, source, model shape, dtype, layout, threads and cores."""
     config, host = candidate.config, describe_host()
-    names = "attn_dp attn_tp ep moe_tp dcp kv_dtype transport attention_backend threads cuda_graphs split_vocabulary"
+    cores = "; ".join(config.cpu_bind if each == "auto" else each for each in candidate.cores)
+    names = "attn_dp attn_tp ep moe_tp dcp kv_dtype transport attention_backend cuda_graphs split_vocabulary"
     shape = json.loads(config_file(config.model).read_text()) if config.model.is_dir() else str(config.model)
     return {
-        "host": {name: host[name] for name in ("cpu", "cores", "torch", "weft", "gpu") if name in host},
+        "host": {name: host[name] for name in ("cpu", "cores", "gpu") if name in host},
         "model": hashlib.blake2b(json.dumps(shape, sort_keys=True).encode(), digest_size=8).hexdigest(),
         "layers": candidate.model.num_layers,
         "dtype": str(dtype_of(config)),
         "device": device_of(config, 0).type,
         "layout": {name: str(getattr(config, name)) for name in names.split()},
         "replicas": candidate.replicas,
+        "weft": source_version(omit="serve/"),
+        "torch": host["torch"],
+        "ranks": f"{config.threads} thread(s) each, cores {cores}",
     }
+
+
+def kept_path(about: Mapping[str, Any]) -> Path:
+    """Return the path of the times that `described` describes."""
+    return table_path({name: value for name, value in about.items() if name not in CHECKED})
+
+
+def kept_times(candidate: Candidate) -> tuple[StepTable | None, str]:
+    """Return a candidate's kept times, if there are any that still hold, and in one line why they do not."""
+    about = described(candidate)
+    if (table := StepTable.read(kept_path(about))) is None:
+        return None, ""
+    changed = [
+        f"{each} was {old}, and is {about[each]}" for each in CHECKED if (old := table.about.get(each)) != about[each]
+    ]
+    return (None, f"kept times of steps are not used: {changed[0]}") if changed else (table, "")
+
+
+@cache
+def _warn(why: str) -> None:
+    """Log a reason, once for all layouts."""
+    log.warning("%s; measuring again", why)
 
 
 def step_times(
@@ -82,24 +115,27 @@ def step_times(
     progress: called with (what, fraction); None: nothing is measured. again: measure even if times are kept. Raises
     NotMeasured if none are kept and none may be measured, and errors of a start.
     """
-    path = table_path(about := described(candidate))
     decode, mixed = grids(candidate, load)
-    kept = None if again else StepTable.read(path)
-    if kept is not None and kept.holds(decode, mixed):
+    kept, stale = kept_times(candidate)
+    if kept is not None and not again and kept.holds(decode, mixed):
         return kept
     if progress is None:
-        raise NotMeasured(f"no times of {candidate} under this load are kept on this host")
+        raise NotMeasured(stale or f"no times of {candidate} under this load are kept on this host")
+    if stale:
+        _warn(stale)
+    about = described(candidate)
     table = measure(candidate, load, progress)
     table.about = about | {"load": asdict(replace(load, arrivals=()))}
-    table.write(path)
+    table.write(kept_path(about))
     return table
 
 
-def kept_loads(candidates: Sequence[Candidate]) -> list[ClientLoad]:
-    """Return the loads of the candidates' kept times."""
-    tables = [StepTable.read(table_path(described(each))) for each in candidates]
-    found = [table.about["load"] for table in tables if table and "load" in table.about]
-    return list(dict.fromkeys(ClientLoad(**each | {"arrivals": ()}) for each in found))
+def kept_loads(candidates: Sequence[Candidate]) -> tuple[list[ClientLoad], str]:
+    """Return the loads of the candidates' kept times, and the reason why some do not hold; empty: all do."""
+    kept = [kept_times(each) for each in candidates]
+    found = [table.about["load"] for table, _ in kept if table and "load" in table.about]
+    loads = dict.fromkeys(ClientLoad(**each | {"arrivals": ()}) for each in found)
+    return list(loads), next((stale for _, stale in kept if stale), "")
 
 
 def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepTable:

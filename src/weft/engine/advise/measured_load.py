@@ -10,12 +10,11 @@ from typing import Any
 
 from weft.engine.advise.advice import Limits, Prediction, predict
 from weft.engine.advise.candidates import ClientLoad
-from weft.engine.advise.measure import described, step_times
+from weft.engine.advise.measure import described, kept_path, step_times
 from weft.engine.advise.simulate import NO_API, ApiTimes, Clients, figures
 from weft.engine.config.config import EngineError
 from weft.engine.config.device import on_gpus
 from weft.engine.controller.engine import Engine
-from weft.tune.step_table import table_path
 
 MAX_ROUND_S = 600.0
 RoundFigures = tuple[tuple[float, float], tuple[float, float], float]
@@ -66,7 +65,7 @@ def correct(prediction: Prediction, load: ClientLoad, seconds: float, api: ApiTi
     table = step_times(candidate, load)
     ours = predict(candidate, table, load, Limits(), 4 * load.concurrency, api).figures
     table.factor *= ours.tokens_s / rate
-    table.write(table_path(described(candidate)))
+    table.write(kept_path(described(candidate)))
     both = {
         "tokens_s": (ours.tokens_s, rate),
         "ttft_ms": (ours.ttft_ms[0], ttft[0]),

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import Any
 
 from weft.engine.advise.candidates import ClientLoad
 from weft.engine.advise.simulate import NO_API, ApiTimes, Clients, slow_engine
+from weft.engine.hosts.digests import source_version
 from weft.planner.cost import cache_folder
 from weft.serve.app import create_app
 from weft.serve.http.engine_client import EngineClient
@@ -40,12 +40,12 @@ threads = [threading.Thread(target=client) for _ in range(clients)]
 
 
 def api_times(progress: Callable[[str, float], None] | None, again: bool = False, http: bool = True) -> ApiTimes:
-    """Return the kept times of this host and version, else measured ones; zeros if nothing may be measured.
+    """Return the kept times of this host and source, else measured ones; zeros if nothing may be measured.
 
     progress, again: as in `advise`. http: of the HTTP server too, not only of the controller.
     """
     host = describe_host()
-    about = {name: host[name] for name in ("cpu", "cores", "weft", "python")}
+    about = {name: host[name] for name in ("cpu", "cores", "python")} | {"weft": source_version()}
     path = cache_folder() / f"{'api' if http else 'controller'}-{socket.gethostname()}.json"
     try:
         kept = json.loads(path.read_text())
@@ -102,7 +102,6 @@ def _split(cpu_us: Callable[[int], float]) -> ApiTimes:
 
 def _cpu_us(port: int, rounds: int, tokens: int) -> float:
     """Return the µs of CPU time of this process for a request with this number of output tokens."""
-    arguments: Sequence[Any] = (port, rounds, CLIENTS, tokens)
     before = time.process_time()
-    subprocess.run([sys.executable, "-c", CLIENT, *map(str, arguments)], check=True)
+    subprocess.run([sys.executable, "-c", CLIENT, *map(str, (port, rounds, CLIENTS, tokens))], check=True)
     return (time.process_time() - before) * 1e6 / (rounds * CLIENTS)

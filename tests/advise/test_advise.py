@@ -120,6 +120,17 @@ def test_commands_start_the_layouts_that_they_stand_for(monkeypatch: pytest.Monk
                 assert (command.port, command.engine.cpu_bind) == (8000 + number, str(number))
 
 
+def test_servers_get_the_limit_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges of two ranks exceed it, and two servers of a rank do not."""
+    given(monkeypatch, by_layout)
+    monkeypatch.setattr("weft.engine.advise.candidates._own_bytes", lambda: 0)
+    monkeypatch.setattr("weft.engine.advise.candidates.available_bytes", lambda limit_gib: int(limit_gib * 2**30))
+    report = found("--host-memory-gib", "0.07")
+    [servers] = report["layouts"]
+    assert servers["replicas"] == 2 and all("--host-memory-gib 0.07" in line for line in servers["commands"])
+    assert any("71 MiB are free" in why for why in report["refused"].values())
+
+
 def test_a_preset_is_served_with_dummy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, by_layout)
     code, out, _ = weft_here("advise", *SIZES, "--ranks", "1", "--preset", "llama-3.2-1b", "--json")
@@ -163,6 +174,8 @@ def test_other_engines_are_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--what-if h200x8 --measure-load 1", "drop --what-if and --trace"),
         ("--what-if h200", "no published host"),
         ("--what-if h200x8 --ranks 2", "drop --ranks, --gpus and --device"),
+        ("--host-memory-gib 0", "host_memory_gib is 0.0; it must be above 0"),
+        ("--ranks 1 --host-memory-gib 0.1", "0.0 GiB for each: use more ranks"),
         ("--shared-prefix 1", "shared_prefix is 1.0; it must be from 0 to below 1"),
     ],
 )

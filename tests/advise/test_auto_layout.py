@@ -75,7 +75,7 @@ def test_kept_times_of_requests_beyond_the_context_are_skipped(monkeypatch: pyte
 
 
 def test_nothing_that_fits_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.advise.candidates.available_bytes", lambda: 1000)
+    monkeypatch.setattr("weft.engine.advise.candidates.available_bytes", lambda limit_gib: 1000)
     with pytest.raises(LayoutError, match=r"no layout of 2 rank.s. starts; of attn_dp=.*GiB.*use more ranks") as caught:
         choose_layout(BASE)
     assert "\n" not in str(caught.value)

@@ -108,12 +108,12 @@ def test_memory_decides(models: dict[str, Path]) -> None:
         before = len(candidates)
     assert before > 2
     few, refused = find_candidates(base, 2, load, MIB // 10)
-    assert not few and all("GiB" in why or "dcp" in why for why in refused.values())
+    assert not few and all("iB" in why or "dcp" in why for why in refused.values())
 
 
 def test_processes_of_servers_count(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two servers have three more processes than the one that looks: too many here. One server has one more."""
-    monkeypatch.setattr("weft.engine.advise.candidates.available_bytes", lambda: 4096 * MIB)
+    """Two servers with a rank each have five more processes than the one that looks: too many here. One has three."""
+    monkeypatch.setattr("weft.engine.advise.candidates.available_bytes", lambda limit_gib: 6000 * MIB)
     monkeypatch.setattr("weft.engine.advise.candidates._own_bytes", lambda: 1500 * MIB)
     found, refused = find_candidates(EngineConfig(model=models["llama"], device="cpu"), 2, ClientLoad(20, 8, 4))
     assert {each.replicas for each in found} == {1}

@@ -22,6 +22,7 @@ from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
 from weft.engine.worker.arena import ArenaNeed, Ledger, arena_need, available_bytes, check_memory
 from weft.engine.worker.model_runner import ModelRunner
+from weft.engine.worker.open_transports import _arena
 from weft.planner.experts import Forms
 from weft.planner.spec import LayoutError, Mesh
 
@@ -166,8 +167,19 @@ def test_memory_that_is_left(lines: str, left: int, tmp_path: Path) -> None:
     write(groups / "free", memory_DOT_max="max", memory_DOT_current=GIB, **stat)
     old = {"memory_DOT_limit_in_bytes": 7 * GIB, "memory_DOT_usage_in_bytes": GIB, "memory_DOT_stat": "cache 1"}
     write(groups / "memory" / "box", **old)
+    write(proc / "self", smaps_rollup=f"5-6 ---p 0 00:00 0 [rollup]\nRss: 9 kB\nPss: {1 << 19} kB\nPss_Anon: 7 kB")
     assert available_bytes(proc, groups) == left * GIB
+    for limit in (3.25, 40.0):  # half a GiB of it is used
+        assert available_bytes(proc, groups, limit) == min(left, limit - 0.5) * GIB
+
+
+def test_ranks_start_within_the_memory_that_is_given(tmp_path: Path) -> None:
+    """The host has enough for their exchanges, and the server may use less."""
+    _arena(config := EngineConfig(attn_tp=2))
+    with pytest.raises(LayoutError, match="but 0 MiB are free here"):
+        _arena(replace(config, host_memory_gib=1e-3))
 
 
 def test_memory_of_this_machine() -> None:
     assert 1 << 20 < available_bytes() < 1 << 50
+    assert available_bytes(limit_gib=1e-3) == 0 < available_bytes(limit_gib=2) < 2 * GIB

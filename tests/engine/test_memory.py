@@ -221,6 +221,11 @@ def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:
         cache.check(need - GIB)
     with pytest.raises(LayoutError, match=r"a rank of this host has .* GiB are missing; lower --kv-tokens$"):
         CacheNeed(replace(config, kv_tokens=4_000_000_000_000), SPECS, BF16).check()
+    small = replace(config, kv_tokens=1 << 16)
+    need = CacheNeed(small, SPECS, BF16).bytes()
+    CacheNeed(replace(small, host_memory_gib=need / GIB), SPECS, BF16).check()
+    with pytest.raises(LayoutError, match=r"a rank of this host has .*lower --kv-tokens$"):
+        CacheNeed(replace(small, host_memory_gib=(need - 1) / GIB), SPECS, BF16).check()
 
 
 def test_memory_that_runs_out_later_is_said_in_one_line() -> None:

@@ -192,8 +192,9 @@ def find_candidates(
             f"a request of {load.input_len} + {load.output_len} tokens is beyond the {context} tokens of the model's "
             "context: lower --input-len or --output-len"
         )
-    # A server's controller and its fork server each have what this process has; this one is counted as used already.
-    own, memory = (_own_bytes(), available_bytes()) if memory is None else (0, memory)
+    # A server's controller, its fork server and each rank, which writes to most of its copy of the fork server, have
+    # what this process has; this one is counted as used already.
+    own, memory = (_own_bytes(), available_bytes(limit_gib=base.host_memory_gib)) if memory is None else (0, memory)
     found, refused = list[Candidate](), dict[str, str]()
     whole = build_model(model, Mesh(), 0, dtype_of(base), torch.device("meta"))
     experts = any(isinstance(layer, Experts) for layer in whole.modules())
@@ -209,7 +210,7 @@ def find_candidates(
         try:
             each = load.per_server(replicas)
             if gpu is None:
-                share = (memory - (2 * replicas - 1) * own) // (replicas * attn_dp * attn_tp)
+                share = (memory - (2 * replicas - 1) * own) // (replicas * attn_dp * attn_tp) - own
                 found.append(check(given, replicas, each, max(0, share)))
             else:
                 found.append(check_published(given, replicas, each, gpu))
@@ -253,9 +254,10 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
     if on_gpus(config):
         need = _on_gpu(need, model, weights)
     else:
-        need = need.fit((load.tokens, clients * load.tokens), weights, share)
         if config.mesh.world > 1 and SHM in enabled_transports(config):
-            check_memory(config, arena_need(config, model, dtype_of(config)), share * config.mesh.world)
+            check_memory(config, arena := arena_need(config, model, dtype_of(config)), share * config.mesh.world)
+            weights += arena.bytes
+        need = need.fit((load.tokens, clients * load.tokens), weights, share)
         if need.config.kv_tokens != config.kv_tokens:
             given = replace(given, kv_tokens=need.config.kv_tokens)
     if load.tokens > need.config.cached_tokens:

@@ -264,6 +264,8 @@ class RankOptions(OptionGroup):
     cpu_bind: str = "auto"
     """Cores of each rank of a host, such as 0-3|4-7; off: any; auto: on CPUs an equal share for each rank, in one NUMA
     node, unless cores are fewer than ranks, limited by a quota, in use by another engine, or OMP_NUM_THREADS is set."""
+    host_memory_gib: float | None = None
+    """GiB of each host that ranks on CPUs and their server may use; omitted: all that is available."""
     step_timeout_s: float = 60.0
     """Seconds after which a step counts as a failure of the ranks."""
     max_restarts: int = 3
@@ -280,7 +282,7 @@ class RankOptions(OptionGroup):
 
     def check(self) -> None:
         self._above_zero("step_timeout_s", "restart_window_s", *() if self.threads == "auto" else ("threads",))
-        self._above_zero("shrink_to")
+        self._above_zero("shrink_to", "host_memory_gib")
         self._not_negative("max_restarts", "restart_backoff_s")
 
 

@@ -22,7 +22,10 @@ from weft.engine.models.weights.checkpoint import weight_files
 BLOCK = 64 << 10
 """Bytes read at the beginning, the middle and the end of each weight file: its header, and samples."""
 SOURCES = (".py", ".cc", ".h", ".inl", ".cu", ".cuh")
-OF_A_HOST = ("model", "threads", "cpu_bind", "node_rank", "interface", "cluster_key", "master_addr", "join_timeout_s")
+OF_A_HOST = (
+    *("model", "threads", "cpu_bind", "host_memory_gib", "node_rank", "interface"),
+    *("cluster_key", "master_addr", "join_timeout_s"),
+)
 """Options with a value per host."""
 OF_NODE_0 = (
     *("max_waiting", "max_choices", "max_restarts", "restart_window_s", "restart_backoff_s", "overlap", "seed"),

@@ -91,10 +91,13 @@ def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
     )
 
 
-def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory available to this process: the machine's, or less if a control group limits it.
+def available_bytes(
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"), limit_gib: float | None = None
+) -> int:
+    """Return the memory available to this process: the machine's, or less if a control group or limit_gib limits it.
 
     Reads Linux's /proc/meminfo and the files of cgroup v2 and v1; a group's reclaimable file cache counts as free.
+    limit_gib: GiB for the processes of a server; what this one has is not available any more. proc, cgroups: of tests.
     """
     meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     limits = [int(meminfo["MemAvailable"].split()[0]) << 10]
@@ -108,6 +111,9 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
             continue
         group = root / path.strip("/")
         limits += [_left(folder, *names) for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    if limit_gib is not None:
+        rollup = dict(line.split(":", 1) for line in (proc / "self" / "smaps_rollup").read_text().splitlines()[1:])
+        limits.append(int(limit_gib * (1 << 30)) - (int(rollup["Pss"].split()[0]) << 10))
     return max(0, min(limits))
 
 

@@ -104,7 +104,8 @@ class CacheNeed:
         """
         where, advice = "free next to the weights a GPU has", "lower --kv-tokens, or omit it to use all memory"
         if free is None:
-            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.config.ranks_of_host
+            host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = int(min(host, (self.config.host_memory_gib or host) * GIB)) // self.config.ranks_of_host
             where, advice = "a rank of this host has", "lower --kv-tokens"
         if (need := self.bytes()) > free:
             raise LayoutError(
@@ -117,7 +118,7 @@ class CacheNeed:
 
         Args:
             tokens: tokens of a DP group's cache to try if the configuration names no size.
-            weights: bytes of the rank's weights.
+            weights: bytes of the rank's weights and exchanges.
             share: bytes of the host's memory for the rank.
 
         Raises LayoutError if not even the smallest fits.
@@ -133,8 +134,8 @@ class CacheNeed:
                 need.check()
                 return need
         raise LayoutError(
-            f"weights and the smallest cache take {_gib(weights + self.bytes(min(sizes)))} a rank, and this host has "
-            f"{_gib(share)} for each: use more ranks, or --dtype bfloat16"
+            f"weights, exchanges and the smallest cache take {_gib(weights + self.bytes(min(sizes)))} a rank, and this "
+            f"host has {_gib(share)} for each: use more ranks, or --dtype bfloat16"
         )
 
     def sized(self, memory: Memory, agree: Callable[[int], int]) -> CacheNeed:

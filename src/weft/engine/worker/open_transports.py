@@ -85,7 +85,7 @@ def _need(config: EngineConfig) -> ArenaNeed:
 
 
 def _arena(config: EngineConfig) -> tuple[int, int]:
-    check_memory(config, need := _need(config), available_bytes())
+    check_memory(config, need := _need(config), available_bytes(limit_gib=config.host_memory_gib))
     return need.blocks, need.block_bytes
 
 

@@ -45,6 +45,8 @@ class Command:
     """dummy: made-up weights, as for weft serve; a preset has no others."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of weights and activations, as for weft serve."""
+    host_memory_gib: float | None = None
+    """GiB of this host that all servers may use; omitted: all that is available."""
     kv_dtypes: tuple[Literal["auto", "fp8_e4m3"], ...] = ("auto",)
     """Data types of the cache to consider; fp8_e4m3 holds more tokens, less exactly."""
     input_len: int = 256
@@ -90,9 +92,9 @@ class Command:
         ranks, device = count, self.device
         if gpu is None:
             ranks, device = choose_ranks(self.gpus or self.ranks, "cuda" if self.gpus is not None else self.device)
-        preset, revision = self.source.preset, self.source.revision
-        dummy: Any = self.load_format if preset is None and gpu is None else "dummy"
-        options = EngineArguments(preset=preset, revision=revision, load_format=dummy, device=device, dtype=self.dtype)
+        dummy = self.load_format if self.source.preset is None and gpu is None else "dummy"
+        given: Any = dict(load_format=dummy, device=device, dtype=self.dtype, host_memory_gib=self.host_memory_gib)
+        options = EngineArguments(preset=self.source.preset, revision=self.source.revision, **given)
         base = replace(engine_config(self.model, options), nnodes=None)
         stop_on_sigterm()
         with progress_bar() as bar:
@@ -114,8 +116,7 @@ class Command:
         commands = [self._commands(each) for each in advice.predictions]
         if self.json:
             found = advice.as_dict()
-            for layout, lines in zip(found["layouts"], commands, strict=True):
-                layout["commands"] = lines
+            found["layouts"] = [a | {"commands": b} for a, b in zip(found["layouts"], commands, strict=True)]
             recorded = {"trace": str(self.trace), "arrivals": len(load.arrivals)} if self.trace else {}
             about: dict[str, Any] = {"what_if": self.what_if, "load": asdict(load) | recorded, "ranks": ranks}
             about |= {"device": device, "api": asdict(api)} | ({"measured": measured} if measured else {})

@@ -1,24 +1,25 @@
-"""Start every layout that the advisor names, in control groups with little memory.
+"""Start every layout that the advisor names on a host with little memory, and sample the memory of its processes.
 
     PYTHONPATH=tests python -m advise.capped --count 50 --seed 1 --limit-s 3000 --out capped.jsonl
 
-Each random (model, memory, load) triple is a process of its own in a memory control group below this process's, of
-version 1, as root: the advisor reads the group's limit as the host's memory, and the kernel kills who exceeds it. The
-process starts the servers of each named layout with ranks as processes, and each server completes its requests.
-Writes a line per triple: layouts that are named, and reasons of the ones that fail. Lines that are there are skipped.
+Each random (model, memory, load) triple is a process of its own: its advisor is told that the host has this memory, by
+`host_memory_gib`, and so are the servers of each named layout that it starts, with ranks as processes. Each server
+completes its requests. The memory of the process and its descendants, in which a page that they share counts once, must
+stay below the triple's. Writes a line per triple: layouts that are named, peaks of MiB, and reasons of the ones that
+fail. Lines that are there are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,23 @@ LATENT |= dict(n_routed_experts=16, n_shared_experts=1, topk_group=1, kv_lora_ra
 LATENT |= dict(qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64, moe_intermediate_size=256)
 LATENT |= dict(first_k_dense_replace=1, topk_method="greedy", scoring_func="softmax", num_experts_per_tok=2)
 SHAPES: dict[str, dict[str, Any]] = {"llama": LLAMA, "moe": MOE, "latent": LATENT}
-RANKS, MAX_S = 2, 600
+RANKS, MAX_S, SAMPLE_S = 2, 600, 0.1
 
 
-def own_group() -> Path:
-    """Return the folder of this process's memory control group of version 1; one that is missing if there is none."""
-    lines = (line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines())
-    path = next((path for _, names, path in lines if "memory" in names.split(",")), "/none")
-    return Path("/sys/fs/cgroup/memory") / path.lstrip("/")
+def tree_bytes(root: int) -> int:
+    """Return the memory of a process and its descendants: pages that processes share count in parts."""
+    parents = dict[int, int]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    tree, total = {root}, 0
+    while more := {process for process, parent in parents.items() if parent in tree} - tree:
+        tree |= more
+    for process in tree:
+        with suppress(OSError):
+            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
+            total += sum(int(kib) << 10 for kib in re.findall(r"^Pss: +(\d+) kB", rollup, re.MULTILINE))
+    return total
 
 
 def triples(seed: int, count: int) -> list[dict[str, Any]]:
@@ -57,7 +67,7 @@ def triples(seed: int, count: int) -> list[dict[str, Any]]:
             "number": number,
             "model": rng.choice(sorted(SHAPES)),
             "layers": rng.randint(2, 10),
-            "mib": int(2 ** rng.uniform(9.5, 11.3)),
+            "mib": int(2 ** rng.uniform(9.8, 11.8)),
             "load": [rng.randint(1, 200), rng.randint(1, 12), rng.randint(1, 16)],
         }
         for number in range(count)
@@ -65,45 +75,49 @@ def triples(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def run_capped(triple: dict[str, Any]) -> dict[str, Any]:
-    """Return what a process with little memory found: see `start_all`."""
-    group = own_group() / f"weft-capped-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(triple["mib"] << 20))
-        command = ["/bin/sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group), sys.executable]
-        command += ["-m", "advise.capped", "--triple", json.dumps(triple)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_S)
-        except subprocess.TimeoutExpired:
-            return {"failed": {"all": f"no end in {MAX_S} s"}}
-        if done.returncode:
-            return {"failed": {"all": f"exit status {done.returncode}: {done.stderr[-300:]}"}}
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
-    finally:
-        for _ in range(50):  # ranks that were killed leave the group a moment later
-            try:
-                group.rmdir()
-                break
-            except OSError:
-                time.sleep(0.1)
+    """Return what a process with little memory found, as `start_all` prints it, and peaks of MiB by layout."""
+    command = [sys.executable, "-m", "advise.capped", "--triple", json.dumps(triple)]
+    peaks, until = {"none": 0}, time.monotonic() + MAX_S
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        with open(out, "w") as said, open(err, "w") as errors:
+            process = subprocess.Popen(command, stdout=said, stderr=errors)
+        while process.poll() is None and time.monotonic() < until:
+            layout = ([json.loads(line)["starts"] for line in out.read_text().splitlines()[-1:]] or ["none"])[0]
+            peaks[layout] = max(peaks.get(layout, 0), tree_bytes(process.pid) >> 20)
+            time.sleep(SAMPLE_S)
+        if process.poll() is None:
+            process.terminate()  # ranks end with it
+            process.wait()
+            return {"failed": {"all": f"no end in {MAX_S} s"}, "peaks": peaks}
+        if process.returncode:
+            why = f"exit status {process.returncode}: {err.read_text()[-300:]}"
+            return {"failed": {"all": why}, "peaks": peaks}
+        found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+    over = {each: f"{mib} MiB, more than {triple['mib']}" for each, mib in peaks.items() if mib > triple["mib"]}
+    return found | {"peaks": peaks, "failed": over | found["failed"]}
 
 
 def start_all(triple: dict[str, Any]) -> dict[str, Any]:
-    """Return the layouts that are named in this process's memory, and reasons why some of them do not serve."""
+    """Return the layouts that are named for the memory, and reasons why some of them do not serve.
+
+    Prints the name of each one before its start.
+    """
     load, failed, named = ClientLoad(*triple["load"]), dict[str, str](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
         shape = SHARED | SHAPES[triple["model"]] | {"num_hidden_layers": triple["layers"]}
         (Path(folder) / "config.json").write_text(json.dumps(shape))
         base = EngineConfig(model=Path(folder), load_format="dummy", device="cpu", dtype="float32")
+        base = replace(base, host_memory_gib=triple["mib"] / 1024)
         candidates, refused = find_candidates(base, RANKS, load)
         for each in candidates:
             named.append(str(each))
+            print(json.dumps({"starts": str(each)}), flush=True)
             try:
                 serve(each, load.per_server(each.replicas))
             except Exception as error:
                 failed[str(each)] = f"{type(error).__name__}: {error}"
-    return {"named": named, "refused": len(refused), "failed": failed}
+    return {"starts": "none", "named": named, "refused": len(refused), "failed": failed}
 
 
 def serve(candidate: Candidate, load: ClientLoad) -> None:

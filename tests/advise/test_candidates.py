@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from support import small_model
 
+from advise.capped import tree_bytes
 from engine.conftest import byte_tokenizer
 from weft.engine.advise.candidates import Candidate, ClientLoad, choose_ranks, find_candidates, layouts
 from weft.engine.config.config import EngineConfig
@@ -118,6 +121,23 @@ def test_processes_of_servers_count(models: dict[str, Path], monkeypatch: pytest
     found, refused = find_candidates(EngineConfig(model=models["llama"], device="cpu"), 2, ClientLoad(20, 8, 4))
     assert {each.replicas for each in found} == {1}
     assert "0.0 GiB for each" in next(why for name, why in refused.items() if name.startswith("2 servers"))
+
+
+FORK = """
+import os, sys
+shared = bytearray(b"x") * (64 << 20)
+own = b"" if os.fork() else bytearray(b"x") * (32 << 20)
+print(end=".", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_memory_of_processes_counts_shared_pages_once() -> None:
+    """The memory that `advise.capped` samples: 64 MiB that a fork shares, and 32 MiB that it has for itself."""
+    with subprocess.Popen([sys.executable, "-c", FORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdin and process.stdout.read(2) == b".."
+        assert 96 * MIB < tree_bytes(process.pid) < 140 * MIB
+        process.stdin.close()
 
 
 def test_a_load_of_many_clients_gets_sizes(models: dict[str, Path]) -> None:

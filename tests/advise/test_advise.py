@@ -17,7 +17,16 @@ from e2e.here import weft_here
 from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
-from weft.engine.advise.measure import grids, kept_loads, kept_times, measure, step_times
+from weft.engine.advise.measure import (
+    configs,
+    described,
+    grids,
+    kept_loads,
+    kept_path,
+    kept_times,
+    measure,
+    step_times,
+)
 from weft.engine.advise.measured_load import correct
 from weft.engine.advise.simulate import NO_API, ApiTimes
 from weft.engine.advise.step_prices import GPUS, PricedSteps
@@ -310,6 +319,15 @@ def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
     table = measure(candidate, load, lambda what, part: None)
     assert candidate.model.num_layers == 4 and set(table.decode.values()) == {10.0 + 5 * 4}
+
+
+def test_ranks_load_the_weights_of_the_model() -> None:
+    """Made-up routers choose experts more evenly than trained ones. Made-up weights have times of their own."""
+    load, formats = ClientLoad(20, 8, 1), ("auto", "dummy")
+    [[trained], [dummy]] = (find_candidates(EngineConfig(device="cpu", load_format=f), 1, load)[0] for f in formats)  # type: ignore[arg-type]
+    found = [configs(each, load, 2)[0] for each in (trained, dummy)]
+    assert [(each.load_format, each.num_layers) for each in found] == [("auto", 2), ("dummy", 2)]
+    assert kept_path(described(trained)) != kept_path(described(dummy))
 
 
 def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:

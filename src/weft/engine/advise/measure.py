@@ -1,4 +1,4 @@
-"""Times of a layout's steps on this host: its ranks run made-up steps of a load on made-up weights."""
+"""Times of a layout's steps on this host: its ranks run made-up steps of a load."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ CHECKED = "weft", "torch", "ranks"
 
 
 def configs(candidate: Candidate, load: ClientLoad, layers: int) -> list[EngineConfig]:
-    """Return the configuration of each server with made-up weights of the first `layers` layers."""
+    """Return the configuration of each server with the first `layers` layers."""
     config, (_, mixed) = candidate.config, grids(candidate, load)
     rows = max(int(decode) + -(-int(prompt) // load.input_len) for decode, prompt, _ in mixed)
-    config = replace(config, load_format="dummy", num_layers=layers, kv_tokens=candidate.given.kv_tokens)
+    # With the model's own weights, if it has any: trained routers choose experts less evenly than made-up ones.
+    config = replace(config, num_layers=layers, kv_tokens=candidate.given.kv_tokens)
     rows, tokens = max(rows, config.batch_sequences), max(rows, config.batch_tokens)
     config = replace(config, max_running=rows, max_batch_tokens=tokens)
     servers = candidate.cores[:1] if on_gpus(config) else candidate.cores  # servers share no GPU, so one tells for all
@@ -76,6 +77,7 @@ def described(candidate: Candidate) -> dict[str, Any]:
         "model": hashlib.blake2b(json.dumps(shape, sort_keys=True).encode(), digest_size=8).hexdigest(),
         "layers": candidate.model.num_layers,
         "dtype": str(dtype_of(config)),
+        "weights": config.load_format,
         "device": device_of(config, 0).type,
         "layout": {name: str(getattr(config, name)) for name in names.split()},
         "replicas": candidate.replicas,

@@ -49,7 +49,8 @@ LATENT |= dict(moe_intermediate_size=256, first_k_dense_replace=1, topk_method="
 SHAPES = {"moe": SHARED | MOE, "latent": SHARED | LATENT}
 """Shapes with made-up weights in float32: 260 M parameters with grouped queries, and 60 M with latent attention."""
 LOADS = {"short": "4x64x32", "long": "2x192x16", "mixed": "", "shared": "4x128x32x0.75", "cover": ""}
-"""Loads by name: CLIENTSxINPUTxOUTPUTxSHARED. `cover` is not run: its times hold for several other loads."""
+"""Loads by name: CLIENTSxINPUTxOUTPUTxSHARED. `cover` is not run: its times hold for several other loads. The one here
+is of unseen loads."""
 MIXED = [(24 + 40 * (at % 5), 8 + 12 * (at % 3)) for at in range(6)]
 RECORDED = {"mixed": MIXED, "cover": [(24, 1), *[(192, 40)] * 5]}
 """Requests that come at once: tokens of prompt and output."""
@@ -73,6 +74,16 @@ def unseen(seed: int) -> list[str]:
     random = Random(seed)
     sizes = ((random.randint(1, 6), random.randint(24, 192), random.randint(4, 40)) for _ in range(3))
     return ["x".join(map(str, (*each, random.choice([0, 0.5])))) for each in sizes]
+
+
+def cover_of(loads: Sequence[str]) -> list[tuple[int, int]]:
+    """Return requests that have the steps of all these loads, also where two servers share them: few steps are larger,
+    as a large one costs seconds."""
+    found = [load_of(name) for name in loads]
+    rows = max(sum(a.input_len for a in load.arrivals) or load.concurrency * load.input_len for load in found)
+    longest, output = max(load.input_len for load in found), max(load.output_len for load in found)
+    long, short, count = (longest, output), (min(load.shortest for load in found), 1), -(-rows // longest)
+    return [long, short] * count + [short] * max(2, max(load.concurrency for load in found) - 2 * count)
 
 
 def advice(
@@ -162,7 +173,7 @@ def measured(layout: dict[str, Any], load: str) -> dict[str, Any]:
     return {"tokens_s": round(sum(run["output_throughput"] for run in found), 3), **latencies}
 
 
-def measured_engines(layout: dict[str, Any], loads: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measured_engines(layout: dict[str, Any], loads: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
     """Yield the measured figures of a layout's engines in this process, without HTTP: each load's quickest round."""
     with ExitStack() as stack:
         commands = [parse(Serve, "serve", shlex.split(line)[2:]) for line in layout["commands"]]
@@ -170,7 +181,7 @@ def measured_engines(layout: dict[str, Any], loads: Sequence[str]) -> Iterator[d
         engines = [stack.enter_context(Engine(config)) for config in configs]
         for name in loads:
             load = load_of(name).per_server(layout["replicas"])
-            (ttft, ttft_p99), (itl, itl_p99), rate = run_load(engines, load, max(16, 4 * load.concurrency), 0, ROUNDS)
+            (ttft, ttft_p99), (itl, itl_p99), rate = run_load(engines, load, max(16, 4 * load.concurrency), 0, rounds)
             named = {"tokens_s": rate, "ttft_ms": ttft, "ttft_p99_ms": ttft_p99, "itl_ms": itl, "itl_p99_ms": itl_p99}
             yield {name: round(value, 3) for name, value in named.items()}
 
@@ -212,10 +223,11 @@ def measure_cells(
     rows: list[dict[str, Any]],
     out: Path,
     host: dict[str, Any],
+    rounds: int = ROUNDS,
 ) -> None:
     """Add the rows of a model's loads on a number of ranks to `rows` and to a file, but for those that are there.
 
-    until: time after which nothing is started; raises TimeoutExpired.
+    until: time after which nothing is started; raises TimeoutExpired. rounds: of `measured_engines`.
     """
 
     def left() -> float:
@@ -235,7 +247,7 @@ def measure_cells(
     for pairs in named.values():
         left()
         each = (measured(layout, row["load"]) for layout, row in pairs)
-        engines = measured_engines(pairs[0][0], [row["load"] for _, row in pairs])
+        engines = measured_engines(pairs[0][0], [row["load"] for _, row in pairs], rounds)
         for (layout, row), found in zip(pairs, each if http else engines, strict=False):
             rows.append(row | {"predicted": predicted(layout), "measured": found, "host": host})
             with out.open("a") as file:
@@ -250,6 +262,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", default=loads, help="names, or CLIENTSxINPUTxOUTPUTxSHARED")
     parser.add_argument("--ranks", type=int, nargs="+", default=counts, help="numbers of ranks")
     parser.add_argument("--engine", action="store_true", help="measure engines in this process, without HTTP")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each load on engines, after a first one")
     parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which nothing is started")
     parser.add_argument("--unseen", type=int, help="seed of three random loads, instead of --loads")
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines")
@@ -259,9 +272,11 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / "weft-advisor-grid"
     folder.mkdir(exist_ok=True)
     loads = asked.loads if asked.unseen is None else unseen(asked.unseen)
+    if asked.unseen is None:
+        RECORDED["cover"] = cover_of(loads)
     try:
         for model, ranks in product(asked.models, asked.ranks):
-            measure_cells(model, ranks, loads, folder, not asked.engine, until, rows, asked.out, host)
+            measure_cells(model, ranks, loads, folder, not asked.engine, until, rows, asked.out, host, asked.rounds)
     except subprocess.TimeoutExpired:
         print("out of time; the same command goes on", file=sys.stderr)
     asked.out.with_suffix(".md").write_text("\n".join(table(rows)) + "\n")

@@ -16,7 +16,7 @@ import pytest
 from e2e.here import weft_here
 from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
-from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates
+from weft.engine.advise.candidates import Arrival, Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import (
     configs,
     described,
@@ -448,3 +448,17 @@ def test_unseen_loads_follow_from_a_seed() -> None:
     cover = script["load_of"]("cover")
     assert all(load.concurrency <= cover.concurrency and load.input_len >= cover.shortest for load in found)
     assert all(load.input_len <= cover.input_len and load.output_len <= cover.output_len for load in found)
+
+
+@pytest.mark.parametrize(
+    "loads", [["short", "mixed", "shared"], ["short", "long", "mixed", "shared"], ["1x8x4", "3x9x9"]]
+)
+def test_times_of_the_cover_hold_for_all_loads(loads: list[str]) -> None:
+    """Also on each of two servers. Its largest step has fewer rows than all clients with the longest prompts."""
+    script = runpy.run_path(str(ROOT / "bench" / "scripts" / "advisor_grid.py"))
+    cover = ClientLoad.recorded([Arrival(0.0, *sizes) for sizes in script["cover_of"](loads)])
+    for each in find_candidates(EngineConfig(device="cpu"), 2, cover)[0]:
+        table = StepTable(*(dict.fromkeys(grid, 5.0) for grid in grids(each, cover)))
+        assert all(table.holds(*grids(each, script["load_of"](name))) for name in loads)
+        rows = max(prompt for _, prompt, _ in grids(each, cover)[1])
+        assert "mixed" not in loads or rows < 800

@@ -51,9 +51,10 @@ def grids(candidate: Candidate, load: ClientLoad) -> tuple[list[Place], list[Pla
     load = load.per_server(candidate.replicas)
     groups, limit = config.attn_dp, config.batch_sequences
     rows = min(load.concurrency, limit, 2 * -(-load.concurrency // groups))  # groups may differ in requests
-    largest = min(config.batch_tokens, rows * load.input_len)
-    recorded = MAX_ROWS // groups  # beyond it steps on CPUs are eager
-    decode = sorted({*_powers(rows, 4), rows, *(n for n in (recorded, recorded + 1) if n < rows)})
+    recorded = sum(each.input_len for each in load.arrivals) or config.batch_tokens
+    largest = min(config.batch_tokens, rows * load.input_len, recorded)
+    eager = MAX_ROWS // groups + 1  # rows from which steps on CPUs are not recorded
+    decode = sorted({*_powers(rows, 4), rows, *(n for n in (eager - 1, eager) if n < rows)})
     prompts = sorted({*_powers(largest, 16), min(load.input_len, largest), largest})
     contexts, cached = (load.shortest, load.tokens), (0, load.tokens - 1)
     return (

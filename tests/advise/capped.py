@@ -94,6 +94,7 @@ def run_capped(triple: dict[str, Any]) -> dict[str, Any]:
             why = f"exit status {process.returncode}: {err.read_text()[-300:]}"
             return {"failed": {"all": why}, "peaks": peaks}
         found: dict[str, Any] = json.loads(out.read_text().splitlines()[-1])
+        del found["starts"]
     over = {each: f"{mib} MiB, more than {triple['mib']}" for each, mib in peaks.items() if mib > triple["mib"]}
     return found | {"peaks": peaks, "failed": over | found["failed"]}
 

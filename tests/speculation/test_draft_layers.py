@@ -332,9 +332,8 @@ def test_plans_show_the_price_of_drafts(drafting_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_pausing")
-@pytest.mark.parametrize(
-    "layout", ["1x2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2x2", "dcp 2"))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["1x2", "2x2", "dcp 2"])
 def test_ranks_in_processes(drafting_dir: Path, layout: str) -> None:
     """The arena of a rank also holds the rows that a pass reads, in steps with prompts too."""
     (plain, _), _ = results(drafting_dir, drafts=False)

@@ -145,7 +145,7 @@ def decode(
     return driver.now, steps
 
 
-@pytest.mark.parametrize("sequences", [1, 12])
+@pytest.mark.parametrize("sequences", [1, pytest.param(12, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("each", "noise"), [(0.0, 0.0), (0.05, 0.2), (0.5, 0.0)])
 def test_wrong_drafts_cost_little_whatever_a_row_costs(sequences: int, each: float, noise: float) -> None:
     plain, _ = decode(0.0, sequences, drafts=0, each=each, noise=noise)

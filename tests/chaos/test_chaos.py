@@ -124,7 +124,7 @@ def another(name: str, kind: Any, default: Any) -> Any:
     if inside[0] is Path:
         return Path("x")
     if inside[0] is float:
-        return default / 2
+        return 0.5 if default is None else default / 2
     return not default if inside[0] is bool else (5 if default == 4 else 4) if inside[0] is int else "x"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import tempfile
 import threading
@@ -81,6 +82,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return CHECKS if nodeid.startswith(CHECKS) else super()._split_scope(nodeid)
 
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Undo the log of a command that runs in a test's process: its filter would change lines of later tests."""
+    loggers = logging.getLogger("weft"), logging.getLogger()
+    before = [(each.level, each.handlers[:], each.propagate) for each in loggers]
+    yield
+    for each, (level, handlers, propagate) in zip(loggers, before, strict=True):
+        each.setLevel(level)
+        each.handlers[:], each.propagate = handlers, propagate
 
 
 class ForkServerOfThreads(ForkServer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -129,23 +129,29 @@ class DraftingRank:
         self.note(self.step(GroupRows((2,), decode_tokens=count, drafts=token_bytes(drafts))))
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
-def test_drafts_are_those_of_the_definition(family: str, graphs: bool, tmp_path: Path) -> None:
-    """After prompts in chunks, and after accepted and rejected drafts, which leave nothing that is seen."""
-    small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
-    byte_tokenizer(tmp_path)
-    defined = Defined(add_draft_layer(tmp_path))
-    rank, accepted = DraftingRank(tmp_path, cuda_graphs=graphs), 0
+@torch.no_grad()
+def check_drafts(rank: DraftingRank, graphs: bool, drafts: Callable[[list[int], int], list[int]], model: Any) -> None:
+    """Compare drafts after prompts in chunks, and after accepted and rejected drafts, which leave nothing that is seen.
+
+    drafts: called with tokens and a number of drafts to expect after them. model: transformers' target.
+    """
+    accepted = 0
     assert (rank.worker.eager_because is None) == graphs
     for step in range(9):
-        assert rank.drafts == defined.drafts(rank.tokens, 4), step
-        before = len(rank.tokens)
-        with torch.no_grad():
-            right = int(defined.model(torch.tensor([rank.tokens])).logits[0, -1].argmax())
+        assert rank.drafts == drafts(rank.tokens, 4), step
+        before, right = len(rank.tokens), int(model(torch.tensor([rank.tokens])).logits[0, -1].argmax())
         rank.decode([[], [7, 8, 9], [right], [right, 5]][step % 4])
         accepted += len(rank.tokens) - before - 1
     assert accepted == 4
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_drafts_are_those_of_the_definition(family: str, graphs: bool, tmp_path: Path) -> None:
+    small_model(family, 4, tmp_path, seed=3, vocab_size=257, max_position_embeddings=256)
+    byte_tokenizer(tmp_path)
+    defined = Defined(add_draft_layer(tmp_path))
+    check_drafts(DraftingRank(tmp_path, cuda_graphs=graphs), graphs, defined.drafts, defined.model)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -198,6 +204,18 @@ def drafts_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[i
         yield noted
 
 
+def check_outputs(directory: Path, layout: str, **options: Any) -> Engine:
+    """Compare outputs with those without drafts: every parameter, in two rounds, the second one from the prefix cache.
+    Return the engine, which has ended."""
+    (plain, _), _ = results(directory, drafts=False)
+    rounds, engine = results(directory, **options, **WHOLE[layout])
+    for found in rounds:
+        same(found, plain)
+    assert any(result.cached_tokens for result in rounds[1])
+    assert engine.speculation and min(engine.speculation.drafted) > 100
+    return engine
+
+
 @pytest.mark.usefixtures("never_pausing")
 @pytest.mark.parametrize(
     "layout",
@@ -209,13 +227,7 @@ def drafts_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[i
     ],
 )
 def test_outputs_are_those_without_drafts(drafting_dir: Path, layout: str) -> None:
-    """Every parameter, in two rounds, the second one from the prefix cache."""
-    (plain, _), _ = results(drafting_dir, drafts=False)
-    rounds, engine = results(drafting_dir, speculative="mtp", **WHOLE[layout])
-    for found in rounds:
-        same(found, plain)
-    assert any(result.cached_tokens for result in rounds[1])
-    assert engine.speculation and min(engine.speculation.drafted) > 100
+    check_outputs(drafting_dir, layout, speculative="mtp")
 
 
 @pytest.mark.usefixtures("never_pausing")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from e2e.here import weft_here
@@ -16,7 +15,7 @@ from engine.conftest import byte_tokenizer
 from engine.test_engine import config
 from engine.test_hybrids import FAMILIES as OTHERS
 from speculation.eagle3 import DefinedHead, make_head
-from speculation.test_draft_layers import WHOLE, DraftingRank, drafts_noted
+from speculation.test_draft_layers import WHOLE, DraftingRank, check_drafts, check_outputs, drafts_noted
 from speculation.test_draft_models import make
 from speculation.test_outputs import GREEDY, HOW, PROMPTS, results, same
 from weft.engine.attention.caches import cached_layers
@@ -42,18 +41,10 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path
 
 
 def check_rank(target: Path, head: Path, graphs: bool, inputs: tuple[int, ...] = (0, 1, 2)) -> None:
-    """Compare drafts after prompts in chunks, and after accepted and rejected drafts, with the definition."""
+    """Compare drafts with the definition."""
     defined = DefinedHead(target, head, inputs)
-    rank, accepted = DraftingRank(target, cuda_graphs=graphs, speculative="eagle3", draft_model=head), 0
-    assert (rank.worker.eager_because is None) == graphs
-    for step in range(9):
-        assert rank.drafts == defined.drafts(rank.tokens, 4), step
-        before = len(rank.tokens)
-        with torch.no_grad():
-            right = int(defined.model(torch.tensor([rank.tokens])).logits[0, -1].argmax())
-        rank.decode([[], [7, 8, 9], [right], [right, 5]][step % 4])
-        accepted += len(rank.tokens) - before - 1
-    assert accepted == 4
+    rank = DraftingRank(target, cuda_graphs=graphs, speculative="eagle3", draft_model=head)
+    check_drafts(rank, graphs, defined.drafts, defined.model)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -96,13 +87,7 @@ def test_drafts_after_steps_without_drafts_are_those_of_the_definition(target_di
     ["1x2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("1x1", "2x1", "2x2", "ep 2", "dcp 2"))],
 )
 def test_outputs_are_those_without_drafts(target_dir: Path, head_dir: Path, layout: str) -> None:
-    """Every parameter, in two rounds, the second one from the prefix cache."""
-    (plain, _), _ = results(target_dir, drafts=False)
-    rounds, engine = results(target_dir, speculative="eagle3", draft_model=head_dir, **WHOLE[layout])
-    for found in rounds:
-        same(found, plain)
-    assert any(result.cached_tokens for result in rounds[1])
-    assert engine.speculation and min(engine.speculation.drafted) > 100
+    check_outputs(target_dir, layout, speculative="eagle3", draft_model=head_dir)
 
 
 @pytest.mark.usefixtures("never_pausing")

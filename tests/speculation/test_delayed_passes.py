@@ -17,11 +17,15 @@ from speculation.test_draft_layers import WHOLE, Defined, DraftingRank, drafts_n
 from speculation.test_outputs import GREEDY, PROMPTS, results, same
 from speculation.toy import FixedPrices
 from weft.engine.controller.engine import Engine
-from weft.engine.messages.rank_messages import Entries, GroupRows
+from weft.engine.kv.cache_spec import Rule
+from weft.engine.messages.rank_messages import Entries, GroupRows, Join, Sampling, Step
 from weft.engine.speculation import drafting
 from weft.engine.speculation.draft_prices import Price
+from weft.engine.speculation.drafting import Speculation
 from weft.engine.worker import delayed_rows
+from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.run_stats import RunStats
+from weft.engine.worker.worker import Finish, Repeatable, Worker
 
 pytestmark = pytest.mark.usefixtures("planned_once")
 Passes = list[tuple[int, ...]]
@@ -58,7 +62,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_steps_without_drafts_run_no_pass(
     drafting_dir: Path, graphs: bool, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their rows run in one pass before the next drafts, or before a page table changes, or when they are many."""
+    """Their rows run in one pass before the next drafts, before pages are freed, or when they are many."""
     defined, rank = Defined(drafting_dir), DraftingRank(drafting_dir, cuda_graphs=graphs)
 
     def decode(drafts: int, **changes: Any) -> None:
@@ -80,7 +84,9 @@ def test_steps_without_drafts_run_no_pass(
     assert found() == [(5,), (1,), (1,)]
     decode(0)
     decode(0, entries=(Entries(2, 0, 40, (41,)),))
-    assert found() == [(1,), (1,)]
+    assert not found()
+    decode(0, entries=(Entries(2, 0, 39, (-1,)),))
+    assert found() == [(2,), (1,)]
     monkeypatch.setattr(rank.worker.runner.draft.delayed, "_limit", 3)  # type: ignore[union-attr]
     for _ in range(4):
         decode(0)
@@ -140,5 +146,51 @@ def test_outputs_with_pauses_are_those_without_drafts(drafting_dir: Path, layout
     assert passes and max(map(max, passes)) <= 17
 
 
+@pytest.mark.parametrize("options", [dict(), dict(attn_dp=2, ep=2)])
+def test_a_paused_step_is_the_last_one_again(
+    drafting_dir: Path, options: dict[str, Any], passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks repeat it, and the controller sends it ahead, as without a draft layer."""
+    repeated, repeat = list[int](), Worker._repeat
+
+    def noting(worker: Worker, step: Step, last: Repeatable) -> Finish:
+        repeated.append(step.number)
+        return repeat(worker, step, last)
+
+    monkeypatch.setattr(Worker, "_repeat", noting)
+    monkeypatch.setattr(Speculation, "pause", 1024)
+    monkeypatch.setattr(FixedPrices, "value", Price(50.0, 50.0))
+    found = []
+    for source in ("off", "mtp"):
+        with Engine(config(drafting_dir, speculative=source, **options)) as engine:
+            tokens = engine.generate(PROMPTS[:1], replace(GREEDY, max_tokens=40))[0].token_ids
+            found.append((tokens, len(repeated), engine.stats().steps))
+        repeated.clear()
+    (tokens, plain, steps), (*same, paused, paused_steps) = found
+    ranks, chunks, caught_up = options.get("attn_dp", 1), 2, 2  # a pass holds 16 rows
+    assert [tokens] == same and steps == paused_steps and plain == ranks * (steps - 3)
+    assert paused == plain - ranks * caught_up and len(passes) == ranks * (chunks + caught_up)
+
+
+def test_a_delayed_row_is_not_stored_on_a_page_of_another_row() -> None:
+    """An ended sequence's page may be given away before its rows run."""
+    table, like = RowTable(4, [Rule()], 4, torch.device("cpu")), torch.zeros(1)
+    joins = tuple(Join(row, row, 6, (tuple(pages),), Sampling()) for row, pages in ((1, (5, 6)), (2, (7, 8))))
+    table.apply(GroupRows(joins=joins))
+    delayed, both = delayed_rows.DelayedRows(8, 3, like), GroupRows((1, 2))
+    for step in range(2):
+        table.advance(both)
+        delayed.add((2,), both.decode_rows, table, torch.tensor([3, 4]), torch.full((2, 3), float(step)))
+    change = GroupRows((2,), entries=(Entries(2, 0, 2, (6,)),))
+    delayed.give_away(change, table)
+    table.apply(change)
+    assert not delayed.due(Step(1, (change,))) and delayed.due(Step(1, (change,), drafts=1)) == (4,)
+    batch, hidden = delayed.taken(table)
+    assert batch.tables[0].slots.tolist() == [-1, 34, -1, 35] and batch.positions.tolist() == [6, 6, 7, 7]  # type: ignore[union-attr]
+    assert batch.tokens.tolist() == [3, 4] * 2 and hidden[:, 0].tolist() == [0, 0, 1, 1]
+    assert delayed.due(Step(1, (change,), drafts=1)) == ()
+
+
 def test_delayed_rows_are_limited_by_the_rows_of_a_step() -> None:
-    assert delayed_rows.DelayedRows(17)._limit == 17 and delayed_rows.DelayedRows(4096)._limit == delayed_rows.MAX_ROWS
+    limits = [delayed_rows.DelayedRows(rows, 1, torch.zeros(1))._limit for rows in (17, 4096)]
+    assert limits == [17, delayed_rows.MAX_ROWS["cpu"]]

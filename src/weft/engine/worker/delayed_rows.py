@@ -1,7 +1,7 @@
 """Delayed rows of the draft layer: their steps asked for no drafts.
 
-They run in one pass, before a step that asks for drafts or changes a page table. So the layer's caches have all tokens
-when they are read, and a pause costs one pass instead of one each step.
+They run in one pass, before a step that asks for drafts, brings a sequence or frees pages. So the layer's caches have
+all tokens when they are read, and a pause costs one pass instead of one each step.
 """
 
 from __future__ import annotations
@@ -14,46 +14,95 @@ import torch
 from torch import Tensor
 
 from weft.engine.attention.build_batch import SeqRows, build_batch
-from weft.engine.attention.forward_batch import Batch
-from weft.engine.messages.rank_messages import Step
+from weft.engine.attention.forward_batch import Batch, PageTables
+from weft.engine.kernels.staging import on_device
+from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.worker.row_table import RowTable
 from weft.planner.chain import Counts
 
-MAX_ROWS = 256
-"""Maximum delayed rows of a DP group: a limit of memory, and of the time of their pass."""
+MAX_ROWS = {"cpu": 256, "cuda": 1024}
+"""Maximum delayed rows of a DP group, by device: a limit of memory, and of the time of their pass."""
 
 
 def is_delayed(step: Step) -> bool:
-    """Tell whether the first pass of a step is delayed: each row decodes one token, on pages that ranks know."""
-    changed = (group.chunks or group.joins or group.entries or group.decode_tokens for group in step.groups)
+    """Tell whether the first pass of a step is delayed: each row decodes one token, and no row loses a page."""
+    changed = (group.chunks or group.joins or group.decode_tokens or _frees(group) for group in step.groups)
     return not step.drafts and not any(changed)
 
 
+def _frees(rows: GroupRows) -> bool:
+    return any(page < 0 for entry in rows.entries for page in entry.values)
+
+
 class DelayedRows:
-    """Delayed rows of a rank. limit: maximum rows of a DP group."""
+    """Delayed rows of a rank.
 
-    def __init__(self, limit: int):
-        self._limit, self._counts = min(limit, MAX_ROWS), Counter[int]()  # rows of each DP group
-        self._places, self._tokens, self._hidden = list[tuple[int, int]](), list[Tensor](), list[Tensor]()
+    limit: maximum rows of a DP group. width: elements of a hidden row. like: tensor of their dtype and device.
+    """
 
-    def add(self, step: Step, rows: Sequence[int], table: RowTable, tokens: Tensor, hidden: Tensor) -> None:
-        """Add a step that has run. rows: rows of the table. tokens, hidden: of the pass, `[T]` and `[T, width]`, which
-        are copied."""
-        self._counts.update(dict(enumerate(step.counts)))
-        self._places += [(row, table.rows[row].length - 1) for row in rows]
-        self._tokens.append(tokens.long().clamp(min=0))
-        self._hidden.append(hidden.clone())
+    def __init__(self, limit: int, width: int, like: Tensor):
+        self._limit = min(limit, MAX_ROWS[like.device.type])
+        self._counts, self._places = Counter[int](), list[tuple[int, int]]()  # rows of each DP group; row, position
+        self._pages = set[tuple[int, int]]()  # (cache group, page) of each place
+        self._lost = set[tuple[int, int]]()  # (cache group, index of a place) whose page is another row's by now
+        self._tokens = torch.zeros(self._limit, dtype=torch.int64, device=like.device)
+        self._hidden = like.new_empty(self._limit, width)
+
+    def add(
+        self, counts: Counts, rows: Sequence[int], table: RowTable, tokens: Tensor, hidden: Tensor, behind: int = 0
+    ) -> None:
+        """Add a step that has run.
+
+        Args:
+            counts: rows of each DP group.
+            rows: rows of the table, one token each.
+            tokens, hidden: of the pass, `[≥ T]` and `[≥ T, width]`, which are copied.
+            behind: steps that the table does not count yet.
+        """
+        first, size = len(self._places), table.page_size
+        for group, count in enumerate(counts):
+            self._counts[group] += count
+        for row in rows:
+            position = table.rows[row].length - 1 + behind
+            self._places.append((row, position))
+            for group, pages in enumerate(table.rows[row].tables):
+                self._pages.add((group, pages[position // size]))
+        new = slice(first, len(self._places))
+        self._tokens[new].copy_(tokens[: len(rows)])
+        self._hidden[new].copy_(hidden[: len(rows)])
+
+    def takes(self, step: Step, counts: Counts) -> bool:
+        """Tell whether a step with these counts of rows can be added to the rows that are here."""
+        return is_delayed(step) and all(self._counts[at] + n <= self._limit for at, n in enumerate(counts))
 
     def due(self, step: Step) -> Counts:
         """Return the delayed rows of each DP group that must run before a step; empty: none."""
-        waits = is_delayed(step) and all(self._counts[at] + n <= self._limit for at, n in enumerate(step.counts))
+        waits = not self._counts or self.takes(step, step.counts)
         return () if waits else tuple(self._counts[at] for at in range(len(self._counts)))
+
+    def give_away(self, rows: GroupRows, table: RowTable) -> None:
+        """Note, before a step's changes of the table, which pages of ended sequences it gives to others."""
+        if not (rows.entries and self._places):
+            return
+        given = {(entry.group, page) for entry in rows.entries for page in entry.values}
+        if given.isdisjoint(self._pages):
+            return
+        for index, (row, position) in enumerate(self._places):
+            for group, pages in enumerate(table.rows[row].tables):
+                if (group, pages[position // table.page_size]) in given:
+                    self._lost.add((group, index))
 
     def taken(self, table: RowTable) -> tuple[Batch, Tensor]:
         """Return the batch of all rows, with their hidden rows, and forget them."""
-        seqs = [SeqRows(1, position, table.rows[row].tables, 0) for row, position in self._places]
-        batch = build_batch([0] * len(seqs), seqs, table.page_size, table.rules, table.device)
-        batch, hidden = replace(batch, tokens=torch.cat(self._tokens)), torch.cat(self._hidden)
-        for each in (self._counts, self._places, self._tokens, self._hidden):
+        seqs, count = (
+            [SeqRows(1, position, table.rows[row].tables, 0) for row, position in self._places],
+            len(self._places),
+        )
+        batch = build_batch([0] * count, seqs, table.page_size, table.rules, table.device)
+        for group, tables in enumerate(batch.tables):
+            if (lost := [at for of, at in self._lost if of == group]) and isinstance(tables, PageTables):
+                tables.slots.index_fill_(0, on_device(lost, torch.int64, table.device), -1)
+        batch = replace(batch, tokens=self._tokens[:count].clamp(min=0))
+        for each in (self._counts, self._places, self._pages, self._lost):
             each.clear()
-        return batch, hidden
+        return batch, self._hidden[:count]

@@ -51,6 +51,7 @@ class RowsKept:
 
     def __init__(self, model: LanguageModel, follows: bool):
         self._model, self.embed, self._follows = model, model.embed, follows
+        self.width = model.config.hidden_size * max(1, len(model.config.tapped_layers)) if follows else 0
         self.batch: Batch | None = None
         self.rows: Tensor | None = None
 
@@ -58,7 +59,7 @@ class RowsKept:
         self.batch = batch
         if not self._follows:
             whole: Tensor = self._model(stream, batch, caches)
-            self.rows = whole[:0]
+            self.rows = whole[:, :0]
             return whole
         assert isinstance(self._model, Decoder)
         tapped, taps = list[Tensor](), bool(self._model.config.tapped_layers)
@@ -110,7 +111,8 @@ class DraftChain:
         self.kept = RowsKept(model, self.follows)
         self._layer, self._mesh, self._rank, self.planner = model.draft, mesh, rank, planner
         self._transports, self._exchanges, self._caches, self._stats = transports, exchanges, caches, stats
-        self.checksum, self.delayed = cache(self._checksum), DelayedRows(max_rows)
+        self.checksum = cache(self._checksum)
+        self.delayed = DelayedRows(max_rows, self.kept.width, model.embed.weight)
 
     def _checksum(self, passes: tuple[Counts, ...]) -> int:
         """Return the checksum of the plans of passes with these rows of each DP group."""
@@ -129,7 +131,8 @@ class DraftChain:
         """
         counts, (batch, hidden) = self.passes(step), self.kept.taken()
         if not counts:
-            self.delayed.add(step, rows.decode_rows, table, tokens if self.follows else batch.tokens, hidden)
+            shown = tokens if self.follows else batch.tokens
+            self.delayed.add(step.counts, rows.decode_rows, table, shown, hidden)
             return None
         last = on_device(last_rows(rows, accepted), torch.int64, batch.tokens.device)
         wanted = last if step.drafts and self.follows else last[:0]

@@ -228,6 +228,14 @@ class ModelRunner:
         assert isinstance(self._graphs, RecordedSteps) and self._graphs.drafts is not None
         return self._graphs.drafts.run(step, rows, table, tokens, accepted, shape)
 
+    def delay_drafts(
+        self, counts: Counts, rows: GroupRows, table: RowTable, tokens: Tensor, shape: Shape, behind: int
+    ) -> None:
+        """Delay the draft layer's pass, if any, of a step that was repeated: see `RecordedDrafts.delay`."""
+        if self.draft is not None:
+            assert isinstance(self._graphs, RecordedSteps) and self._graphs.drafts is not None
+            self._graphs.drafts.delay(counts, rows, table, tokens, shape, behind)
+
     def draft_passes(self, step: Step, table: RowTable) -> tuple[Counts, ...]:
         """Return the rows of each DP group in each pass of the draft layer, if any, before and after a step, and run
         the passes before it (`DraftChain.catch_up`). Collective."""

@@ -19,6 +19,7 @@ from weft.engine.worker.draft_chain import DraftChain, Drafts, last_rows
 from weft.engine.worker.graph_inputs import RecordedInputs, SampledRows, Shape
 from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.step_graphs import CapturedStep
+from weft.planner.chain import Counts
 from weft.stream.step_rows import CapturedRows
 
 RecordPass = Callable[[int, Callable[[CapturedRows], tuple[Tensor, ...]]], "RecordedPass"]
@@ -99,12 +100,10 @@ class RecordedDrafts:
     ) -> Drafts | None:
         """Run the passes of a step of this shape that was replayed: see `DraftChain.run`. They overwrite its logits."""
         counts, sampling, first = self._chain.passes(step), list(rows.decode_rows), self._first[shape.rows]
-        sampled = self._following[: len(tokens)].copy_(tokens.clamp(min=0))
         if not counts:
-            own, hidden = first.made[:2]
-            shown = sampled if self._chain.follows else own[: len(sampled)]
-            self._chain.delayed.add(step, rows.decode_rows, table, shown, hidden[: len(sampled)])
+            self.delay(step.counts, rows, table, tokens, shape)
             return None
+        sampled = self._following[: len(tokens)].copy_(tokens.clamp(min=0))
         first.rows.fill(counts[0])
         first.step.replay()
         self._chain.count(counts)
@@ -126,6 +125,14 @@ class RecordedDrafts:
             again.step.replay()
             found.append(torch.empty_like(found[0]).index_copy_(0, ordered, self._found[: len(last)].long()))
         return self._chain.drafts_of(found, left)
+
+    def delay(
+        self, counts: Counts, rows: GroupRows, table: RowTable, tokens: Tensor, shape: Shape, behind: int = 0
+    ) -> None:
+        """Delay the first pass of a step of this shape that was replayed. behind: as of `DelayedRows.add`."""
+        own, hidden = self._first[shape.rows].made[:2]
+        shown = tokens if self._chain.follows else own
+        self._chain.delayed.add(counts, rows.decode_rows, table, shown, hidden, behind)
 
     def prepare(self, groups: Sequence[GroupRows], record: RecordPass) -> None:
         """Record further passes behind a step of these rows, unless they are. It overwrites the recorder's memory and

@@ -203,7 +203,7 @@ class Worker:
         The result of the DP group's leader has the tokens. The caller must be in inference mode: entering it here would
         cost a good part of a step's CPU time.
         """
-        if (last := self._last) is not None and (step.groups == last.groups or _only_entries(step.groups, last.groups)):
+        if (last := self._last) is not None and self._repeats_last(step, last):
             return self._repeat(step, last)
         self._settle()
         self.held.run()
@@ -211,6 +211,8 @@ class Worker:
         rows, counts = self.held.filled(step.groups[self._group]), step.counts
         shape, drafts = self.runner.shape_of(step.groups, counts), any(group.decode_tokens for group in step.groups)
         self.profiler.begin(step.number, counts, shape)
+        if self.runner.draft is not None:
+            self.runner.draft.delayed.give_away(rows, self.table)
         self.table.apply(rows)
         if copies := [join.copy for join in rows.joins if join.copy]:
             self.runner.caches.copy(on_device(copies, torch.int64, self.table.device))
@@ -256,25 +258,37 @@ class Worker:
         output.copy()
         plan = self.runner.plan_checksum(counts, shape, passes)
         self._last = None
-        if shape is not None and not (shape.prompts or beyond or drafts or self.runner.draft):
+        if shape is not None and not (shape.prompts or beyond or drafts or step.drafts):
             again = tuple(GroupRows(group.decode_rows) for group in step.groups)
             self._last = Repeatable(again, counts, shape, tokens, plan)
         scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]
         return partial(self._result, step.number, counts, plan, output, scored_from)
+
+    def _repeats_last(self, step: Step, last: Repeatable) -> bool:
+        """Tell whether a step is the last one again, perhaps with new pages, and without a pass of a draft layer."""
+        if step.groups != last.groups and not _only_entries(step.groups, last.groups):
+            return False
+        return self.runner.draft is None or self.runner.draft.delayed.takes(step, last.counts)
 
     def _repeat(self, step: Step, last: Repeatable) -> Finish:
         """Repeat the last step for the same rows, perhaps with new pages, without looking anything up again.
 
         Most decode steps take this path. Keep it short: the thread has just woken up, so its caches are cold.
         """
-        rows = step.groups[self._group]
+        rows, draft = step.groups[self._group], self.runner.draft
         self.profiler.begin(step.number, last.counts, last.shape)
+        if draft is not None:
+            self.held.run()
         if rows.entries:
             assert self.device_rows is not None, "graphs read their rows from the device"
+            if draft is not None:
+                draft.delayed.give_away(rows, self.table)
             self.table.apply(rows)
             self.device_rows.apply(rows)
         self.runner.repeat(last.shape)
         self._repeats += 1
+        if draft is not None:
+            self.runner.delay_drafts(last.counts, rows, self.table, last.tokens, last.shape, self._repeats)
         output = StepOutput(rows, last.tokens, self.runner.sampled_tokens(len(rows.decode_rows)))
         return partial(self._result, step.number, last.counts, last.plan, output, ())
 

@@ -16,7 +16,7 @@ from engine.test_scheduler import RandomDrafts, make
 from speculation.toy import FixedPrices
 from weft.engine.scheduler.draft_rows import note_step, plan_drafts
 from weft.engine.speculation.draft_prices import REMEASURE, BucketTimes, Price, StepPrices
-from weft.engine.speculation.drafting import AcceptRates, Drafting, Speculation
+from weft.engine.speculation.drafting import PROBES, AcceptRates, Drafting, Speculation
 
 
 class Steps:
@@ -196,3 +196,30 @@ def test_a_step_that_is_recorded_does_not_hide_the_price_of_drafts() -> None:
         times.note(0.005, 3.0)
     price = times.price()
     assert price is not None and AcceptRates([0.7] * 3).best(price) == 0
+
+
+def test_a_slow_first_measurement_is_soon_corrected() -> None:
+    """Drafts are dear here, but the first steps without them took three times as long as later ones."""
+    times = BucketTimes()
+    for measured in range(3):
+        for _ in range(4):
+            times.note(0.001 if measured else 0.003, None)
+        for _ in range(60):
+            times.note(0.0045, 3.0)
+    price = times.price()
+    assert price is not None and AcceptRates([0.7] * 3).best(price) == 0
+
+
+def test_new_sequences_go_on_with_the_pauses_of_earlier_ones() -> None:
+    """Drafts that do not pay are not tried anew by each sequence, however short sequences are."""
+    speculation = Speculation(RandomDrafts(random.Random(3)), 3, 256)
+    drafted = list[int]()
+    for first in range(1, 4001, 40):
+        drafting = Drafting(speculation)
+        for step in range(first, first + 40):
+            if step >= drafting.resumes:
+                drafting.plan(Price(9.0, 9.0), step)
+            if step >= drafting.resumes and drafting.count:
+                drafted.append(step)
+    assert drafted[:PROBES] == [*range(32, 32 + PROBES)] and len(drafted) < 40, "not 4 in 40 steps"
+    assert speculation.pause > 32

@@ -8,8 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-WEIGHT, OUTLIER = 1 / 8, 1.5
-"""Weight of the last step in a mean, and its maximum time relative to the expected one."""
+WEIGHT, FASTER_WEIGHT, OUTLIER = 1 / 8, 1 / 2, 1.5
+"""Weight of the last step in a mean, that of a step without drafts which is faster than the mean, and the maximum time
+of a step relative to the expected one. Few steps without drafts are measured while drafts pay, and the first of them
+are slow."""
 REMEASURE = 256
 """Steps with drafts after which some without are measured again."""
 
@@ -38,7 +40,8 @@ class BucketTimes:
         if drafts is None:
             self._samples, self._since = self._samples + 1, 0
             known = self._plain or seconds
-            after = known + (min(seconds, OUTLIER * known) - known) * WEIGHT
+            weight = FASTER_WEIGHT if seconds < known else WEIGHT
+            after = known + (min(seconds, OUTLIER * known) - known) * weight
             self._plain = after if self._samples > 3 else min(known, seconds)  # the first ones may also be recorded
         elif self._samples:
             self._since, (fixed, each) = self._since + 1, self._line()

@@ -19,7 +19,7 @@ WEIGHT, SHARED_WEIGHT = 1 / 8, 1 / 64
 """Weight of the last step in the rates of a sequence, and in the engine's, with which new sequences begin."""
 FIRST_RATE, PROBE_RATE = 0.6, 0.25
 """Rate at each position of the first sequence, and at the first position after a pause."""
-MEASURED, PROBES = 4, 4
+MEASURED, PROBES = 8, 4
 """Steps without drafts where their time is unknown, and steps with a draft after a pause, whatever it costs."""
 MIN_PAUSE, MAX_PAUSE = 32, 1024
 """Steps of a pause. Each pause is twice as long as the one before, unless drafts paid in between."""
@@ -59,7 +59,10 @@ class Speculation:
         drafted, accepted: drafts so far by position in their row.
         rates, prices: rates of all sequences, and prices of their drafts.
         planned: maximum drafts of a row of the next step, and the price by which they were chosen.
+        pause: steps of the first pause of a new sequence: as of the last sequence that planned.
     """
+
+    pause = MIN_PAUSE
 
     def __init__(self, source: DraftSource | None, max_drafts: int, step_drafts: int):
         self.source, self.max_drafts, self.step_drafts = source, max_drafts, step_drafts
@@ -77,7 +80,7 @@ class Drafting:
         count: maximum drafts of its next row.
         resumes: step from which it drafts. Sequences resume together, since the first one's price is the highest.
         probes: step before which it drafts although that does not pay.
-        pause: steps of its next pause.
+        pause: steps of its last pause; None: it had none.
         given: drafts of the ranks for the next step alone.
     """
 
@@ -86,7 +89,7 @@ class Drafting:
     count: int = 0
     resumes: int = 0
     probes: int = 0
-    pause: int = MIN_PAUSE
+    pause: int | None = None
     given: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -94,17 +97,20 @@ class Drafting:
 
     def plan(self, price: Price | None, step: int) -> None:
         """Choose the number of drafts of the next row, in a step with this number."""
-        self.count = self.rates.best(price) if price else 0
+        self.count, pause = self.rates.best(price) if price else 0, self.pause or self.speculation.pause
         if price is None:
             self.resumes = step + MEASURED
-        elif self.count:
-            self.pause = MIN_PAUSE if step >= self.probes else self.pause
+            return
+        if self.count:
+            pause = MIN_PAUSE if step >= self.probes else pause
         elif step < self.probes:
             self.count = 1
         else:
-            self.resumes = (step + self.pause + self.pause // 2) // self.pause * self.pause
-            self.probes, self.pause = self.resumes + PROBES, min(2 * self.pause, MAX_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE) if self.probes else pause  # drafts after the last one did not pay
+            self.resumes = (step + pause + pause // 2) // pause * pause
+            self.probes = self.resumes + PROBES
             self.rates.each[0], self.rates.found = max(PROBE_RATE, self.rates.each[0]), 1.0
+        self.pause = self.speculation.pause = pause
 
     def propose(self, tokens: array[int], limit: int) -> array[int]:
         """Return up to `limit` drafts."""

@@ -101,6 +101,7 @@ class Rank:
             device="cuda" if self.gpu else "cpu",
             attention_backend=asked.backend,  # type: ignore[arg-type]
             split_vocabulary="off",
+            float8="on" if self.gpu else "off",  # as engines on GPUs
             max_running=most,
             max_choices=most,
             max_batch_tokens=max([512, most, *(p.rows for p in asked.prompts)]),

@@ -5,13 +5,16 @@ the same tokens however a step rounds. An engine without drafts records them. Th
 replaces prompt lookup, proposes the next ones, each wrong with probability 1 − rate. `accepted` is the share of drafts
 that were accepted: none is after a wrong one. `equal` is the share of outputs that are the recorded ones.
 
-With --source the engine's own source drafts instead, for completions of word problems by the embedded model, greedy.
+With --source the engine's own source drafts instead: for completions of word problems by the embedded model, greedy, or
+by the draft layer of a --preset with made-up weights, which are never right. `price` is what the engine measured: the
+time of a step in which sequences draft, in steps without; by it follows the time at any rate.
 
 The engines take turns `--turns` times. Prints a line of JSON per measurement, with medians over sequences.
 
     python bench/scripts/drafts.py --preset qwen3-30b-a3b --num-layers 16 --clients 1 16
     python bench/scripts/drafts.py --device cpu --clients 1 --tokens 96
     python bench/scripts/drafts.py --device cpu --clients 1 4 --source mtp --dtype float32
+    python bench/scripts/drafts.py --preset FOLDER_WITH_CONFIG_JSON --source mtp --clients 1 16
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ def complete(engine: Engine, clients: int, count: int, tokens: int) -> tuple[lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", help="shape with made-up weights; default: the embedded model")
+    parser.add_argument("--preset", help="shape, or folder of one, with made-up weights; default: the embedded model")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16")
@@ -122,7 +125,8 @@ def main() -> None:
     args = parser.parse_args()
     model: dict[str, Any] = {}
     if args.preset:
-        model = dict(model=preset_dir(args.preset), load_format="dummy", num_layers=args.num_layers)
+        folder = Path(args.preset) if Path(args.preset).is_dir() else preset_dir(args.preset)
+        model = dict(model=folder, load_format="dummy", num_layers=args.num_layers)
     length = args.context + args.tokens + 16
     config = EngineConfig(
         device=args.device,
@@ -134,9 +138,9 @@ def main() -> None:
         kv_tokens=-(-length // 64) * 64 * max(args.clients),
         **model,
     )
-    source, rows, own = Recorded(), list[dict[str, Any]](), args.source is not None
-    rates = [1.0] if own else args.rates
-    if not own:
+    source, rows, own = Recorded(), list[dict[str, Any]](), args.source is not None and not args.preset
+    rates = [1.0] if args.source else args.rates
+    if not args.source:
         SOURCES["ngram"] = lambda shortest, longest: source
     first: dict[int, list[list[int]]] = {}
     cases: dict[str, dict[str, Any]] = {
@@ -175,6 +179,7 @@ def main() -> None:
                             drafted=drafted,
                             accepted=round(accepted / max(1, drafted), 4),
                             equal=statistics.mean(map(operator.eq, outputs, reference)),
+                            price=engine.speculation and engine.speculation.prices.price(),
                         )
                     )
                     print(json.dumps(rows[-1]), flush=True)

@@ -20,7 +20,9 @@ from engine.test_hybrids import SIZES
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
 from models.stepfun import small_step
-from speculation.toy import Toy
+from speculation.eagle3 import make_head
+from speculation.toy import FixedPrices, Toy
+from weft.engine.assets import embedded_model_dir
 from weft.engine.attention.backend_registry import fa3_library
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
@@ -30,6 +32,8 @@ from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.messages.request import SamplingParams, Sequence
 from weft.engine.scheduler.scheduled import Scheduled
 from weft.engine.scheduler.scheduler import make_schedulers
+from weft.engine.speculation import drafting
+from weft.engine.speculation.draft_prices import Price
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.open_transports import cost_model, lacks_cost_table, open_transports
 from weft.engine.worker.step_graphs import StepGraphs
@@ -60,15 +64,16 @@ def outputs(device: str, **options: Any) -> list[tuple[int, ...]]:
     values = dict(max_running=8, kv_tokens=4096, max_model_len=256, max_batch_tokens=512)  # few graphs, to save time
     config = EngineConfig(dtype="float32", device=device, **values | options)
     with Engine(config) as engine:
-        prompts = [
-            engine.tokenizer.apply_chat_template(
-                word_problems.prompt(p.question), add_generation_prompt=True, return_dict=False
-            )
-            for p in PROBLEMS
-        ]
-        found = [result.token_ids for result in engine.generate(prompts, GREEDY)]
+        found = [result.token_ids for result in engine.generate(prompts_of(engine), GREEDY)]
         engine.check_idle()
     return found
+
+
+def prompts_of(engine: Engine) -> list[list[int]]:
+    """The prompts of all problems."""
+    template = engine.tokenizer.apply_chat_template
+    asked = (word_problems.prompt(problem.question) for problem in PROBLEMS)
+    return [template(each, add_generation_prompt=True, return_dict=False) for each in asked]
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,45 @@ def test_drafts_change_no_token(name: str, graphs: bool, monkeypatch: pytest.Mon
         stats = engine.stats()
         assert stats.failures == 0 and stats.preemptions and 0 < sum(stats.accepted) < sum(stats.drafted)
         engine.check_idle()
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("source", ["mtp", "eagle3", "draft"])
+@pytest.mark.parametrize("name", ["1x1", "1x2", "2x1"])
+def test_drafts_of_ranks(
+    name: str,
+    source: str,
+    graphs: bool,
+    expected: list[tuple[int, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are accepted as often at each position as on a CPU, and outputs stay the same; with pauses too."""
+    layout = LAYOUTS[name]
+    if layout.get("attn_dp", 1) * layout.get("attn_tp", 1) > GPUS or (not graphs and name != "1x1"):
+        pytest.skip(f"needs two of {GPUS} GPUs, or runs in one layout, to save time")
+    options: dict[str, Any] = dict(speculative=source)
+    if source == "eagle3":
+        options["draft_model"] = make_head(tmp_path / "head", embedded_model_dir())
+    elif source == "draft":
+        options["draft_model"] = embedded_model_dir()
+    monkeypatch.setattr(drafting, "StepPrices", FixedPrices)
+    monkeypatch.setattr(drafting, "MIN_PAUSE", 8)
+    values = dict(max_running=8, kv_tokens=4096, max_model_len=256, max_batch_tokens=512, dtype="float32")
+    found = []
+    for device in ("cpu", "cuda"):
+        more = layout | dict(cuda_graphs=graphs) if device == "cuda" else dict[str, Any]()
+        with Engine(EngineConfig(device=device, **values | options | more)) as engine:
+            asked = prompts_of(engine)
+            for value, params in ((-1e-3, GREEDY), (50.0, replace(GREEDY, max_tokens=30))):
+                monkeypatch.setattr(FixedPrices, "value", Price(max(0.0, value), value))
+                one_by_one = [engine.generate([prompt], params)[0].token_ids for prompt in asked[:4]]
+                found.append((one_by_one, engine.stats().drafted, engine.stats().accepted))
+            if device == "cuda":
+                assert [result.token_ids for result in engine.generate(asked, GREEDY)] == expected
+            assert engine.stats().failures == 0
+            engine.check_idle()
+    assert found[:2] == found[2:] and found[0][0] == expected[:4] and 0 < sum(found[0][1]) < sum(found[1][1])
 
 
 @pytest.mark.parametrize("name", ["1x1", "1x2", "1x2 split", "2x1"])

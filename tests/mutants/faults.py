@@ -755,7 +755,7 @@ OWN = [
     ),
     Fault(
         "further passes of recorded drafts begin behind a stale key",
-        "engine/worker/recorded_drafts.py",
+        "engine/worker/draft_graphs.py",
         "[table.rows[row].length for row in rows]",
         "[table.rows[row].length + 1 for row in rows]",
         ("tests/speculation/test_draft_models.py::test_drafts_are_those_of_the_definition",),

@@ -87,7 +87,7 @@ def test_steps_without_drafts_run_no_pass(
     assert not found()
     decode(0, entries=(Entries(2, 0, 39, (-1,)),))
     assert found() == [(2,), (1,)]
-    monkeypatch.setattr(rank.worker.runner.draft.delayed, "_limit", 3)  # type: ignore[union-attr]
+    monkeypatch.setattr(rank.worker.runner.draft.delayed, "limit", 3)  # type: ignore[union-attr]
     for _ in range(4):
         decode(0)
     assert found() == [(3,)]
@@ -192,5 +192,5 @@ def test_a_delayed_row_is_not_stored_on_a_page_of_another_row() -> None:
 
 
 def test_delayed_rows_are_limited_by_the_rows_of_a_step() -> None:
-    limits = [delayed_rows.DelayedRows(rows, 1, torch.zeros(1))._limit for rows in (17, 4096)]
+    limits = [delayed_rows.DelayedRows(rows, 1, torch.zeros(1)).limit for rows in (17, 4096)]
     assert limits == [17, delayed_rows.MAX_ROWS["cpu"]]

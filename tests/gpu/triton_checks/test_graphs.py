@@ -25,7 +25,10 @@ from engine.test_hybrids import SIZES
 from gpu.triton_checks.worker import INTERPRETED
 from models.oss import small_gpt_oss
 from models.qwen35 import small_qwen35
-from speculation.toy import Toy
+from speculation.draft_layers import add_draft_layer
+from speculation.eagle3 import make_head
+from speculation.test_draft_layers import drafts_noted
+from speculation.toy import FixedPrices, Toy
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.attention.backend_registry import TRITON
 from weft.engine.attention.caches import cached_layers
@@ -37,11 +40,16 @@ from weft.engine.kernels.triton import delta_chunks
 from weft.engine.messages.request import SamplingParams
 from weft.engine.models.layers import deltanet
 from weft.engine.models.load import dummy_model
+from weft.engine.speculation import drafting as drafting_module
+from weft.engine.speculation.draft_prices import Price
+from weft.engine.speculation.drafting import Speculation
 from weft.engine.worker import graph_inputs as inputs
 from weft.engine.worker import model_runner as runner
 from weft.engine.worker import step_graphs as graphs
 from weft.engine.worker import worker
 from weft.engine.worker.device_rows import DeviceRows
+from weft.engine.worker.draft_chain import RowsKept
+from weft.engine.worker.draft_graphs import CapturedPass, Pass
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.memory import CacheNeed, measure
 from weft.engine.worker.split_vocabulary import SplitVocabulary
@@ -71,10 +79,33 @@ class Repeated:
         yield
         self.graphs, self.shape, self.counts, self.logits = self.last.step
         self.logits.fill_(float("nan"))
+        self.read = self.read_by_drafts()
 
     def replay(self) -> None:
         self.seen.append(self.shape)
         self.logits.copy_(self.graphs._step(self.shape, self.counts))
+        for to, found in zip(self.read, self.read_by_drafts(), strict=True):
+            to.copy_(found)
+
+    def read_by_drafts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the step that delayed rows copy."""
+        kept = self.graphs._model
+        return (
+            (kept.batch.tokens, kept.rows)
+            if isinstance(kept, RowsKept) and kept.batch and kept.rows is not None
+            else ()
+        )
+
+
+class RepeatedPass:
+    """Stand-in for the graph of a pass of a draft layer."""
+
+    def __init__(self, counts: CapturedRows, run: Pass):
+        self.counts, self.run, self.made = counts, run, run(counts)
+
+    def replay(self) -> None:
+        for to, found in zip(self.made, self.run(self.counts), strict=True):
+            to.copy_(found)
 
 
 @pytest.fixture
@@ -100,6 +131,12 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
     monkeypatch.setattr(Repeated, "seen", seen, raising=False)
     monkeypatch.setattr(StepGraphs, "_step", stepped)
     monkeypatch.setattr(StepGraphs, "capture", captured_in_full)
+
+    def captured_pass(graphs: StepGraphs, counts: CapturedRows, run: Pass) -> CapturedPass:
+        again = RepeatedPass(counts, run)
+        return CapturedPass(again, counts, again.made)
+
+    monkeypatch.setattr(StepGraphs, "capture_pass", captured_pass)
     monkeypatch.setattr(graphs, "captured_rows", rows_of)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Repeated)
     monkeypatch.setattr(torch.cuda, "graph", Repeated.capturing)
@@ -181,6 +218,41 @@ def test_drafts(
         assert stats.failures == 0 and len(captured) == stats.steps, "every step is a graph's"
         assert 0 < sum(stats.accepted) < sum(stats.drafted) and max(decode_rows_of(captured)) > 3
         engine.check_idle()
+
+
+def drafting(folder: Path, source: str) -> dict[str, Any]:
+    """Make a small model in a folder, with a source of drafts. Returns its options."""
+    byte_model(folder)
+    if source == "mtp":
+        add_draft_layer(folder)
+        return dict(speculative="mtp")
+    make_head(folder / "head", folder)
+    return dict(speculative="eagle3", draft_model=folder / "head")
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+@pytest.mark.parametrize("source", ["mtp", pytest.param("eagle3", marks=pytest.mark.nightly)])
+def test_drafts_of_ranks(
+    source: str, pauses: bool, captured: list[Shape], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are the same as behind recorded steps on CPUs, after prompts in chunks, accepted and rejected drafts."""
+    monkeypatch.setattr(drafting_module, "StepPrices", FixedPrices)
+    monkeypatch.setattr(FixedPrices, "value", Price(50.0, 50.0) if pauses else Price(0.0, -1e-3))
+    monkeypatch.setattr(Speculation, "pause", 6)
+    options, found = dict(max_batch_tokens=8, max_running=3, **drafting(tmp_path, source)), []
+    asked = [FEW[0][:7], FEW[1][:1], *FEW[2:]]  # graphs have the row of the second one first
+    for captures in (False, True):
+        with drafts_noted(monkeypatch) as noted, Engine(config(tmp_path, cuda_graphs=captures, **options)) as engine:
+            outputs = [
+                result.token_ids
+                for how in (replace(PLAIN, max_tokens=12), SEEDED)
+                for result in (*engine.generate(asked[:1], how), *generate_together(engine, asked, how))
+            ]
+            assert engine.stats().failures == 0 and engine.speculation and engine.speculation.drafted[0]
+            engine.check_idle()
+        found.append((outputs, noted[:]))
+    assert captured and any(shape.prompts for shape in captured)
+    assert found[0] == found[1] and len(found[0][1]) > 6
 
 
 FEW_HEADS = dict(

@@ -209,9 +209,9 @@ class SpeculationOptions(OptionGroup):
 
     speculative: Literal["off", "ngram", "mtp", "eagle3", "draft", "auto"] = "off"
     """Source of drafts, which the model checks in one step. ngram: the tokens after an earlier occurrence of a
-    sequence's last tokens. mtp: the checkpoint's draft layer; eagle3: an EAGLE-3 head; draft: another model; all three
-    on CPUs only so far. auto: mtp if it can run and is a tenth of the layers or less, otherwise ngram, and off for
-    recurrent states. Sequences pause while drafts do not pay."""
+    sequence's last tokens. mtp: the checkpoint's draft layer; eagle3: an EAGLE-3 head; draft: another model. auto: mtp
+    if it can run and is a tenth of the layers or less, otherwise ngram, and off for recurrent states. Sequences pause
+    while drafts do not pay."""
     draft_model: Path | None = None
     """Model that drafts: smaller, with the same vocabulary, or an EAGLE-3 head; given like the first argument. Requires
     draft or eagle3."""

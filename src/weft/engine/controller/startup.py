@@ -190,8 +190,6 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
         check_draft_layer(model, config.split_vocabulary)
     if config.num_layers is not None and config.speculative in ("mtp", "eagle3"):
         raise LayoutError(f"{option} needs all layers of the model: drop --num-layers, or the option")
-    if config.drafts_on_ranks and on_gpus(config):
-        raise LayoutError(f"{option} runs on CPUs only so far: drop the option, or use --device cpu")
     if any(isinstance(spec, Recurrent) for spec in declared_caches(config, model)):
         raise LayoutError(
             f"{option} does not support models with recurrent states, which cannot be undone: drop the option"

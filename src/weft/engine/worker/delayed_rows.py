@@ -37,16 +37,17 @@ def _frees(rows: GroupRows) -> bool:
 class DelayedRows:
     """Delayed rows of a rank.
 
-    limit: maximum rows of a DP group. width: elements of a hidden row. like: tensor of their dtype and device.
+    limit: maximum rows of a DP group, and an attribute, at most MAX_ROWS. width: elements of a hidden row. like: tensor
+    of their dtype and device.
     """
 
     def __init__(self, limit: int, width: int, like: Tensor):
-        self._limit = min(limit, MAX_ROWS[like.device.type])
+        self.limit = min(limit, MAX_ROWS[like.device.type])
         self._counts, self._places = Counter[int](), list[tuple[int, int]]()  # rows of each DP group; row, position
         self._pages = set[tuple[int, int]]()  # (cache group, page) of each place
-        self._lost = set[tuple[int, int]]()  # (cache group, index of a place) whose page is another row's by now
-        self._tokens = torch.zeros(self._limit, dtype=torch.int64, device=like.device)
-        self._hidden = like.new_empty(self._limit, width)
+        self._lost = set[tuple[int, int]]()  # (cache group, index of a place): its page is another row's
+        self._tokens = torch.zeros(self.limit, dtype=torch.int64, device=like.device)
+        self._hidden = like.new_empty(self.limit, width)
 
     def add(
         self, counts: Counts, rows: Sequence[int], table: RowTable, tokens: Tensor, hidden: Tensor, behind: int = 0
@@ -73,7 +74,7 @@ class DelayedRows:
 
     def takes(self, step: Step, counts: Counts) -> bool:
         """Tell whether a step with these counts of rows can be added to the rows that are here."""
-        return is_delayed(step) and all(self._counts[at] + n <= self._limit for at, n in enumerate(counts))
+        return is_delayed(step) and all(self._counts[at] + n <= self.limit for at, n in enumerate(counts))
 
     def due(self, step: Step) -> Counts:
         """Return the delayed rows of each DP group that must run before a step; empty: none."""

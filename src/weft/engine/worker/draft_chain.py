@@ -23,7 +23,7 @@ from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.attention.caches import Caches, StepCaches
 from weft.engine.attention.forward_batch import Batch, PageTables
 from weft.engine.kernels.staging import on_device
-from weft.engine.messages.rank_messages import GroupRows, Step
+from weft.engine.messages.rank_messages import Chunk, GroupRows, Step
 from weft.engine.models.layers.decoder import Decoder
 from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.delayed_rows import DelayedRows, is_delayed
@@ -136,7 +136,7 @@ class DraftChain:
             return None
         last = on_device(last_rows(rows, accepted), torch.int64, batch.tokens.device)
         wanted = last if step.drafts and self.follows else last[:0]
-        given = following(rows, batch, tokens) if self.follows else batch
+        given = replace(batch, tokens=following(rows, batch.tokens, tokens)) if self.follows else batch
         states, logits = self._pass(counts[0], replace(given, sample_rows=wanted), hidden)
         self.count(counts)
         if not step.drafts:
@@ -144,9 +144,8 @@ class DraftChain:
         if self.follows:
             found, states = [logits.argmax(-1)], states.index_select(0, last)
         else:
-            at, more = last_rows(rows, accepted)[: len(rows.decode_rows)], rows.sampling_count - len(rows.decode_rows)
-            at += range(rows.decode_count, rows.decode_count + more)
-            found = [tokens[on_device(at, torch.int64, tokens.device)].long().clamp(min=0)]
+            last = on_device(last_sampled(rows, accepted), torch.int64, tokens.device)
+            found = [tokens[last].long().clamp(min=0)]
         sampling = rows.sampling_rows
         for ahead, of_groups in enumerate(counts[1:]):
             states, logits = self._pass(of_groups, next_rows(table, sampling, ahead, found[-1]), states)
@@ -185,24 +184,42 @@ class DraftChain:
         return [first + max(0, min(more, drafts - first)) for more in left]
 
     def _pass(self, counts: Counts, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return self.walk(StepRows(self._mesh, self._rank, counts), counts, batch, hidden, self._stats.times())
+        rows = StepRows(self._mesh, self._rank, counts)
+        return self.walk(self.planner, counts, rows, batch, hidden, self._stats.times())
 
     def walk(
-        self, rows: StepRows, counts: Counts, batch: Batch, hidden: Tensor, times: StepTimes | None = None
+        self,
+        planner: Planner,
+        counts: Counts,
+        rows: StepRows,
+        batch: Batch,
+        hidden: Tensor,
+        times: StepTimes | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer along its plan. Returns its rows, and the logits of the batch's sampled rows.
+        """Run the layer along a plan. Returns its rows, and the logits of the batch's sampled rows.
 
         Args:
+            planner, counts: of the plan.
             rows: rows of the pass.
-            counts: rows of each DP group, for the plan.
             batch, hidden: as of the layer.
             times: not None if the pass is timed.
         """
-        stream = Stream(self.planner.plan(counts), self._transports, rows, times, self._exchanges)
-        with self._exchanges.planned_by(self.planner.blocks):
+        stream = Stream(planner.plan(counts), self._transports, rows, times, self._exchanges)
+        with self._exchanges.planned_by(planner.blocks):
             states, logits = self._layer(stream, batch, self._caches.plan(batch), hidden)
             stream.finish()
         return states, logits
+
+    def rehearse(self, counts: Counts) -> None:
+        """Run the first pass of a step that has just run, to measure its memory. Collective."""
+        self._pass(counts, *self.kept.taken())
+
+    def bytes(self, graph_rows: int, sampled: int) -> int:
+        """Return the bytes of the rows that graphs of `graph_rows` decode rows in all, of up to `sampled` in one, and
+        delayed rows keep."""
+        weight = self.model.embed.weight
+        of_step, own = self.kept.width * weight.element_size(), self._layer.width * weight.element_size()
+        return of_step * (graph_rows + self.delayed.limit) + 2 * own * sampled
 
     def count(self, passes: Sequence[Counts]) -> None:
         """Count passes in the statistics."""
@@ -210,32 +227,42 @@ class DraftChain:
             self._stats.ran_draft(counts)
 
 
-def last_rows(rows: GroupRows, accepted: Sequence[int]) -> list[int]:
-    """Return the row of a step at which each sequence that samples ends, after its accepted drafts."""
+def last_sampled(rows: GroupRows, accepted: Sequence[int]) -> list[int]:
+    """Return the index in `sampled_rows` of the last accepted token of each sequence that samples."""
     kept, firsts = accepted or (1,) * len(rows.decode_rows), accumulate((n for _, n in rows.decode_each), initial=0)
     last = [first + count - 1 for first, count, _ in zip(firsts, kept, rows.decode_rows, strict=False)]
+    prompts = rows.sampling_count - len(last)
+    return [*last, *range(rows.decode_count, rows.decode_count + prompts)]
+
+
+def last_rows(rows: GroupRows, accepted: Sequence[int]) -> list[int]:
+    """Return the row of a step at which each sequence that samples ends, after its accepted drafts."""
     ends = accumulate((chunk.count for chunk in rows.chunks), initial=rows.decode_count)
-    return last + [end + chunk.count - 1 for end, chunk in zip(ends, rows.chunks, strict=False) if chunk.samples]
+    chunks = [end + chunk.count - 1 for end, chunk in zip(ends, rows.chunks, strict=False) if chunk.samples]
+    return last_sampled(rows, accepted)[: len(rows.decode_rows)] + chunks
 
 
-def following(rows: GroupRows, batch: Batch, tokens: Tensor) -> Batch:
-    """Return the batch of a first pass, with the token after each row. Arguments are as of `DraftChain.run`.
+def following(rows: GroupRows, own: Tensor, tokens: Tensor, chunks: Sequence[Chunk] | None = None) -> Tensor:
+    """Return the token after each row of a step, int64 `[T]`.
 
     The rows of rejected drafts have tokens too. What they leave in the cache lies behind the sequence's length.
+
+    Args:
+        rows: this DP group's part of the step.
+        own: int64 `[T]`, the tokens of the rows.
+        tokens: int32 `[S]`, sampled tokens of `rows.sampled_rows`.
+        chunks: the chunks in the order of their rows; None: as in `rows`.
     """
-    sampled, known, end = [*range(rows.decode_count)], list[tuple[int, int]](), rows.decode_count
-    for chunk in rows.chunks:
-        end += chunk.count
-        if chunk.samples:
-            sampled.append(end - 1)
-        else:
-            known.append((end - 1, chunk.following))
-    device, shifted = batch.tokens.device, batch.tokens.roll(-1)
-    shifted[on_device(sampled, torch.int64, device)] = tokens.long().clamp(min=0)
+    ends = accumulate((chunk.count for chunk in chunks or rows.chunks), initial=rows.decode_count - 1)
+    last = dict(zip((chunk.row for chunk in chunks or rows.chunks), [*ends][1:], strict=True))
+    sampled = [*range(rows.decode_count), *(last[chunk.row] for chunk in rows.chunks if chunk.samples)]
+    known = [(last[chunk.row], chunk.following) for chunk in rows.chunks if not chunk.samples]
+    shifted = own.roll(-1)
+    shifted[on_device(sampled, torch.int64, own.device)] = tokens.long().clamp(min=0)
     if known:
-        at, values = on_device(known, torch.int64, device).unbind(1)
+        at, values = on_device(known, torch.int64, own.device).unbind(1)
         shifted[at] = values
-    return replace(batch, tokens=shifted)
+    return shifted
 
 
 def next_rows(table: RowTable, sampling: Sequence[int], ahead: int, drafts: Tensor) -> Batch:

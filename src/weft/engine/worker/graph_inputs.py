@@ -21,7 +21,7 @@ from weft.engine.kernels.staging import fill
 from weft.engine.kernels.step_inputs import StepInputs, TablePieces, table_pieces
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.kv.tokens import token_array
-from weft.engine.messages.rank_messages import GroupRows
+from weft.engine.messages.rank_messages import Chunk, GroupRows
 from weft.engine.worker.device_rows import DeviceRows
 from weft.planner.prices import Recipes
 from weft.planner.recipes import Prompt
@@ -104,6 +104,11 @@ def captures_prompts(caches: Caches, recipes: Recipes) -> bool:
     sharded = [backend.local for _, backend in caches.paged if isinstance(backend, ContextParallel)]
     gathers = recipes.get(Prompt) == "gather"
     return by_starts and all(local.prompts.captures_sharded and not gathers for local in sharded)
+
+
+def in_graph_order(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Return the chunks of a step as graphs have their rows: chunks of one row first."""
+    return sorted(chunks, key=lambda chunk: chunk.count > 1)
 
 
 class DecodeTokens(NamedTuple):
@@ -211,7 +216,7 @@ class PromptInputs:
 
     def put(self, group_rows: GroupRows) -> int:
         """See `Inputs.put`."""
-        own, chunks = decode_tokens(group_rows), sorted(group_rows.chunks, key=lambda chunk: chunk.count > 1)
+        own, chunks = decode_tokens(group_rows), in_graph_order(group_rows.chunks)
         count, rows = len(own.rows), [*own.rows, *(chunk.row for chunk in chunks)]
         starts = [*range(count), *itertools.accumulate((c.count for c in chunks), initial=count)]
         at = {chunk.row: i for i, chunk in enumerate(chunks, count)}

@@ -248,7 +248,10 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        runner.forward(batch, (len(batch.tokens),) * config.attn_dp)
+        counts = (len(batch.tokens),) * config.attn_dp
+        runner.forward(batch, counts)
+        if runner.draft is not None:
+            runner.draft.rehearse(counts)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # Graphs share one pool, sized by the largest graph; a graph with prompts also attends as a decode step does. Each
@@ -262,6 +265,8 @@ def measure(make: MakeRunner, cache: CacheNeed, model: ModelConfig) -> Memory:
     )
     largest = max(peaks) + MAX_ELEMENTS * weight.element_size() * (expands and (prompts or config.dcp == 1))
     graphs = peaks[-1] + largest * prompts + sampled * logits
+    if runner.draft is not None:
+        largest += runner.draft.bytes(sum(decode_capacities(config.batch_sampled)), config.batch_sampled)
     del runner, batch, batches
     gc.collect()
     torch.cuda.empty_cache()

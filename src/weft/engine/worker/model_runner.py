@@ -19,6 +19,7 @@ from weft.engine.messages.rank_messages import GroupRows, Planned, Step
 from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.draft_chain import DraftChain, Drafts, RowsKept
+from weft.engine.worker.draft_graphs import DraftGraphs
 from weft.engine.worker.exchange_times import Timer, exchange_times, graph_seconds, host_seconds
 from weft.engine.worker.graph_inputs import DecodeInputs, Inputs, PromptInputs, RecordedInputs, Shape, captures_prompts
 from weft.engine.worker.planning import plan_model, sharded_context
@@ -29,7 +30,7 @@ from weft.engine.worker.run_stats import RunStats
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.kernels.cpu_rows import MAX_ROWS
-from weft.planner.chain import Counts
+from weft.planner.chain import Chain, Counts
 from weft.planner.cost import Costs
 from weft.planner.cost import costs as load_costs
 from weft.planner.dcp import ShardedContext
@@ -167,12 +168,19 @@ class ModelRunner:
         able = counting if any(t.entry.spans(self.mesh.hosts) for t in counting.values()) else self.transports
         offers = [offer for offer in self.planner.offers if offer.transport in able]
         on_device = all(t.entry.takes_live_sizes for t in able.values())  # including the first row of each group
-        chain, choice, recipes = self.planner.chain, self.planner.choice, self.planner.blocks.recipes
-        planner = Planner(self.mesh, chain, offers, choice, slices_copy=on_device, recipes=recipes)
+        choice, recipes = self.planner.choice, self.planner.blocks.recipes
+
+        def planner_of(chain: Chain) -> Planner:
+            return Planner(self.mesh, chain, offers, choice, slices_copy=on_device, recipes=recipes)
+
+        planner = planner_of(self.planner.chain)
         inputs: list[Inputs] = [DecodeInputs(rows, self.rules, self._page_size)]
         if self.captures_prompts:
             inputs.append(PromptInputs(rows, self.rules, self._page_size, max_rows))
         self._graphs = StepGraphs(*self._capturing(planner.plan, able, rows, inputs))
+        if self.draft is not None:
+            of_drafts = self.draft, planner_of(self.draft.planner.chain)
+            self._graphs.drafts = DraftGraphs(*of_drafts, rows, self.rules, self._page_size, max_rows)
         with self.exchanges.planned_by(planner.blocks):
             self._graphs.capture(progress)
         self.exchanges.ran.clear()
@@ -185,7 +193,8 @@ class ModelRunner:
         inputs = RecordedInputs(rows, self.rules, self._page_size).limit(MAX_ROWS // self.mesh.attn_dp)
         graphs = RecordedSteps(*self._capturing(self.planner.plan, self.transports, rows, [inputs]))
         if self.draft is not None:
-            graphs.drafts = RecordedDrafts(self.draft, rows, self.rules, self._page_size)
+            of_drafts = self.draft, self.draft.planner
+            graphs.drafts = RecordedDrafts(*of_drafts, rows, self.rules, self._page_size, rows.max_sampled)
         graphs.capture()
         self._graphs = None if graphs.refusal else graphs
         return graphs.refusal
@@ -225,15 +234,15 @@ class ModelRunner:
             return None
         if shape is None:
             return self.draft.run(step, rows, table, tokens, accepted)
-        assert isinstance(self._graphs, RecordedSteps) and self._graphs.drafts is not None
+        assert self._graphs is not None and self._graphs.drafts is not None
         return self._graphs.drafts.run(step, rows, table, tokens, accepted, shape)
 
     def delay_drafts(
         self, counts: Counts, rows: GroupRows, table: RowTable, tokens: Tensor, shape: Shape, behind: int
     ) -> None:
-        """Delay the draft layer's pass, if any, of a step that was repeated: see `RecordedDrafts.delay`."""
+        """Delay the draft layer's pass, if any, of a step that was repeated: see `DraftGraphs.delay`."""
         if self.draft is not None:
-            assert isinstance(self._graphs, RecordedSteps) and self._graphs.drafts is not None
+            assert self._graphs is not None and self._graphs.drafts is not None
             self._graphs.drafts.delay(counts, rows, table, tokens, shape, behind)
 
     def draft_passes(self, step: Step, table: RowTable) -> tuple[Counts, ...]:

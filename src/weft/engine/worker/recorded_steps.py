@@ -16,12 +16,13 @@ from torch import Tensor
 
 from weft.engine.kernels import cpu_ops
 from weft.engine.messages.rank_messages import GroupRows
+from weft.engine.worker.draft_graphs import CapturedPass, Pass
 from weft.engine.worker.graph_inputs import SampledRows, Shape
-from weft.engine.worker.recorded_drafts import RecordedDrafts, RecordedPass
+from weft.engine.worker.recorded_drafts import RecordedDrafts
 from weft.engine.worker.recorder import NotRecordable, Recorder, StepRecording
 from weft.engine.worker.step_graphs import StepGraphs
 from weft.planner.chain import Counts
-from weft.stream.step_rows import CapturedRows, captured_rows
+from weft.stream.step_rows import CapturedRows
 
 _log = logging.getLogger(__name__)
 
@@ -52,20 +53,18 @@ class RecordedSteps(StepGraphs):
         if shape is not None and shape not in self._graphs:
             self._record(shape)
         if self.drafts is not None and shape in self._graphs:
-            self.drafts.prepare(groups, self.record_pass)
+            self.drafts.prepare(groups, self.empty_rows, self.capture_pass)
         return shape if shape in self._graphs else None
 
     @torch.inference_mode()
     def _record(self, shape: Shape) -> None:
-        mesh, recorder = self._mesh, self._recorder
-        counts = captured_rows(self._transports.values(), mesh, self._rank, shape.rows, self._device)
-        counts.fill((0,) * mesh.attn_dp)
+        recorder, counts = self._recorder, self.empty_rows(shape.rows)
         step, ran = int(self._rows.steps), dict(self._exchanges.ran)
         try:
             with self._recording() as recording:
                 logits = self._step(shape, counts)
             if self.drafts is not None:
-                self.drafts.record_first(shape.rows, self.record_pass)
+                self.drafts.capture_first(shape, counts, self.capture_pass)
         except NotRecordable as error:
             self.refusal = str(error)
             if self._graphs:  # otherwise the rank reports it when it is ready
@@ -87,16 +86,14 @@ class RecordedSteps(StepGraphs):
             yield recorded.enter_context(self._recorder.recording())
 
     @torch.inference_mode()
-    def record_pass(self, rows: int, run: Callable[[CapturedRows], tuple[Tensor, ...]]) -> RecordedPass:
-        """Record a pass of the draft layer of up to `rows` rows per DP group, without a live row: see `RecordPass`."""
-        counts = captured_rows(self._transports.values(), self._mesh, self._rank, rows, self._device)
-        counts.fill((0,) * self._mesh.attn_dp)
+    def capture_pass(self, counts: CapturedRows, run: Pass) -> CapturedPass:
+        """Record a pass of the draft layer, without a live row."""
         ran = dict(self._exchanges.ran)
         with self._recording() as recording:
             made = run(counts)
         self._exchanges.ran.clear()
         self._exchanges.ran.update(ran)
-        return RecordedPass(recording, counts, tuple(map(self._recorder.borrowed, made)))
+        return CapturedPass(recording, counts, tuple(map(self._recorder.borrowed, made)))
 
     def _sample(self, logits: Tensor, sampled: SampledRows) -> None:
         rows, split = self._rows, self._vocabulary

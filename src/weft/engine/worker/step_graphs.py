@@ -11,7 +11,8 @@ from __future__ import annotations
 import bisect
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from weft.comm.transport import Transport
 from weft.engine.attention.caches import Caches
 from weft.engine.messages.rank_messages import GRAPH_PARAMETERS, SHARE_PARAMETERS, GroupRows
 from weft.engine.models.layers.model_config import LanguageModel
+from weft.engine.worker.captured_step import CapturedStep
 from weft.engine.worker.device_rows import DeviceRows
+from weft.engine.worker.draft_graphs import CapturedPass, DraftGraphs, Pass
 from weft.engine.worker.graph_inputs import Inputs, SampledRows, Shape
 from weft.engine.worker.pinned_tokens import PinnedTokenRing
 from weft.engine.worker.split_vocabulary import SplitVocabulary
@@ -31,11 +34,7 @@ from weft.stream.block_exchanges import BlockExchanges
 from weft.stream.step_rows import CapturedRows, captured_rows
 from weft.stream.stream import Stream
 
-
-class CapturedStep(Protocol):
-    """Captured step."""
-
-    def replay(self) -> None: ...
+T = TypeVar("T")
 
 
 class StepGraphs:
@@ -53,9 +52,11 @@ class StepGraphs:
 
     Attributes:
         greedy: every row's greatest logit is sampled, whatever its parameters.
+        drafts: graphs of the draft layer; None: it has none.
     """
 
     greedy = False
+    drafts: DraftGraphs | None = None
 
     def __init__(
         self,
@@ -88,27 +89,54 @@ class StepGraphs:
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture every graph, the largest first, so that all share its memory. Collective. progress(done, of)."""
-        pool, shapes, groups = torch.cuda.graph_pool_handle(), self.shapes[::-1], self._mesh.attn_dp
+        self._pool, shapes = torch.cuda.graph_pool_handle(), self.shapes[::-1]
         gc.collect()
         gc.freeze()  # keep permanent objects out of the collections below
         for shape in shapes:  # run once before: kernels compile at first use, which a capture does not allow
             if shape.rows not in self._counts:
-                capacity = self._mesh, self._rank, shape.rows, self._device
-                self._counts[shape.rows] = captured_rows(self._transports.values(), *capacity)
-                self._counts[shape.rows].fill((0,) * groups)
+                self._counts[shape.rows] = self.empty_rows(shape.rows)
             self._step(shape, self._counts[shape.rows])
+            if self.drafts is not None:
+                self.drafts.first_pass(shape)(self._counts[shape.rows])
             torch.cuda.synchronize()
         self._rows.writes.capture()
         for done, shape in enumerate(shapes):
-            gc.collect()  # a tensor freed during a capture would be lost to the graph
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                logits = self._step(shape, self._counts[shape.rows])
-            self._graphs[shape] = (graph, logits)
+            counts = self._counts[shape.rows]
+            self._graphs[shape] = self._captured(partial(self._step, shape, counts))
+            if self.drafts is not None:
+                self.drafts.capture_first(shape, counts, self.capture_pass)
             if progress:
                 progress(done + 1, len(shapes))
+        if self.drafts is not None:
+            self._capture_further(self.drafts)
         gc.unfreeze()
         self._rows.steps.zero_()  # no graph has been replayed yet
+
+    def _capture_further(self, drafts: DraftGraphs) -> None:
+        for sequences in drafts.further[::-1]:
+            counts = self.empty_rows(sequences)
+            drafts.next_pass(sequences)(counts)  # once before, as for steps
+            torch.cuda.synchronize()
+            drafts.capture_next(sequences, counts, self.capture_pass)
+
+    def empty_rows(self, rows: int) -> CapturedRows:
+        """Return counts of no rows, with a capacity of `rows` rows per DP group."""
+        counts = captured_rows(self._transports.values(), self._mesh, self._rank, rows, self._device)
+        counts.fill((0,) * self._mesh.attn_dp)
+        return counts
+
+    @torch.inference_mode()
+    def capture_pass(self, counts: CapturedRows, run: Pass) -> CapturedPass:
+        """Capture a pass of the draft layer."""
+        graph, made = self._captured(partial(run, counts))
+        return CapturedPass(graph, counts, made)
+
+    def _captured(self, run: Callable[[], T]) -> tuple[CapturedStep, T]:
+        gc.collect()  # a tensor freed during a capture would be lost to the graph
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            made = run()
+        return graph, made
 
     def shape_of(self, groups: Sequence[GroupRows], counts: Counts) -> Shape | None:
         """Return the shape of the graph for a step; None if there is none: for too many rows, for prompts of models

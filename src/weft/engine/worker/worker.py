@@ -191,6 +191,7 @@ class Worker:
         for done, step in enumerate(steps):
             self.step(step)  # do not read its tokens: decode rows have no last token
             progress(done + 1, len(steps))
+        self.held.run()
         if self.on_gpu:
             torch.cuda.synchronize(self.table.device)
             self.runner.check()
@@ -329,7 +330,7 @@ class Worker:
                     begun.put(finish)
                 else:  # a step with drafts has ended, and all steps before it are collected
                     send(finish())
-                    self.held.run()
+                self.held.run()
             elif isinstance(message, AskReport):
                 self._settle()
                 ran, naive = self.runner.stats.report(), self.runner.stats.naive_report()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from weft.engine.assets import embedded_model_dir
 from weft.engine.grammar.grammar import grammar
+from weft.engine.grammar.nullable import each_with_null
 from weft.engine.messages.request import SamplingParams, Watch
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.output.request_output import prepare
@@ -61,6 +63,18 @@ def test_completions_are_of_their_kind(seed: int) -> None:
         assert re.fullmatch(
             "a[bc]{3}", generated(SamplingParams(max_tokens=None, grammar=grammar("grammar", text)), seed)[0]
         )
+
+
+def test_nullable_of_a_schema_is_no_property_and_no_value() -> None:
+    """Names of properties and JSON values that look like OpenAPI's `nullable` stay."""
+    value = {"type": "string", "nullable": True}
+    schema = {"properties": {"nullable": True, "type": {"const": value}}, "enum": [value], "default": value}
+    assert each_with_null(deepcopy(schema)) == schema
+    inner = {"items": {"$defs": {"default": value}}, "prefixItems": [value]}
+    text = json.dumps(inner).replace('"string", "nullable": true', '["string", "null"]')
+    assert each_with_null(inner) == json.loads(text)
+    text, _ = generated(SamplingParams(max_tokens=None, grammar=grammar("json", {"const": 5, "nullable": True})), 3)
+    assert text in ("5", "null")
 
 
 def test_two_completions_of_one_grammar_do_not_meet() -> None:

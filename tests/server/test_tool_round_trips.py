@@ -150,13 +150,47 @@ def test_the_grammar_of_calls_takes_them(chat_model_dir: Path, name: str, seeds:
         calls = made.calls[:1] if form is HARMONY else made.calls
         if form.tags and "<" in str([list(arguments.values()) for _, arguments in calls]):
             continue
-        text = write(calls).strip()
-        text = text.removesuffix("<|call|>")
-        matcher = llguidance.LLMatcher(tokens, form.grammar(made.functions, several=True))
-        assert not matcher.is_error(), matcher.get_error()
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        accepted = matcher.try_consume_tokens(ids)
-        assert accepted == len(ids), (seed, text, tokenizer.decode(ids[:accepted]))
-        assert matcher.is_accepting(), (seed, text)
+        check_taken(tokenizer, tokens, form.grammar(made.functions, several=True), write(calls), seed)
         taken += 1
     assert taken > len(seeds) // 4
+
+
+def check_taken(tokenizer: Any, tokens: Any, grammar: str, text: str, case: Any) -> None:
+    matcher = llguidance.LLMatcher(tokens, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text.strip().removesuffix("<|call|>"), add_special_tokens=False)
+    accepted = matcher.try_consume_tokens(ids)
+    assert accepted == len(ids), (case, text, tokenizer.decode(ids[:accepted]))
+    assert matcher.is_accepting(), (case, text)
+
+
+NULLABLE: list[tuple[dict[str, Any], Any]] = [
+    ({"type": "string"}, "a"),
+    ({"type": "integer"}, 5),
+    ({"type": "boolean"}, True),
+    ({"type": ["integer", "boolean"]}, 5),
+    ({"type": "string", "enum": ["a", "b"]}, "b"),
+    ({"const": 7}, 7),
+    ({"anyOf": [{"type": "integer"}, {"type": "boolean"}]}, True),
+    ({"allOf": [{"type": "integer"}]}, 5),
+    ({"$ref": "#/$defs/number"}, 5),
+    ({"type": "object", "properties": {"b": {"type": "integer", "nullable": True}}}, {"b": None}),
+    ({"type": "object", "properties": {"nullable": {"type": "integer"}}}, {"nullable": 5}),
+]
+"""Schemas, to which `nullable` is added, and values."""
+
+
+@NAMES
+def test_openapis_nullable_allows_null(chat_model_dir: Path, name: str) -> None:
+    form, write, _ = FORMS[name]
+    tokenizer = AutoTokenizer.from_pretrained(chat_model_dir)
+    tokens = Grammars(tokenizer, len(tokenizer), [0]).tokens
+    for schema, value in NULLABLE:
+        parameters = {"type": "object", "properties": {"a": schema | {"nullable": True}}, "required": ["a"]}
+        parameters |= {"$defs": {"number": {"type": "integer"}}}
+        function = {"name": "f", "parameters": parameters}
+        for given in (None, value):
+            text = write([("f", {"a": given})])
+            check_taken(tokenizer, tokens, form.grammar([function], several=True), text, schema)
+            _, [(_, arguments)] = read(form, Made([function], "", []), [text])
+            assert spelled(strict(arguments)) == spelled({"a": given})

@@ -57,6 +57,7 @@ KINDS: list[tuple[dict[str, Any], Callable[[random.Random], Any]]] = [
     ({"type": ["string", "null"]}, lambda r: r.choice([None, "90210", plain_text(r)])),
     ({"type": "string", "nullable": True}, lambda r: r.choice([None, plain_text(r)])),
     ({"anyOf": [INTEGER, NULL]}, lambda r: r.choice([None, 5])),
+    ({"type": "integer", "nullable": True}, lambda r: r.choice([None, 5])),
     ({"oneOf": [INTEGER, STRING]}, lambda r: r.choice([5, plain_text(r)])),
     ({"oneOf": [{"const": "7"}, {"enum": [True, "x"]}]}, lambda r: r.choice(["7", True, "x"])),
     ({"enum": ["1", "2", "null", "</parameter>"]}, lambda r: r.choice(["1", "2", "null", "</parameter>"])),

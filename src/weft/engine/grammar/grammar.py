@@ -15,6 +15,7 @@ import llguidance
 import llguidance.hf
 
 from weft.engine.grammar.grammar_sandbox import LIMITS, GrammarSandbox, one_line_error
+from weft.engine.grammar.nullable import each_with_null
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -69,7 +70,7 @@ def _sized(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
-    """Return a JSON schema with separators; its own "x-guidance" takes precedence.
+    """Return a JSON schema with separators; its own "x-guidance" takes precedence. OpenAPI's `nullable` allows null.
 
     any_whitespace: allow unlimited whitespace wherever JSON does; else one space may follow a comma or a colon.
     """
@@ -77,7 +78,8 @@ def schema_text(schema: Any, *, any_whitespace: bool = False) -> str:
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if isinstance(options, dict) and not any_whitespace:
         schema = schema | {"x-guidance": SEPARATORS | options}
-    return json.dumps(schema)
+    text = json.dumps(schema)
+    return json.dumps(each_with_null(json.loads(text))) if '"nullable": true' in text else text
 
 
 def followed(lead: str, grammar: str, name: str = "output") -> str:

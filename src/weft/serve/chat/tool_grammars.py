@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from weft.engine.grammar.nullable import with_null
 from weft.serve.chat.tool_values import CONSTANTS, SchemaCheck, choices_of
 
 Functions = Sequence[dict[str, Any]]
@@ -113,7 +114,7 @@ def _bodies(kind: Any, root: dict[str, Any], literal: Literal, schema: Schema, e
 
     kind: schema of the value. root: schema of all parameters. end: text that ends the value.
     """
-    kind = SchemaCheck(root).resolved(kind)
+    kind = with_null(SchemaCheck(root).resolved(with_null(kind)))
     if isinstance(kind, Mapping):
         fixed: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
         choices = choices_of(kind) or fixed.get(str(kind.get("type")))

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from weft.engine.grammar.nullable import with_null
+
 CONSTANTS = {"True": True, "False": False, "None": None}
 """Constants in Python's spelling, which models learn from templates with Jinja's `string` filter."""
 KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
@@ -110,7 +112,7 @@ class SchemaCheck:
 
     def allows(self, schema: Any, value: Any) -> bool:
         """Return whether a schema allows a value. Unknown types and malformed parts allow anything."""
-        schema, self._steps = self.resolved(schema), self._steps + 1
+        schema, self._steps = self.resolved(with_null(schema)), self._steps + 1
         if not isinstance(schema, Mapping) or self._steps > MAX_STEPS:
             return schema is not False
         if value is None and schema.get("nullable") is True:

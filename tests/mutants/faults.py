@@ -796,6 +796,20 @@ OWN = [
         ("tests/speculation/test_outputs.py::test_sampled_tokens_have_the_distribution_of_one_token_a_step",),
     ),
     Fault(
+        "all tokens of a row have the noise of one position",
+        "engine/worker/sampler.py",
+        "length - behind.get(i, 0) for i in again",
+        "length for i in again",
+        ("tests/speculation/test_distribution.py",),
+    ),
+    Fault(
+        "penalties leave out the drafts before a token",
+        "engine/scheduler/sampling_rows.py",
+        "adjust(sequence, drafts[:at], mask)",
+        "adjust(sequence, drafts[:0], mask)",
+        ("tests/speculation/test_distribution.py",),
+    ),
+    Fault(
         "a step's price does not grow with its drafts",
         "engine/speculation/draft_prices.py",
         "each = max(0.0, (weight * xy - x * y) / (weight * xx - x * x))",

@@ -51,6 +51,7 @@ from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.draft_chain import RowsKept
 from weft.engine.worker.draft_graphs import CapturedPass, Pass
 from weft.engine.worker.graph_inputs import Shape
+from weft.engine.worker.held_drafts import HeldDrafts
 from weft.engine.worker.memory import CacheNeed, measure
 from weft.engine.worker.split_vocabulary import SplitVocabulary
 from weft.engine.worker.step_graphs import StepGraphs
@@ -151,6 +152,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Shape]:
         )
         if not worker.config.cuda_graphs:
             return
+        worker.held = HeldDrafts(queues=True)
         worker.device_rows.entries.fill_(1 << 20)  # a page, or a slot, that was never told is none
         for states in (states for _, kept in worker.runner.caches.states for states in kept.states):
             states[:, :-2] = float("nan")  # what no sequence has left there, and not where every sequence begins

@@ -1,5 +1,5 @@
-"""Drafts that a rank holds for its next step. Their passes run after the step's result is sent, so that the controller
-schedules the next step meanwhile. It knows their number, and encodes each as HELD.
+"""Drafts that a rank holds for its next step. Their passes run while the controller schedules it: on a CPU after the
+step's result is sent, on a GPU from before. The controller knows their number, and encodes each as HELD.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ from weft.engine.worker.draft_chain import Drafts
 class HeldDrafts:
     """Passes of a draft layer that are due, and the drafts that they find.
 
+    queues: the device runs passes while the host goes on.
+
     Attributes:
         checksum: of the drafts of the last passes; ranks of a DP group compare it with the next step's tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, queues: bool = False) -> None:
+        self._queues = queues
         self._due: tuple[GroupRows, Callable[[], Drafts | None]] | None = None
         self._of_rows, self.checksum = dict[int, Sequence[int]](), 0
 
     def put_off(self, rows: GroupRows, run: Callable[[], Drafts | None]) -> None:
-        """Let `run` run the passes of a step with these rows later."""
-        self._due = rows, run
+        """Let `run` run the passes of a step with these rows later, or queue them now."""
+        if self._queues:
+            found = run()
+            self._due = rows, lambda: found
+        else:
+            self._due = rows, run
 
     def run(self) -> None:
         """Run the passes that are due, before anything that changes the step's tensors."""

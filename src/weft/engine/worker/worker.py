@@ -149,7 +149,7 @@ class Worker:
         self.sampler = Sampler(self.table, vocabulary)
         self.device_rows: DeviceRows | None = None
         self._last: Repeatable | None = None
-        self.held = HeldDrafts()
+        self.held = HeldDrafts(queues=self.on_gpu)
         self._repeats = 0  # replays of `_last` not yet added to the table and the counts
         tokens = min(config.max_model_len or model_config.max_position, config.cached_tokens)
         if self.on_gpu:
@@ -250,13 +250,14 @@ class Worker:
             output.note_prompt_logprobs(logits)
             output.note_logprobs(sampled_logits(rows, logits), None if shape is None else beyond)
         find_drafts = partial(self.runner.drafts, step, rows, self.table, tokens, accepted.counts, shape)
-        output.begin = self.held.checksum
-        if step.hold or not step.drafts:
-            self.held.put_off(rows, find_drafts)
+        output.begin, holds = self.held.checksum, step.hold or not step.drafts
+        if holds:
             output.held = self.runner.draft_counts(step, self.table.tokens_left(rows.sampling_rows))
         else:
             output.drafts = find_drafts()
         output.copy()
+        if holds:
+            self.held.put_off(rows, find_drafts)
         plan = self.runner.plan_checksum(counts, shape, passes)
         self._last = None
         if shape is not None and not (shape.prompts or beyond or drafts or step.drafts):

@@ -4,7 +4,7 @@ Writes a JSON line per layout and load, with predicted and measured figures, and
 that the advisor chooses, its regret, which is the best measured throughput divided by that of the choice, and the
 median errors of all layouts of the cell. Lines that are in the file are not measured again and measured times of steps
 are kept, so that after --limit-s, or a cut, the same command goes on. --engine omits HTTP: the clients are callbacks of
-engines in this process, which a layout starts once for all loads. --unseen SEED: three random loads instead.
+engines, which a layout starts once for all loads. --unseen SEED: three random loads instead.
 
     python bench/scripts/advisor_grid.py --engine --limit-s 1500 --out grid.jsonl
     python bench/scripts/advisor_grid.py --engine --limit-s 1500 --out unseen.jsonl --unseen 7
@@ -32,8 +32,7 @@ from urllib.request import urlopen
 
 from weft.comm.cores import own_cores
 from weft.engine.advise.candidates import Arrival, ClientLoad
-from weft.engine.advise.measured_load import run_load
-from weft.engine.controller.engine import Engine
+from weft.engine.advise.measured_load import run_load, started_servers
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse
 from weft.tune.host import describe_host
@@ -174,14 +173,12 @@ def measured(layout: dict[str, Any], load: str) -> dict[str, Any]:
 
 
 def measured_engines(layout: dict[str, Any], loads: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield the measured figures of a layout's engines in this process, without HTTP: each load's quickest round."""
-    with ExitStack() as stack:
-        commands = [parse(Serve, "serve", shlex.split(line)[2:]) for line in layout["commands"]]
-        configs = [engine_config(command.model, command.engine) for command in commands]
-        engines = [stack.enter_context(Engine(config)) for config in configs]
+    """Yield the measured figures of a layout's engines, without HTTP: each load's quickest round."""
+    commands = [parse(Serve, "serve", shlex.split(line)[2:]) for line in layout["commands"]]
+    with started_servers([engine_config(command.model, command.engine) for command in commands]) as servers:
         for name in loads:
             load = load_of(name).per_server(layout["replicas"])
-            (ttft, ttft_p99), (itl, itl_p99), rate = run_load(engines, load, max(16, 4 * load.concurrency), 0, rounds)
+            (ttft, ttft_p99), (itl, itl_p99), rate = run_load(servers, load, max(16, 4 * load.concurrency), 0, rounds)
             named = {"tokens_s": rate, "ttft_ms": ttft, "ttft_p99_ms": ttft_p99, "itl_ms": itl, "itl_p99_ms": itl_p99}
             yield {name: round(value, 3) for name, value in named.items()}
 
@@ -261,7 +258,7 @@ def main() -> None:
     counts = [number for number in (1, 2, 4) if number <= cores]
     parser.add_argument("--loads", nargs="+", default=loads, help="names, or CLIENTSxINPUTxOUTPUTxSHARED")
     parser.add_argument("--ranks", type=int, nargs="+", default=counts, help="numbers of ranks")
-    parser.add_argument("--engine", action="store_true", help="measure engines in this process, without HTTP")
+    parser.add_argument("--engine", action="store_true", help="measure engines, without HTTP")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each load on engines, after a first one")
     parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which nothing is started")
     parser.add_argument("--unseen", type=int, help="seed of three random loads, instead of --loads")

@@ -8,6 +8,7 @@ import runpy
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from weft.engine.advise.measure import (
     measure,
     step_times,
 )
-from weft.engine.advise.measured_load import correct
+from weft.engine.advise.measured_load import correct, run_load, started_servers
 from weft.engine.advise.simulate import NO_API, ApiTimes
 from weft.engine.advise.step_prices import GPUS, PricedSteps
 from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts.digests import source_version
+from weft.engine.models.config_json.fields import ModelError
 from weft.planner.cost import cache_folder
 from weft.planner.spec import Mesh
 from weft.serve.cli import main
@@ -379,6 +381,26 @@ def test_a_wrong_table_is_corrected_by_the_load(monkeypatch: pytest.MonkeyPatch)
     assert report["predicted"] < real / 10
     assert better.figures.tokens_s == pytest.approx(real, rel=0.05)
     assert step_times(wrong.candidate, load).factor < 0.1
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_each_server_of_a_measured_load_has_a_process(replicas: int) -> None:
+    """The load's time is from the first request of all servers to the last token of all."""
+    config = EngineConfig(executor="thread", device="cpu", cpu_bind="off", threads=1)
+    with started_servers([config] * replicas) as servers:
+        processes = active_children()
+        assert len(processes) == replicas
+        (ttft, _), (itl, _), rate = run_load(servers, ClientLoad(20, 8, 2), 4, 0.0, rounds=1)
+        assert ttft > itl > 0 and 8 * 4 * replicas / rate > (ttft + 7 * itl) / 1e3
+        processes[0].kill()
+        with pytest.raises(EngineError, match="the process of a server was ended from outside"):
+            run_load(servers, ClientLoad(20, 8, 2), 4, 0.0)
+    assert not active_children()
+
+
+def test_errors_of_a_measured_server_reach_its_caller(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"), started_servers([EngineConfig(model=tmp_path)]):
+        pytest.fail("it started")
 
 
 def test_a_recorded_load_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,31 +3,88 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 from weft.engine.advise.advice import Limits, Prediction, predict
 from weft.engine.advise.candidates import ClientLoad
 from weft.engine.advise.measure import described, kept_path, step_times
 from weft.engine.advise.simulate import NO_API, ApiTimes, Clients, figures
-from weft.engine.config.config import EngineError
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.config.device import on_gpus
 from weft.engine.controller.engine import Engine
 
-MAX_ROUND_S = 600.0
+MAX_ROUND_S, STOP_S = 600.0, 10.0
 RoundFigures = tuple[tuple[float, float], tuple[float, float], float]
 """TTFT, ITL and output tokens per second, as `figures` returns them."""
 
 
+@contextmanager
+def started_servers(configs: Sequence[EngineConfig]) -> Iterator[list[Connection]]:
+    """Start an engine for each of `configs`, and yield a connection to each, for `run_load`. Raises errors of a start.
+
+    Each has a process of its own, next to its clients: in one process servers would wait for each other's Python.
+    """
+    spawning = get_context("spawn")
+    with ExitStack() as stack:
+        connections = list[Connection]()
+        for config in configs:
+            ours, theirs = spawning.Pipe()
+            process = spawning.Process(target=_serve, args=(config, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            for end in (process.join, process.terminate, lambda wait=process.join: wait(STOP_S), ours.close):
+                stack.callback(end)
+            connections.append(ours)
+        for connection in connections:
+            _receive(connection)
+        yield connections
+
+
+def _serve(config: EngineConfig, connection: Connection) -> None:
+    """Run each load that comes through a connection on an engine, and send its clients' times, until it is closed."""
+    signal(SIGINT, SIG_IGN)  # Ctrl-C in a terminal reaches the parent too
+    try:
+        with Engine(config) as engine:
+            connection.send([])
+            while True:
+                load, requests, seed = connection.recv()
+                clients = Clients(load, requests, engine.model_config.vocab_size, time.perf_counter, seed)
+                clients.submit = engine.submit_all
+                clients.begin()
+                if not clients.ended.wait(MAX_ROUND_S):
+                    raise EngineError(f"{requests} requests did not end in {MAX_ROUND_S:.0f} s")
+                connection.send(clients.times)
+    except EOFError:
+        pass
+    except Exception as error:
+        connection.send(error)  # the caller raises it
+
+
+def _receive(connection: Connection) -> list[list[float]]:
+    """Return the times that a server sends. Raises its error."""
+    try:
+        found: list[list[float]] | Exception = connection.recv()
+    except (EOFError, ConnectionResetError) as error:
+        raise EngineError("the process of a server was ended from outside") from error
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def run_load(
-    engines: Sequence[Engine], load: ClientLoad, requests: int, seconds: float, rounds: int = 2
+    servers: Sequence[Connection], load: ClientLoad, requests: int, seconds: float, rounds: int = 2
 ) -> RoundFigures:
     """Return the figures of the quickest round, after one that warms up.
 
     Args:
-        engines: servers, each with this load.
+        servers: of `started_servers`, each with this load.
         load: clients of one server.
         requests: requests of a round and a server.
         seconds: time after which no round begins, but for the minimum.
@@ -37,15 +94,11 @@ def run_load(
     """
     found, until = list[RoundFigures](), time.monotonic() + seconds
     while len(found) <= rounds or time.monotonic() < until:
-        vocabulary, seed = engines[0].model_config.vocab_size, len(found)
-        groups = [Clients(load, requests, vocabulary, time.perf_counter, seed) for _ in engines]
-        began = time.perf_counter()
-        for group, engine in zip(groups, engines, strict=True):
-            group.submit = engine.submit_all
-            group.begin()
-        if not all(group.ended.wait(MAX_ROUND_S) for group in groups):
-            raise EngineError(f"{requests} requests did not end in {MAX_ROUND_S:.0f} s")
-        found.append(figures([times for group in groups for times in group.times], began))
+        for server in servers:
+            with suppress(BrokenPipeError):  # `_receive` raises it
+                server.send((load, requests, len(found)))
+        times = list(chain.from_iterable(map(_receive, servers)))  # by the host's one clock
+        found.append(figures(times, min(request[0] for request in times)))
     return max(found[1:], key=lambda each: each[2])
 
 
@@ -57,10 +110,9 @@ def correct(prediction: Prediction, load: ClientLoad, seconds: float, api: ApiTi
     candidate, given = prediction.candidate, prediction.candidate.given
     cores = candidate.cores[:1] if on_gpus(given) else candidate.cores  # servers share no GPU, so one tells for all
     own = load.per_server(candidate.replicas)
-    with ExitStack() as stack:
-        configs = [replace(given, cpu_bind=given.cpu_bind if each == "auto" else each) for each in cores]
-        engines = [stack.enter_context(Engine(config)) for config in configs]
-        ttft, itl, rate = run_load(engines, own, 4 * own.concurrency, seconds)
+    configs = [replace(given, cpu_bind=given.cpu_bind if each == "auto" else each) for each in cores]
+    with started_servers(configs) as servers:
+        ttft, itl, rate = run_load(servers, own, 4 * own.concurrency, seconds)
     rate *= candidate.replicas / len(cores)
     table = step_times(candidate, load)
     ours = predict(candidate, table, load, Limits(), 4 * load.concurrency, api).figures

@@ -31,7 +31,7 @@ from weft.engine.advise.measure import (
 from weft.engine.advise.measured_load import correct, run_load, started_servers
 from weft.engine.advise.simulate import NO_API, ApiTimes
 from weft.engine.advise.step_prices import GPUS, PricedSteps
-from weft.engine.assets import preset_dir
+from weft.engine.assets import embedded_model_dir, preset_dir
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts.digests import source_version
 from weft.engine.models.config_json.fields import ModelError
@@ -193,6 +193,18 @@ def test_other_engines_are_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input_ends_in_one_line(arguments: str, text: str) -> None:
     code, out, err = weft_here("advise", *arguments.split())
     assert code == 2 and not out and text in err and err.startswith("weft: ") and err.count("\n") == 1
+
+
+def test_a_directory_without_weights_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It does so before the server is measured. Made-up weights are what the line proposes."""
+    given(monkeypatch, by_layout)
+    monkeypatch.setattr("weft.serve.cli.api_times.measure_api", lambda: pytest.fail("the server was measured"))
+    (tmp_path / "config.json").write_bytes((embedded_model_dir() / "config.json").read_bytes())
+    code, out, err = weft_here("advise", str(tmp_path), *SIZES, "--again")
+    lack = "has no model.safetensors: add weights, or --load-format dummy to make some up"
+    assert (code, out, err) == (2, "", f"weft: {tmp_path} {lack}\n")
+    code, out, _ = weft_here("advise", str(tmp_path), *SIZES, "--load-format", "dummy", "--no-http")
+    assert code == 0 and f"weft serve {tmp_path} --load-format dummy" in out
 
 
 @pytest.mark.usefixtures("empty_cache")

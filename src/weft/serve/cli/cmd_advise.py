@@ -82,6 +82,7 @@ class Command:
         from weft.engine.advise.candidates import choose_ranks, no_layout
         from weft.engine.advise.measured_load import correct
         from weft.engine.advise.simulate import NO_API
+        from weft.engine.controller.startup import read_model
         from weft.serve.cli.api_times import api_times
 
         if self.gpus is not None and (self.ranks is not None or self.device == "cpu"):
@@ -96,6 +97,7 @@ class Command:
         given: Any = dict(load_format=dummy, device=device, dtype=self.dtype, host_memory_gib=self.host_memory_gib)
         options = EngineArguments(preset=self.source.preset, revision=self.source.revision, **given)
         base = replace(engine_config(self.model, options), nnodes=None)
+        read_model(base)  # its errors come before anything is measured
         stop_on_sigterm()
         with progress_bar() as bar:
             task = bar.add_task("layouts", total=1.0)

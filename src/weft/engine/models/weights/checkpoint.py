@@ -108,7 +108,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise ModelError(f"{model_dir} has no model.safetensors; Weft reads safetensors checkpoints only")
+        raise ModelError(f"{model_dir} has no model.safetensors: add weights, or --load-format dummy to make some up")
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named or not all(isinstance(file, str) for file in named.values()):
         raise ModelError(f"{index} is not a weight index: weight_map is not an object from tensors to files")

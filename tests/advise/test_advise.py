@@ -276,7 +276,7 @@ def test_times_of_another_source_or_binding_are_not_used(
     for name, value in change.items():
         monkeypatch.setattr(name, value) if "." in name else monkeypatch.setenv(name, value)
     later = servers()
-    kept, stale = kept_times(later)
+    kept, stale = kept_times(described(later))
     assert kept is None and re.match(f"kept times of steps are not used: {says}", stale) and "\n" not in stale
     with pytest.raises(NotMeasured, match=f"^{re.escape(stale)}$"):
         step_times(later, LOAD)

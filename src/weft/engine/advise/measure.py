@@ -93,9 +93,9 @@ def kept_path(about: Mapping[str, Any]) -> Path:
     return table_path({name: value for name, value in about.items() if name not in CHECKED})
 
 
-def kept_times(candidate: Candidate) -> tuple[StepTable | None, str]:
-    """Return a candidate's kept times, if there are any that still hold, and in one line why they do not."""
-    about = described(candidate)
+def kept_times(about: Mapping[str, Any]) -> tuple[StepTable | None, str]:
+    """Return the kept times that `described` describes, if there are any that still hold, and in one line why they do
+    not."""
     if (table := StepTable.read(kept_path(about))) is None:
         return None, ""
     changed = [
@@ -119,14 +119,13 @@ def step_times(
     NotMeasured if none are kept and none may be measured, and errors of a start.
     """
     decode, mixed = grids(candidate, load)
-    kept, stale = kept_times(candidate)
+    kept, stale = kept_times(about := described(candidate))
     if kept is not None and not again and kept.holds(decode, mixed):
         return kept
     if progress is None:
         raise NotMeasured(stale or f"no times of {candidate} under this load are kept on this host")
     if stale:
         _warn(stale)
-    about = described(candidate)
     table = measure(candidate, load, progress)
     table.about = about | {"load": asdict(replace(load, arrivals=()))}
     table.write(kept_path(about))
@@ -135,7 +134,7 @@ def step_times(
 
 def kept_loads(candidates: Sequence[Candidate]) -> tuple[list[ClientLoad], str]:
     """Return the loads of the candidates' kept times, and the reason why some do not hold; empty: all do."""
-    kept = [kept_times(each) for each in candidates]
+    kept = [kept_times(described(each)) for each in candidates]
     found = [table.about["load"] for table, _ in kept if table and "load" in table.about]
     loads = dict.fromkeys(ClientLoad(**each | {"arrivals": ()}) for each in found)
     return list(loads), next((stale for _, stale in kept if stale), "")

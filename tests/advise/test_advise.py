@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -333,6 +334,15 @@ def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
     table = measure(candidate, load, lambda what, part: None)
     assert candidate.model.num_layers == 4 and set(table.decode.values()) == {10.0 + 5 * 4}
+
+
+def test_loads_of_one_engine_share_no_prompts() -> None:
+    """Otherwise the next load finds prefixes of the one before in the cache."""
+    asked = list[int]()
+    server = SimpleNamespace(send=lambda given: asked.append(given[2]), recv=lambda: [[0.0, 1.0, 2.0]])
+    for load in (ClientLoad(20, 8, 2), ClientLoad(20, 8, 3)):
+        run_load([server], load, 4, 0.0)  # type: ignore[list-item]
+    assert len(set(asked)) == len(asked) == 6
 
 
 def test_ranks_load_the_weights_of_the_model() -> None:

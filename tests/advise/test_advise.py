@@ -34,7 +34,10 @@ from weft.engine.advise.simulate import NO_API, ApiTimes
 from weft.engine.advise.step_prices import GPUS, PricedSteps
 from weft.engine.assets import embedded_model_dir, preset_dir
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.step_runner import StepRunner
 from weft.engine.hosts.digests import source_version
+from weft.engine.kv.cache_spec import CacheGroup, Rule
+from weft.engine.messages.rank_messages import Step
 from weft.engine.models.config_json.fields import ModelError
 from weft.planner.cost import cache_folder
 from weft.planner.spec import Mesh
@@ -334,6 +337,20 @@ def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
     table = measure(candidate, load, lambda what, part: None)
     assert candidate.model.num_layers == 4 and set(table.decode.values()) == {10.0 + 5 * 4}
+
+
+def test_groups_measure_steps_of_their_own_tokens() -> None:
+    """Equal ones would choose the same experts, so that ranks read fewer of them than under a load."""
+    sent = list[Step]()
+    executor = SimpleNamespace(groups=(CacheGroup(Rule(), 16),), send=sent.append, collect=lambda: [])
+    config = EngineConfig(device="cpu", attn_dp=2, kv_tokens=256)
+    runner = StepRunner([executor], config, config.read_model())  # type: ignore[list-item]
+    runner.run_us(StepShape(2, 20, 24), 16)
+    chunked = [step for step in sent if step.groups[0].chunks]
+    assert len(chunked) == len(sent) > 2
+    for a, b in (step.groups for step in chunked):
+        assert [x.count for x in a.chunks] == [x.count for x in b.chunks] and a.chunks != b.chunks
+        assert (a.decode_rows, a.joins) == (b.decode_rows, b.joins)
 
 
 def test_loads_of_one_engine_share_no_prompts() -> None:

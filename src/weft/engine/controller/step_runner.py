@@ -33,25 +33,25 @@ class StepRunner:
 
     def run_us(self, shape: StepShape, input_len: int) -> list[float]:
         """Return the µs of each step of a run of this shape in each DP group; prompts have `input_len` rows, the last
-        fewer.
+        fewer. Groups have tokens of their own: the same tokens would choose the same experts.
 
         Only the mean prices a step: after a late result the next one seems early.
         """
         steps = MAX_STEPS + WARM_STEPS
         start = max(1, min(int(shape.context), self._longest - steps - 1))
-        decode_rows = tuple(range(shape.decode))
-        joins = [self._join(row, start - 1, steps + 1) for row in decode_rows]
+        decode_rows, groups = tuple(range(shape.decode)), range(self._config.attn_dp)
+        joins = tuple(self._join(row, start - 1, steps + 1) for row in decode_rows)
         size = min(input_len, self._longest)
         cached = min(int(shape.cached), self._longest - size)
         prompts = [min(size, shape.prompt - at) for at in range(0, shape.prompt, size)]
         if joins:  # ranks must hold a last token of each row
-            chunks = tuple(self._chunk(row, 1) for row in decode_rows)
-            list(self._run([GroupRows(chunks=chunks, joins=tuple(joins))]))
+            first = (tuple(self._chunk(row, 1) for row in decode_rows) for _ in groups)
+            list(self._run([[GroupRows(chunks=chunks, joins=joins) for chunks in first]]))
         prompt_rows = range(shape.decode, shape.decode + len(prompts))
         new = tuple(self._join(row, cached, n) for row, n in zip(prompt_rows, prompts, strict=True))
-        chunks = tuple(self._chunk(row, n) for row, n in zip(prompt_rows, prompts, strict=True))
+        each = (tuple(self._chunk(row, n) for row, n in zip(prompt_rows, prompts, strict=True)) for _ in groups)
         found = list[float]()
-        for seconds in self._run([GroupRows(decode_rows, chunks, new)] * steps):
+        for seconds in self._run([[GroupRows(decode_rows, chunks, new) for chunks in each]] * steps):
             found.append(seconds * 1e6)
             counted = found[WARM_STEPS:]
             if len(counted) >= MIN_STEPS and sum(counted) > POINT_S * 1e6:
@@ -67,14 +67,15 @@ class StepRunner:
     def _chunk(self, row: int, count: int) -> Chunk:
         return Chunk(row, token_bytes([self._random.randrange(self._vocabulary) for _ in range(count)]), True)
 
-    def _run(self, messages: Sequence[GroupRows]) -> Iterator[float]:
-        """Yield the seconds between the ends of steps; each is sent before the end of the one before, as serving."""
+    def _run(self, messages: Sequence[Sequence[GroupRows]]) -> Iterator[float]:
+        """Yield the seconds between the ends of steps of all groups' rows; each is sent before the end of the one
+        before, as serving."""
         in_flight, ended = 0, 0.0
         try:
             for rows in [*messages, None]:
                 if rows is not None:
                     self._number += 1
-                    step = Step(self._number, (rows,) * self._config.attn_dp)
+                    step = Step(self._number, tuple(rows))
                     for executor in self._executors:
                         executor.send(step)
                     in_flight += 1

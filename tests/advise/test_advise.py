@@ -39,6 +39,7 @@ from weft.engine.hosts.digests import source_version
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.messages.rank_messages import Step
 from weft.engine.models.config_json.fields import ModelError
+from weft.kernels.cpu_rows import MAX_ROWS
 from weft.planner.cost import cache_folder
 from weft.planner.spec import Mesh
 from weft.serve.cli import main
@@ -337,6 +338,13 @@ def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
     table = measure(candidate, load, lambda what, part: None)
     assert candidate.model.num_layers == 4 and set(table.decode.values()) == {10.0 + 5 * 4}
+
+
+def test_steps_are_measured_on_both_sides_of_the_jump() -> None:
+    """Steps of more rows than kernels for few rows take are not recorded, and took up to four times as long."""
+    for each in find_candidates(EngineConfig(device="cpu"), 2, ClientLoad(192, 40, 8))[0]:
+        last, (decode, mixed) = MAX_ROWS // each.config.attn_dp, grids(each, ClientLoad(192, 40, 8))
+        assert {last, last + 1} <= {int(prompt) for _, prompt, _ in mixed} and max(rows for rows, _ in decode) < last
 
 
 def test_groups_measure_steps_of_their_own_tokens() -> None:

@@ -53,9 +53,10 @@ def grids(candidate: Candidate, load: ClientLoad) -> tuple[list[Place], list[Pla
     rows = min(load.concurrency, limit, 2 * -(-load.concurrency // groups))  # groups may differ in requests
     recorded = sum(each.input_len for each in load.arrivals) or config.batch_tokens
     largest = min(config.batch_tokens, rows * load.input_len, recorded)
-    eager = MAX_ROWS // groups + 1  # rows from which steps on CPUs are not recorded
+    eager = MAX_ROWS // groups + 1  # rows from which steps on CPUs are not recorded: times jump there
     decode = sorted({*_powers(rows, 4), rows, *(n for n in (eager - 1, eager) if n < rows)})
-    prompts = sorted({*_powers(largest, 16), min(load.input_len, largest), largest})
+    jump = (n for n in (eager - 1, eager) if n < largest)
+    prompts = sorted({*_powers(largest, 16), min(load.input_len, largest), largest, *jump})
     contexts, cached = (load.shortest, load.tokens), (0, load.tokens - 1)
     return (
         [(n, context) for n in decode for context in contexts],

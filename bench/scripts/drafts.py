@@ -7,14 +7,15 @@ that were accepted: none is after a wrong one. `equal` is the share of outputs t
 
 With --source the engine's own source drafts instead: for completions of word problems by the embedded model, greedy, or
 by the draft layer of a --preset with made-up weights, which are never right. `price` is what the engine measured: the
-time of a step in which sequences draft, in steps without; by it follows the time at any rate.
+time of a step in which sequences draft, in steps without. With --forced ranks accept the source's drafts with the
+probabilities --rates, whatever they sample: only the times mean something.
 
 The engines take turns `--turns` times. Prints a line of JSON per measurement, with medians over sequences.
 
     python bench/scripts/drafts.py --preset qwen3-30b-a3b --num-layers 16 --clients 1 16
     python bench/scripts/drafts.py --device cpu --clients 1 --tokens 96
     python bench/scripts/drafts.py --device cpu --clients 1 4 --source mtp --dtype float32
-    python bench/scripts/drafts.py --preset FOLDER_WITH_CONFIG_JSON --source mtp --clients 1 16
+    python bench/scripts/drafts.py --preset FOLDER_WITH_CONFIG_JSON --source mtp --forced --rates 0 0.7 --clients 1 16
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import json
 import operator
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,6 +66,29 @@ class Recorded:
         return [draft if good else draft ^ 1 for draft, good in zip(drafts, right, strict=True)]
 
 
+FORCED = '''"""Plugin of ranks that accept a draft with a probability of {rate}."""
+import random
+
+from weft.engine.worker.row_table import Accepted, RowTable
+
+FAMILIES = {{}}
+
+
+def accept(table, group_rows, tokens):
+    first, counts, last = 0, [], []
+    for row, drafts in zip(group_rows.decode_rows, group_rows.drafts_each):
+        request, length = table.rows[row].request, table.rows[row].length
+        right = [random.Random(f"{{request}}/{{length}}/{{at}}").random() < {rate} for at in range(len(drafts))]
+        accepted = right.index(False) if False in right else len(drafts)
+        table.rows[row].length -= len(drafts) - accepted
+        counts.append(accepted + 1)
+        last.append(tokens[first + accepted])
+        first += len(drafts) + 1
+    return Accepted((*counts, *(1 for chunk in group_rows.chunks if chunk.samples)), last)
+
+
+RowTable.accept = accept
+'''
 NOISE = SamplingParams(temperature=100.0, seed=1, ignore_eos=True)
 
 
@@ -116,6 +141,9 @@ def main() -> None:
     parser.add_argument("--attn-tp", type=int, default=1)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--source", choices=["ngram", "mtp"], help="source instead of recorded outputs")
+    parser.add_argument(
+        "--forced", action="store_true", help="accept the source's drafts with the probabilities --rates"
+    )
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--context", type=int, default=512)
@@ -139,20 +167,26 @@ def main() -> None:
         **model,
     )
     source, rows, own = Recorded(), list[dict[str, Any]](), args.source is not None and not args.preset
-    rates = [1.0] if args.source else args.rates
+    rates = args.rates if args.forced or not args.source else [1.0]
     if not args.source:
         SOURCES["ngram"] = lambda shortest, longest: source
     first: dict[int, list[list[int]]] = {}
-    cases: dict[str, dict[str, Any]] = {
-        "off": {},
-        "off, no step sent ahead": dict(overlap=False),
-        DRAFTS: dict(speculative=args.source or "ngram", speculative_tokens=args.drafts),
-    }
+    cases: list[tuple[str, list[float], dict[str, Any]]] = [
+        ("off", [OFF], {}),
+        ("off, no step sent ahead", [OFF], dict(overlap=False)),
+    ]
+    options: dict[str, Any] = dict(speculative=args.source or "ngram", speculative_tokens=args.drafts)
+    plugins = tempfile.TemporaryDirectory()
+    for at, rate in enumerate(rates if args.forced else ()):
+        plugin = Path(plugins.name) / f"forced_{at}.py"
+        plugin.write_text(FORCED.format(rate=rate))
+        cases.append((DRAFTS, [rate], options | dict(plugins=(str(plugin),))))
+    cases += [] if args.forced else [(DRAFTS, rates, options)]
     for turn in range(args.turns):
-        for case, options in cases.items():
+        for case, rates_of_case, options in cases:
             with Engine(EngineConfig(**{**vars(config), **options})) as engine:
                 run(engine, random_prompts(engine, 2, args.context, seed=99), replace(NOISE, max_tokens=16))
-                for clients, rate in itertools.product(args.clients, rates if case == DRAFTS else [OFF]):
+                for clients, rate in itertools.product(args.clients, rates_of_case):
                     prompts = [] if own else random_prompts(engine, clients, args.context, seed=clients)
                     if own:
                         complete(engine, clients, WARM * clients, args.tokens)
@@ -164,7 +198,7 @@ def main() -> None:
                     after = engine.stats()
                     for prompt, output in zip(prompts, outputs, strict=not own):
                         source.sequences.setdefault(tuple(prompt[:8]), [*prompt, *output])
-                    reference = first.setdefault(clients, outputs)
+                    reference = outputs if args.forced else first.setdefault(clients, outputs)
                     drafted, accepted = (
                         sum(getattr(after, name)) - sum(getattr(before, name)) for name in ("drafted", "accepted")
                     )

@@ -59,7 +59,7 @@ class RowsKept:
         self.batch = batch
         if not self._follows:
             whole: Tensor = self._model(stream, batch, caches)
-            self.rows = whole[:, :0]
+            self.rows = whole.new_empty(len(whole), 0)  # a view would keep the logits in each graph
             return whole
         assert isinstance(self._model, Decoder)
         tapped, taps = list[Tensor](), bool(self._model.config.tapped_layers)

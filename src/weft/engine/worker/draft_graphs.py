@@ -117,8 +117,8 @@ class DraftGraphs:
             batch = replace(batch, tokens=self._following[: shape.rows] if follows else own, sample_rows=wanted)
             planned = self._planner, (shape.rows,) * len(counts.capacity)
             states, logits = chain.walk(*planned, counts, batch, hidden)
-            # Only steps of decode rows are delayed; the hidden rows of prompts are large.
-            made = own, hidden[:0] if shape.prompts else hidden
+            # Only steps of decode rows are delayed. Each graph would keep the hidden rows of prompts, as would a view.
+            made = own, hidden.new_empty(0, hidden.shape[1]) if shape.prompts else hidden
             if not follows:
                 return made
             self._ends[: shape.sampled].copy_(states[wanted])

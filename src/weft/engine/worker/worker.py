@@ -262,7 +262,8 @@ class Worker:
         self._last = None
         if shape is not None and not (shape.prompts or beyond or drafts or step.drafts):
             again = tuple(GroupRows(group.decode_rows) for group in step.groups)
-            self._last = Repeatable(again, counts, shape, tokens, plan)
+            # Without the passes before this step: a group with rows beyond the graph does not repeat it.
+            self._last = Repeatable(again, counts, shape, tokens, self.runner.plan_checksum(counts, shape))
         scored_from = [self.table.rows[c.row].length - c.count + 1 for c in rows.chunks if c.score]
         return partial(self._result, step.number, counts, plan, output, scored_from)
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from engine.conftest import byte_model
+from engine.conftest import byte_model, byte_tokenizer, generate_together
 from engine.test_engine import config
+from engine.test_hybrids import FAMILIES as OTHERS
 from speculation.draft_layers import add_draft_layer
 from speculation.test_draft_layers import WHOLE, Defined, DraftingRank, drafts_noted
-from speculation.test_outputs import GREEDY, PROMPTS, results, same
+from speculation.test_outputs import GREEDY, PROMPTS, SEEDED, results, same
 from speculation.toy import FixedPrices
 from weft.engine.controller.engine import Engine
 from weft.engine.kv.cache_spec import Rule
@@ -62,7 +63,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_steps_without_drafts_run_no_pass(
     drafting_dir: Path, graphs: bool, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their rows run in one pass before the next drafts, before pages are freed, or when they are many."""
+    """Their rows run in one pass before the next drafts, or when they are many."""
     defined, rank = Defined(drafting_dir), DraftingRank(drafting_dir, cuda_graphs=graphs)
 
     def decode(drafts: int, **changes: Any) -> None:
@@ -85,7 +86,7 @@ def test_steps_without_drafts_run_no_pass(
     decode(0)
     decode(0, entries=(Entries(2, 0, 40, (41,)),))
     assert not found()
-    decode(0, entries=(Entries(2, 0, 39, (-1,)),))
+    decode(1)
     assert found() == [(2,), (1,)]
     monkeypatch.setattr(rank.worker.runner.draft.delayed, "limit", 3)  # type: ignore[union-attr]
     for _ in range(4):
@@ -170,6 +171,44 @@ def test_a_paused_step_is_the_last_one_again(
     ranks, chunks, caught_up = options.get("attn_dp", 1), 2, 2  # a pass holds 16 rows
     assert [tokens] == same and steps == paused_steps and plain == ranks * (steps - 3)
     assert paused == plain - ranks * caught_up and len(passes) == ranks * (chunks + caught_up)
+
+
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_groups_pass_their_limits(
+    drafting_dir: Path, graphs: bool, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of more rows than may be delayed run their pass. Of two groups, one has rows beyond the recorded step, so
+    only the other one repeats steps, also behind a pass of delayed rows."""
+    monkeypatch.setitem(delayed_rows.MAX_ROWS, "cpu", 3)
+    monkeypatch.setattr(FixedPrices, "value", Price(50.0, 50.0))
+    monkeypatch.setattr(Speculation, "pause", 1024)
+    values = dict(speculative="mtp", max_running=4, max_batch_tokens=64, max_restarts=0, attn_dp=2, ep=2)
+    with Engine(config(drafting_dir, cuda_graphs=graphs, **values)) as engine:
+        for count in (2, 8):
+            how = [replace(SEEDED, top_k=9), GREEDY] * (count // 2)
+            generate_together(engine, PROMPTS[:count], how)
+    assert (3, 3) in passes and any(4 in counts for counts in passes)
+
+
+@pytest.mark.usefixtures("pausing")
+@pytest.mark.parametrize("layout", ["1x1", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2x1", "1x2"))])
+def test_windows_of_draft_models(
+    drafting_dir: Path, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delayed rows run before a page that they read is given away: a draft is the same whenever the rows before it
+    ran."""
+    OTHERS["gpt_oss"](tmp_path)
+    byte_tokenizer(tmp_path)
+    options = dict(speculative="draft", draft_model=tmp_path, page_size=4, **WHOLE[layout])
+    found = []
+    for delays in (False, True):
+        with drafts_noted(monkeypatch) as noted, monkeypatch.context() as patched:
+            if not delays:
+                patched.setattr(delayed_rows.DelayedRows, "delays", lambda *step: False)
+            with Engine(config(drafting_dir, **options)) as engine:
+                engine.generate(PROMPTS[:1], replace(GREEDY, max_tokens=60))
+        found.append(noted)
+    assert found[0] == found[1] and len(found[0]) > 6
 
 
 def test_a_delayed_row_is_not_stored_on_a_page_of_another_row() -> None:

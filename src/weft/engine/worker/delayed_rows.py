@@ -1,13 +1,13 @@
 """Delayed rows of the draft layer: their steps asked for no drafts.
 
-They run in one pass, before a step that asks for drafts, brings a sequence or frees pages. So the layer's caches have
-all tokens when they are read, and a pause costs one pass instead of one each step.
+They run in one pass, before a step that asks for drafts or brings a sequence. So the layer's caches have all tokens
+when they are read, and a pause costs one pass instead of one each step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,24 +24,16 @@ MAX_ROWS = {"cpu": 256, "cuda": 1024}
 """Maximum delayed rows of a DP group, by device: a limit of memory, and of the time of their pass."""
 
 
-def is_delayed(step: Step) -> bool:
-    """Tell whether the first pass of a step is delayed: each row decodes one token, and no row loses a page."""
-    changed = (group.chunks or group.joins or group.decode_tokens or _frees(group) for group in step.groups)
-    return not step.drafts and not any(changed)
-
-
-def _frees(rows: GroupRows) -> bool:
-    return any(page < 0 for entry in rows.entries for page in entry.values)
-
-
 class DelayedRows:
     """Delayed rows of a rank.
 
     limit: maximum rows of a DP group, and an attribute, at most MAX_ROWS. width: elements of a hidden row. like: tensor
-    of their dtype and device.
+    of their dtype and device. windows: cache groups with pages that the rows read, and that others may get once a
+    window has passed them.
     """
 
-    def __init__(self, limit: int, width: int, like: Tensor):
+    def __init__(self, limit: int, width: int, like: Tensor, windows: Collection[int] = ()):
+        self._windows = windows
         self.limit = min(limit, MAX_ROWS[like.device.type])
         self._counts, self._places = Counter[int](), list[tuple[int, int]]()  # rows of each DP group; row, position
         self._pages = set[tuple[int, int]]()  # (cache group, page) of each place
@@ -72,9 +64,17 @@ class DelayedRows:
         self._tokens[new].copy_(tokens[: len(rows)])
         self._hidden[new].copy_(hidden[: len(rows)])
 
+    def delays(self, step: Step, counts: Counts) -> bool:
+        """Tell whether the first pass of a step with these counts is delayed: each row decodes one token, they are not
+        too many, and no row gets a page that delayed rows may read."""
+        changed = (group.chunks or group.joins or group.decode_tokens for group in step.groups)
+        if step.drafts or max(counts) > self.limit or any(changed):
+            return False
+        return not any(entry.group in self._windows for group in step.groups for entry in group.entries)
+
     def takes(self, step: Step, counts: Counts) -> bool:
         """Tell whether a step with these counts of rows can be added to the rows that are here."""
-        return is_delayed(step) and all(self._counts[at] + n <= self.limit for at, n in enumerate(counts))
+        return self.delays(step, counts) and all(self._counts[at] + n <= self.limit for at, n in enumerate(counts))
 
     def due(self, step: Step) -> Counts:
         """Return the delayed rows of each DP group that must run before a step; empty: none."""

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from weft.comm.transport import Transport
 from weft.engine.attention.build_batch import SeqRows, build_batch
-from weft.engine.attention.caches import Caches, StepCaches
+from weft.engine.attention.caches import Caches, StepCaches, cached_layers
 from weft.engine.attention.forward_batch import Batch, PageTables
 from weft.engine.kernels.staging import on_device
+from weft.engine.kv.cache_spec import Window
 from weft.engine.messages.rank_messages import Chunk, GroupRows, Step
 from weft.engine.models.layers.decoder import Decoder
 from weft.engine.models.layers.model_config import LanguageModel
-from weft.engine.worker.delayed_rows import DelayedRows, is_delayed
+from weft.engine.worker.delayed_rows import DelayedRows
 from weft.engine.worker.row_table import RowTable
 from weft.engine.worker.run_stats import RunStats
 from weft.planner.chain import Counts
@@ -112,7 +113,10 @@ class DraftChain:
         self._layer, self._mesh, self._rank, self.planner = model.draft, mesh, rank, planner
         self._transports, self._exchanges, self._caches, self._stats = transports, exchanges, caches, stats
         self.checksum = cache(self._checksum)
-        self.delayed = DelayedRows(max_rows, self.kept.width, model.embed.weight)
+        # A draft layer's keys do not follow from other keys, so what its delayed rows read does not matter.
+        windows = [name for name, spec in cached_layers(model.draft).items() if isinstance(spec, Window)]
+        read = set() if self.follows else {caches.paged[caches.places[name][0]][0] for name in windows}
+        self.delayed = DelayedRows(max_rows, self.kept.width, model.embed.weight, read)
 
     def _checksum(self, passes: tuple[Counts, ...]) -> int:
         """Return the checksum of the plans of passes with these rows of each DP group."""
@@ -154,7 +158,7 @@ class DraftChain:
 
     def passes(self, step: Step) -> tuple[Counts, ...]:
         """Return the rows of each DP group in each pass of a step, which all ranks know; empty: it is delayed."""
-        if is_delayed(step):
+        if self.delayed.delays(step, step.counts):
             return ()
         sampling = tuple(group.sampling_count for group in step.groups)
         return (step.counts, *[sampling] * (step.drafts - self.follows if any(sampling) else 0))

@@ -223,7 +223,8 @@ class DraftChain:
         delayed rows keep."""
         weight = self.model.embed.weight
         of_step, own = self.kept.width * weight.element_size(), self._layer.width * weight.element_size()
-        return of_step * (graph_rows + self.delayed.limit) + 2 * own * sampled
+        kept = graph_rows * self._mesh.attn_dp  # a group's hidden rows may be a view of all groups'
+        return of_step * (kept + self.delayed.limit) + 2 * own * sampled
 
     def count(self, passes: Sequence[Counts]) -> None:
         """Count passes in the statistics."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,6 +103,27 @@ def test_what_a_rank_said_before_it_ended_is_heard(ends: tuple[RankSockets, list
     assert second.receive() == b"still here"
     second.send(b"yes")
     assert next_of(sockets) == b"yes"
+
+
+def test_a_rank_may_end_while_a_message_to_it_waits(
+    ends: tuple[RankSockets, list[RankSocket]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread has found its buffer full as another one hears of its end, and does not close its socket yet."""
+    sockets, (first, _) = ends
+    sent, receiving = RankSockets._sent, threading.Thread(target=sockets.receive, args=(0.01,))
+
+    def meanwhile(connection: Any) -> bool:
+        if not (took := sent(connection)):
+            first.close()
+            receiving.start()
+            receiving.join(0.1)
+        return took
+
+    monkeypatch.setattr(RankSockets, "_sent", staticmethod(meanwhile))
+    sockets.send(4, message(LARGE))
+    receiving.join()
+    sockets.send(4, b"to nobody")
+    assert 4 not in sockets._by_rank
 
 
 def test_a_rank_sees_that_the_other_end_is_gone(ends: tuple[RankSockets, list[RankSocket]]) -> None:

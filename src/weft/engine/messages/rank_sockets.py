@@ -156,9 +156,10 @@ class RankSockets:
         """Read a packet. Returns the message if that was its last packet."""
         if not (packet := _packet(connection.socket)):
             self._by_rank.pop(-1 if connection.rank is None else connection.rank, None)
-            del self._by_descriptor[connection.socket.fileno()]
-            self._poll.unregister(connection.socket)  # close is not enough while a forked process holds the socket
-            connection.socket.close()
+            with self._sending:  # `send` polls a socket that took nothing, which fails once it is closed
+                del self._by_descriptor[connection.socket.fileno()]
+                self._poll.unregister(connection.socket)  # close is not enough while a forked process holds the socket
+                connection.socket.close()
             return None
         connection.received.append(packet[1:])
         if packet[:1] == MORE:

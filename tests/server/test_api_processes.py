@@ -6,23 +6,26 @@ import itertools
 import json
 import os
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from chaos.server_process import children
 from engine.conftest import WAIT_S
 from server.conftest import Served, serve
-from weft.engine.config.config import EngineConfig
+from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.controller.engine import Engine
-from weft.serve.http.api_processes import ApiProcesses
+from weft.serve.http.api_processes import ApiProcess, ApiProcesses
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.shared import Shared
@@ -92,6 +95,8 @@ class Two:
         shared = Shared(engine, Metrics(engine), chosen, "small")
         setup = {"options": chosen.to_dict(), "model_name": "small", "log_format": "text", "log_level": "info"}
         self.processes.prepare(shared, setup)
+        self.url = "{}://{}:{}".format("http" if chosen.tls is None else "https", *self._listener.getsockname())
+        self._trusted = chosen.ssl_certfile
         self.serving = threading.Thread(target=self.processes.run, args=([],))
         self.serving.start()
 
@@ -103,8 +108,8 @@ class Two:
         self._listener.close()
 
     def http(self) -> httpx.Client:
-        url = "http://{}:{}".format(*self._listener.getsockname())
-        return httpx.Client(base_url=url, timeout=WAIT_S, headers=SECRET)
+        verify = ssl.create_default_context(cafile=self._trusted)
+        return httpx.Client(base_url=self.url, timeout=WAIT_S, headers=SECRET, verify=verify)
 
     @contextmanager
     def client_of(self, index: int) -> Iterator[httpx.Client]:
@@ -290,13 +295,29 @@ def test_a_killed_process_ends_its_own_streams_alone(two: Two) -> None:
     with two.http() as http:
         whole = http.post(C, json=LONG).json()["choices"][0]["text"]
     pids = two.processes.pids
-    with two.client_of(0) as kept, two.client_of(1) as lost, Gate(two.engine) as gate:
+    helpers = children(pids[1])  # of templates and grammars
+    assert helpers
+    with two.client_of(1) as http:
+        stored = http.post(R, json={"input": "hello", "max_output_tokens": 5}).json()
+    with (
+        two.client_of(0) as kept,
+        two.client_of(1) as lost,
+        two.client_of(1) as other,
+        ThreadPoolExecutor(1) as pool,
+        Gate(two.engine) as gate,
+    ):
         kept_lines = gate.begun(kept, LONG, 6)
         lost_lines = gate.begun(lost, LONG, 6)
+        whole_lost = pool.submit(other.post, C, json=TEXT)
+        wait_until(lambda: two.engine._requests.here == 3)
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(httpx.HTTPError):
             text_of(lost_lines)
+        with pytest.raises(httpx.HTTPError):
+            whole_lost.result()
         wait_until(lambda: pids[1] not in two.processes.pids and len(two.processes.pids) == 2)
+        wait_until(lambda: not any(Path(f"/proc/{helper}").exists() for helper in helpers))
+        assert kept.get(f"{R}/{stored['id']}").json() == stored
         gate.let_through(2)
         wait_until(lambda: two.engine._requests.here == 1)
         gate.let_through(1000)
@@ -304,6 +325,44 @@ def test_a_killed_process_ends_its_own_streams_alone(two: Two) -> None:
     with two.client_of(1) as http:  # the new process, once it serves
         assert http.post(C, json=LONG).json()["choices"][0]["text"] == whole
     two.engine.check_idle()
+
+
+def test_processes_may_end_while_all_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their end is noticed on another thread."""
+
+    def start(self: ApiProcesses) -> None:
+        self._made += 1
+        ended = SimpleNamespace(kill=lambda: None, wait=lambda number=self._made: self._processes.pop(number))
+        self._processes[self._made] = ApiProcess(self._made, cast(Any, ended))
+
+    sent = []
+    monkeypatch.setattr(ApiProcesses, "_start", start)
+    monkeypatch.setattr(ApiProcesses, "_send", lambda self, process, message: sent.append(process.number))
+    with bind("127.0.0.1", 0) as listener, ApiProcesses(3, listener) as processes:
+        processes._processes[2].started = True
+        processes._collect()
+    assert sent == [2], "the others wait for their setup"
+    assert not processes._processes
+
+
+def test_a_fault_of_their_thread_ends_the_server(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with exit code 0, as if somebody had stopped it."""
+
+    class Failing(ApiProcesses):
+        def _start(self) -> None:
+            pass
+
+        def _replace_ended(self) -> None:
+            raise OSError("no process can be started")
+
+    options = Options()
+    shared = Shared(own_engine, Metrics(own_engine), options, "small")
+    monkeypatch.setattr(own_engine, "after_callbacks", lambda callback: None)
+    with bind("127.0.0.1", 0) as listener, Failing(2, listener) as processes:
+        with pytest.raises(EngineError, match="internal error: OSError"):
+            processes.prepare(shared, {"options": options.to_dict()})
+        with pytest.raises(EngineError, match="internal error: OSError"):
+            processes.run([])
 
 
 def test_running_streams_end_before_the_processes_stop(two: Two) -> None:

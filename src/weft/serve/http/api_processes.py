@@ -106,7 +106,7 @@ class ApiProcesses:
     @property
     def pids(self) -> list[int]:
         """Process ids."""
-        return [process.child.pid for process in self._processes.values()]
+        return [process.child.pid for process in list(self._processes.values())]
 
     def prepare(self, shared: Shared, setup: dict[str, Any]) -> None:
         """Give the engine to the processes, and wait until all can serve. Raises EngineError.
@@ -129,11 +129,15 @@ class ApiProcesses:
             raise EngineError(self._error)
 
     def run(self, sockets: list[socket.socket]) -> None:
-        """Serve until `stop`, and return when all processes have ended. sockets: the listener, as in `Server.run`."""
+        """Serve until `stop`, and return when all processes have ended. Raises EngineError if that cannot go on.
+
+        sockets: the listener, as in `Server.run`.
+        """
         self._serving = True
-        for process in list(self._processes.values()):
-            self._send(process, messages.ServeRequests())
+        self._send_all(messages.ServeRequests())
         self._over.wait()
+        if self._error is not None:
+            raise EngineError(self._error)
 
     def stop(self) -> None:
         """Stop like a server on SIGTERM, from any thread; a second call ends running requests at once."""
@@ -144,7 +148,7 @@ class ApiProcesses:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stops += 2
-        for process in self._processes.values():
+        for process in list(self._processes.values()):  # the thread of the sockets removes those that have ended
             process.child.kill()
             process.child.wait()
         self._pool.shutdown(cancel_futures=True)
@@ -199,14 +203,18 @@ class ApiProcesses:
     def _send(self, process: ApiProcess, *sent: messages.ToApi) -> None:
         self._sockets.send(process.number, messages.encode(sent))
 
+    def _send_all(self, message: messages.ToApi) -> None:
+        for process in list(self._processes.values()):
+            if process.started:  # before, it waits for its setup alone
+                self._send(process, message)
+
     def _send_status(self) -> None:
         """Tell all processes the engine's state, if it has changed."""
         with self._lock:
             status = (self._engine.state, self._engine.error)
             changed, self._status = status != self._status, status
         if changed:
-            for process in list(self._processes.values()):
-                self._send(process, messages.EngineStatus(*status))
+            self._send_all(messages.EngineStatus(*status))
 
     def _submit(self, process: ApiProcess, new: messages.NewRequests) -> None:
         numbers = range(new.first, new.first + len(new.requests))
@@ -257,8 +265,7 @@ class ApiProcesses:
                 self._replace_ended()
                 while self._stops_sent < min(self._stops, 2):
                     self._stops_sent += 1
-                    for process in list(self._processes.values()):
-                        self._send(process, messages.StopServing())
+                    self._send_all(messages.StopServing())
         except Exception as error:
             log.error("API processes cannot be served", exc_info=error)
             self._error = f"internal error: {type(error).__name__}"
@@ -304,19 +311,24 @@ class ApiProcesses:
             case messages.ApiConnected():
                 self._send(process, messages.ApiSetup(self._setup))
             case messages.ApiStarted(error):
-                self._error, process.started = self._error or error, True
+                process.started = True
+                if error is not None and self._serving:
+                    log.error("API process %d cannot start: %s", process.child.pid, error)
+                else:
+                    self._error = self._error or error
                 if self._stops:
                     self._send(process, messages.StopServing())
-                elif self._serving:
-                    self._send(process, messages.EngineStatus(*self._status), messages.ServeRequests())
+                else:
+                    with self._lock:  # no older status follows a newer one
+                        self._send(process, messages.EngineStatus(*self._status))
+                    if self._serving:
+                        self._send(process, messages.ServeRequests())
                 if error is not None or all(each.started for each in self._processes.values()):
                     self._ready.set()
 
     def _collect(self) -> None:
         self._collect_next = time.monotonic() + COLLECT_EACH_S
-        for process in list(self._processes.values()):
-            if process.started:
-                self._send(process, messages.CollectObserved())
+        self._send_all(messages.CollectObserved())
 
     def _cancel(self, process: ApiProcess, requests: Any) -> None:
         with self._lock:

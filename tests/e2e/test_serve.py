@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from chaos.server_process import ServerProcess, forker_of
+from chaos.server_process import ServerProcess, children, forker_of
 from weft.serve.http.sockets import bind
 
 KEY = "a key that no command line shows"
@@ -32,10 +33,10 @@ def serving(folder: Path, *arguments: str) -> Iterator[ServerProcess]:
 
 
 @contextmanager
-def streaming(server: ServerProcess) -> Iterator[http.client.HTTPResponse]:
-    """An answer that has begun, of 128 choices one after the other, which takes minutes at the least."""
+def streaming(server: ServerProcess, n: int = 128) -> Iterator[http.client.HTTPResponse]:
+    """An answer that has begun, of n choices one after the other; 128 take minutes at the least."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-    body = {"prompt": "Tom has", "max_tokens": 480, "ignore_eos": True, "n": 128, "stream": True}
+    body = {"prompt": "Tom has", "max_tokens": 480, "ignore_eos": True, "n": n, "stream": True}
     headers = {"Content-Type": "application/json", "Authorization": f"bearer {KEY}"}
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     output = connection.getresponse()
@@ -97,12 +98,47 @@ def test_ranks_that_fail_too_often_end_the_server(tmp_path: Path, api_servers: s
     assert events(log).count("request") == 1 and len(events(log)) <= 4
 
 
+def api_processes(server: ServerProcess) -> set[int]:
+    server.ranks()  # notes all processes
+    return {
+        pid for pid in children(server.pid) if b"weft.serve.api_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_api_processes_go_with_their_server(tmp_path: Path, number: signal.Signals) -> None:
+    """Also those that replace others, after all were killed at once; on SIGTERM once the last stream has ended."""
+    with serving(tmp_path, "--drain-s", "1000", "--api-servers", "2") as server:
+        killed = api_processes(server)
+        with streaming(server) as lost:
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                lost.read()
+        while len(api_processes(server) - killed) < 2:
+            time.sleep(0.1)
+        with streaming(server, n=2) as output:
+            assert len(api_processes(server)) == 2
+            server.process.send_signal(number)
+            if number == signal.SIGTERM:
+                said = [line for line in output.read().splitlines() if line]
+                assert said[-1] == b"data: [DONE]"
+                ends = [json.loads(line[6:])["choices"][0]["finish_reason"] for line in said[:-1]]
+                assert ends.count("length") == 2
+        assert server.process.wait(60) == (0 if number == signal.SIGTERM else -number)
+        left = server.left_behind()
+        assert not left["processes"] and (number == signal.SIGKILL or not left["files"])
+        with pytest.raises(ConnectionError):
+            server.get("/health")
+
+
 @contextmanager
-def started(stderr: Any) -> Iterator[tuple[subprocess.Popen[bytes], Callable[..., tuple[int, bytes]]]]:
+def started(stderr: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[..., tuple[int, bytes]]]]:
     """The command as a shell starts it, from its first moment, and what asks it."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    command = [Path(sys.executable).with_name("weft"), "serve", "--port", str(port)]
+    command = [Path(sys.executable).with_name("weft"), "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, stderr=stderr)
 
     def ask(path: str = "/health") -> tuple[int, bytes]:
@@ -122,10 +158,11 @@ def started(stderr: Any) -> Iterator[tuple[subprocess.Popen[bytes], Callable[...
 
 
 @pytest.mark.nightly
-def test_health_says_loading_first_and_two_signals_end_each_phase() -> None:
+@pytest.mark.parametrize("api_servers", ["1", "2"])
+def test_health_says_loading_first_and_two_signals_end_each_phase(api_servers: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         for phase in ("loading", "serving"):
-            with started(subprocess.DEVNULL) as (process, ask):
+            with started(subprocess.DEVNULL, "--api-servers", api_servers) as (process, ask):
                 assert ask() == (503, b'{"status": "loading"}')
                 while phase == "serving" and ask()[0] != 200:
                     pass

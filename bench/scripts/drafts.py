@@ -15,7 +15,7 @@ The engines take turns `--turns` times. Prints a line of JSON per measurement, w
     python bench/scripts/drafts.py --preset qwen3-30b-a3b --num-layers 16 --clients 1 16
     python bench/scripts/drafts.py --device cpu --clients 1 --tokens 96
     python bench/scripts/drafts.py --device cpu --clients 1 4 --source mtp --dtype float32
-    python bench/scripts/drafts.py --preset FOLDER_WITH_CONFIG_JSON --source mtp --forced --rates 0 0.7 --clients 1 16
+    python bench/scripts/drafts.py --preset glm-4.5-air --num-layers 16 --source mtp --forced --rates 0 0.7
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def complete(engine: Engine, clients: int, count: int, tokens: int) -> tuple[lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", help="shape, or folder of one, with made-up weights; default: the embedded model")
+    parser.add_argument("--preset", help="shape with made-up weights; default: the embedded model")
     parser.add_argument("--num-layers", type=int)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16")
@@ -151,10 +151,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    model: dict[str, Any] = {}
+    model, files = dict[str, Any](), tempfile.TemporaryDirectory()
     if args.preset:
-        folder = Path(args.preset) if Path(args.preset).is_dir() else preset_dir(args.preset)
-        model = dict(model=folder, load_format="dummy", num_layers=args.num_layers)
+        model = dict(model=preset_dir(args.preset), load_format="dummy", num_layers=args.num_layers)
+        if args.source == "mtp" and args.num_layers:  # the draft layer is the one after the last
+            values = json.loads((preset_dir(args.preset) / "config.json").read_text())
+            (Path(files.name) / "config.json").write_text(json.dumps(values | {"num_hidden_layers": args.num_layers}))
+            model |= dict(model=Path(files.name), num_layers=None)
     length = args.context + args.tokens + 16
     config = EngineConfig(
         device=args.device,
@@ -176,9 +179,8 @@ def main() -> None:
         ("off, no step sent ahead", [OFF], dict(overlap=False)),
     ]
     options: dict[str, Any] = dict(speculative=args.source or "ngram", speculative_tokens=args.drafts)
-    plugins = tempfile.TemporaryDirectory()
     for at, rate in enumerate(rates if args.forced else ()):
-        plugin = Path(plugins.name) / f"forced_{at}.py"
+        plugin = Path(files.name) / f"forced_{at}.py"
         plugin.write_text(FORCED.format(rate=rate))
         cases.append((DRAFTS, [rate], options | dict(plugins=(str(plugin),))))
     cases += [] if args.forced else [(DRAFTS, rates, options)]

@@ -130,6 +130,23 @@ PARTS = {
             soak("soak-merged", "latents", *TWO, "--dcp", "2", "--dcp-prefill", "merge"),
         ),
     ),
+    "drafts": Part(
+        "draft layers at forced rates: a model of 16 layers, and the embedded one",
+        1,
+        tuple(
+            Command(
+                f"drafts-{name}",
+                (
+                    *("bench/scripts/drafts.py", "--source", "mtp", "--turns", "1", *options),
+                    *("--forced", "--rates", "0", "0.7", "--json", f"{{out}}/drafts-{name}.json"),
+                ),
+            )
+            for name, *options in (
+                ("glm", "--preset", "glm-4.5-air", "--num-layers", "16", "--tokens", "300"),
+                ("embedded", "--clients", "1", "4", "16", "--tokens", "96"),
+            )
+        ),
+    ),
     "cpu-time": Part(
         "CPU time of a step, without a model and of one",
         2,

@@ -128,15 +128,15 @@ class DraftGraphs:
 
     def next_pass(self, count: int) -> Pass:
         """Return a further pass of up to `count` sequences. Without live rows it leaves no trace."""
-        chain, self_states = self._chain, self._states[:count]
+        chain, hidden = self._chain, self._states[:count]
 
         def run(counts: CapturedRows) -> tuple[Tensor, ...]:
             batch, sampled = self._inputs.batch(Shape(count, count, False), self._inputs.live)
             planned = self._planner, (count,) * len(counts.capacity)
-            states, logits = chain.walk(*planned, counts, batch, self_states)
+            states, logits = chain.walk(*planned, counts, batch, hidden)
             self._sample(logits, sampled)
             if chain.follows:
-                self_states.copy_(states)
+                hidden.copy_(states)
             return ()
 
         return run

@@ -108,7 +108,7 @@ def test_no_place_of_a_lost_host_is_used_again(cluster: EngineConfig) -> None:
     ranks, model = recovery.Recovery(given, given, executor), given.read_model()
     ranks.failed(EngineError("rank 1 was killed", (1,)), model)
     assert executor.config.places == ((0,), (0,))
-    ranks.failed(EngineError("node 1 did not come", (1,), for_good=True), model)
+    ranks.failed(EngineError("node 1 did not come", (1,), for_good="hosts"), model)
     assert executor.config.places == ((0,), ()) and ranks.lost_ranks == 2
 
 

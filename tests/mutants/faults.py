@@ -34,7 +34,7 @@ TRANSFORMERS = "tests/models/test_as_transformers.py"
 LOGITS = "tests/models/test_logits.py::test_every_layout_gives_transformers_logits"
 ONE = "attn_dp=1 attn_tp=1 ep=1 moe_tp=1"
 MESSAGES, REUSE = "tests/engine/test_agent_messages.py", "tests/engine/test_reuse.py"
-RECOVERY = "tests/engine/test_recovery.py"
+RECOVERY, LOST_GPUS = "tests/engine/test_recovery.py", "tests/engine/test_lost_gpus.py"
 FIELDS, CHUNKS = "tests/server/test_fields.py", "tests/server/test_tools.py::test_calls_in_later_chunks_are_numbered_on"
 
 ONCE_MISSED = [
@@ -912,8 +912,8 @@ OWN = [
     Fault(
         "a smaller layout is planned twice",
         "engine/controller/recovery.py",
-        "return check_plans(resolve_defaults(smaller), model)",
-        "return check_plans(check_plans(resolve_defaults(smaller), model), model)",
+        "resolved = check_plans(resolve_defaults(smaller), model)",
+        "resolved = check_plans(check_plans(resolve_defaults(smaller), model), model)",
         (f"{RECOVERY}::test_a_smaller_layout_is_planned_once",),
     ),
     Fault(
@@ -947,9 +947,79 @@ OWN = [
     Fault(
         "a host that does not come back is waited for again",
         "engine/hosts/agents.py",
-        "raise EngineError(line, lost, for_good=True)",
+        'raise EngineError(line, lost, for_good="hosts")',
         "raise EngineError(line, lost)",
         (f"{MESSAGES}::test_a_node_without_ranks_may_leave_and_join",),
+    ),
+    Fault(
+        "a rank's GPU is the one with its number among those that are left",
+        "engine/config/device.py",
+        "place = config.seat_of(rank)[1]",
+        "place = config.place_on_host(rank)",
+        (f"{LOST_GPUS}::test_a_rank_keeps_its_gpu",),
+    ),
+    Fault(
+        "a lost GPU stays visible",
+        "engine/worker/rank.py",
+        "for each in config.places[node])",
+        "for each in range(len(config.gpus)))",
+        (f"{LOST_GPUS}::test_a_rank_keeps_its_gpu",),
+    ),
+    Fault(
+        "GPUs are named anew after one is lost",
+        "engine/controller/startup.py",
+        "if config.shrink and not config.gpus:",
+        "if config.shrink:",
+        (f"{LOST_GPUS}::test_gpus_are_named_once",),
+    ),
+    Fault(
+        "a GPU that others fill is lost",
+        "engine/worker/gpu_probe.py",
+        'return "" if code == OUT_OF_MEMORY else error',
+        "return error",
+        (f"{LOST_GPUS}::test_the_driver_decides_whether_a_gpu_is_lost",),
+    ),
+    Fault(
+        "a lost GPU takes its host with it",
+        "engine/controller/recovery.py",
+        'for_good == "hosts", model)',
+        "bool(for_good), model)",
+        (f"{LOST_GPUS}::test_a_layout_that_does_not_fit_is_not_tried",),
+    ),
+    Fault(
+        "of several lost GPUs one is heard",
+        "engine/controller/executor.py",
+        "if failure.lost_device]:",
+        "if failure.lost_device][:1]:",
+        (f"{LOST_GPUS}::test_all_lost_gpus_of_a_start_are_heard",),
+    ),
+    Fault(
+        "a layout that does not fit in memory is tried",
+        "engine/controller/recovery.py",
+        "check_weights(model, resolved, 0, dtype_of(resolved), gpu_bytes(resolved))",
+        "pass",
+        (f"{LOST_GPUS}::test_a_layout_that_does_not_fit_is_not_tried",),
+    ),
+    Fault(
+        "a layout that cannot start is tried again",
+        "engine/controller/recovery.py",
+        "self.faults.total == self._lost_at:",
+        "False:",
+        (f"{LOST_GPUS}::test_a_layout_that_cannot_start_ends_the_engine",),
+    ),
+    Fault(
+        "an agent takes the GPUs of node 0",
+        "engine/hosts/digests.py",
+        '"join_timeout_s", "gpus"),',
+        '"join_timeout_s"),',
+        (f"{LOST_GPUS}::test_a_host_knows_its_own_gpus",),
+    ),
+    Fault(
+        "a GPU that fails at a start is one of max_restarts",
+        "engine/worker/rank.py",
+        "user=False, lost_device=True)",
+        "user=False)",
+        (f"{LOST_GPUS}::test_a_lost_gpu_is_left_out_at_the_next_start",),
     ),
 ]
 """Drawn over the whole tree."""

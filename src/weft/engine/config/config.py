@@ -28,10 +28,10 @@ class EngineError(RuntimeError):
     Args:
         line: the rank and the cause.
         ranks: the one that failed first, or all of a host; empty: not known.
-        for_good: a restart will not bring them back.
+        for_good: what of theirs a restart will not bring back; empty: it may bring back all.
     """
 
-    def __init__(self, line: str = "", ranks: tuple[int, ...] = (), for_good: bool = False):
+    def __init__(self, line: str = "", ranks: tuple[int, ...] = (), for_good: Literal["", "devices", "hosts"] = ""):
         super().__init__(line)
         self.ranks, self.for_good = ranks, for_good
 
@@ -64,6 +64,9 @@ class EngineConfig(EngineOptions, ModelDirectory):
     """Base of the seeds of requests without a seed."""
     places: tuple[tuple[int, ...], ...] = ()
     """Places of each node that ranks run in, after some are lost for good; empty: all places of all nodes."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of this host's GPUs by place, with --shrink: CUDA numbers GPUs anew once one is gone. Empty: the place is
+    CUDA's index."""
 
     def __post_init__(self) -> None:
         self.check()
@@ -174,4 +177,5 @@ class EngineConfig(EngineOptions, ModelDirectory):
         kinds = get_type_hints(cls)
         paths = [n for n, value in values.items() if Path in (kinds[n], *get_args(kinds[n])) and value is not None]
         tuples = {"plugins": tuple(values["plugins"]), "places": tuple(map(tuple, values["places"]))}
+        tuples["gpus"] = tuple(values["gpus"])
         return cls(**values | tuples | {name: Path(values[name]) for name in paths})

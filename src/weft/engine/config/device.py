@@ -50,8 +50,26 @@ def on_gpus(config: EngineConfig) -> bool:
 
 
 def device_of(config: EngineConfig, rank: int) -> torch.device:
-    """Return the device of a rank."""
-    return torch.device("cuda", config.place_on_host(rank)) if on_gpus(config) else torch.device("cpu")
+    """Return the device of a rank of this host, by its index in this process. Raises LayoutError if CUDA does not see
+    it."""
+    if not on_gpus(config):
+        return torch.device("cpu")
+    place = config.seat_of(rank)[1]
+    if not config.gpus:
+        return torch.device("cuda", place)
+    for index in range(torch.cuda.device_count()):
+        if _uuid(index) == config.gpus[place]:
+            return torch.device("cuda", index)
+    raise LayoutError(f"rank {rank} runs on GPU {place} ({config.gpus[place]}), which CUDA does not see here any more")
+
+
+def gpus_of(config: EngineConfig) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs of this host's ranks, by place, as CUDA_VISIBLE_DEVICES takes them; none on CPUs."""
+    return tuple(map(_uuid, range(config.ranks_of_host))) if on_gpus(config) else ()
+
+
+def _uuid(index: int) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
 def dtype_of(config: EngineConfig) -> torch.dtype:
@@ -121,7 +139,7 @@ def attention_backend(
     """
     gpus, option = on_gpus(config), config.attention_backend
     if device is None and gpus and option == ANY_BACKEND and fa3_library() is not None:
-        device = torch.device("cuda", 0)
+        device = device_of(config, 0)
     needs = _needs(config, gpus and config.cuda_graphs, caches, device)
     chosen = automatic_backend(needs) if option == ANY_BACKEND else backends(config.plugins)[option]
     chosen.check(needs)

@@ -275,8 +275,8 @@ class RankOptions(OptionGroup):
     restart_backoff_s: float = 1.0
     """Seconds to wait after a second failure without a step in between; each further failure doubles it, to 60 s."""
     shrink: bool = False
-    """Go on with fewer ranks if max_restarts do not help as the same rank fails each time, or a host does not come back
-    within join_timeout_s (on CPUs only so far)."""
+    """Go on with fewer ranks if max_restarts do not help as the same rank fails each time, its GPU cannot be used any
+    more, or a host does not come back within join_timeout_s."""
     shrink_to: int = 1
     """Least number of ranks that --shrink goes on with."""
 

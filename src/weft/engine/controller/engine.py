@@ -315,7 +315,7 @@ class Engine(ProcessBound):
             if self._executor.groups != groups:
                 self._place_all()
             self._phase = "serving"
-            log.warning("the ranks are back after %.1f s", time.monotonic() - began)
+            log.warning("the ranks are back after %.1f s, with %s", time.monotonic() - began, self.config.mesh)
             return
         self._stopping = True
 

@@ -208,6 +208,9 @@ class Executor(ABC):
             message = self._receive()
             if isinstance(message, Failure):
                 failures.append(message)
+        if lost := [failure for failure in failures if failure.lost_device]:
+            line = "; ".join(f"rank {failure.rank} failed: {failure.text}" for failure in lost)
+            return EngineError(line, tuple(sorted(failure.rank for failure in lost)), "devices")
         cause = min(failures, key=lambda f: f.lost_peer)
         if cause.user:
             return ModelError(cause.text)

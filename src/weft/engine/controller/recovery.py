@@ -9,10 +9,14 @@ from typing import Any
 
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.config.cpu_shares import cores_left
+from weft.engine.config.device import dtype_of, on_gpus
 from weft.engine.controller.executor import Executor
 from weft.engine.controller.fault_window import FaultWindow, one_line
 from weft.engine.controller.startup import check_plans, resolve_defaults
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.worker.batch_limits import gpu_bytes
+from weft.engine.worker.memory import check_weights
 from weft.planner.spec import LayoutError, divisors
 
 log = logging.getLogger(__name__)
@@ -32,7 +36,9 @@ class Recovery:
     """
 
     def __init__(self, given: EngineConfig, config: EngineConfig, executor: Executor):
-        self._given, self._executor = given, executor
+        # Fewer ranks run on the same kind of device, which `auto` could change.
+        self._given = replace(given, device="cuda" if on_gpus(config) else "cpu", gpus=config.gpus)
+        self._executor, self._lost, self._lost_at = executor, "", -1
         self._left = {node: list(range(given.ranks_of_host)) for node in given.nodes}
         self.faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
         self.lost_ranks = 0
@@ -42,13 +48,15 @@ class Recovery:
 
         Raises EngineError after too many failures.
         """
-        for_good = self._given.shrink and getattr(error, "for_good", False)
+        if isinstance(error, ModelError) and self.faults.total == self._lost_at:  # of the first start since then
+            raise EngineError(f"{self._lost} lost for good, and {self._executor.mesh} cannot run: {error}") from error
+        for_good = getattr(error, "for_good", "") if self._given.shrink else ""
         try:
-            return self.faults.add(one_line(error), getattr(error, "ranks", ()), for_good)
+            return self.faults.add(one_line(error), getattr(error, "ranks", ()), bool(for_good))
         except EngineError as final:
             if not (final.ranks and self._given.shrink):
                 raise
-            self._go_on_without(final.ranks, for_good, model)
+            self._go_on_without(final.ranks, for_good == "hosts", model)
             return 0.0
 
     def _go_on_without(self, ranks: Sequence[int], hosts: bool, model: ModelConfig) -> None:
@@ -64,12 +72,14 @@ class Recovery:
         self._executor.resize(config)
         self.faults.forget()
         self.lost_ranks += len(ranks)
-        log.error("%s lost for good; the engine goes on with %s%s", lost, config.mesh, self._hosts_line(config))
+        self._lost, self._lost_at = lost, self.faults.total
+        log.error("%s lost for good; the engine goes on with %s%s", lost, config.mesh, self._places_line(config))
 
-    def _hosts_line(self, config: EngineConfig) -> str:
-        """Return which nodes run ranks, and how many ranks idle; empty for one host."""
+    def _places_line(self, config: EngineConfig) -> str:
+        """Return which GPUs of one host run ranks, or which nodes, and how many ranks idle; empty for one host's
+        CPUs."""
         if len(self._left) == 1:
-            return ""
+            return f", on GPU {', '.join(map(str, config.places[0]))}" if config.gpus else ""
         idle = sum(map(len, self._left.values())) - config.mesh.world
         nodes = f", {config.ranks_of_host} on each of the nodes {', '.join(map(str, config.nodes))}"
         return nodes + (f"; {idle} more would run if hosts had equal numbers" if idle else "")
@@ -79,7 +89,8 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
     """Return the checked configuration of most ranks, at least shrink_to, in the places that are left.
 
     Hosts have equally many ranks, so some hosts or places may stay empty; of layouts with equally many ranks, it is the
-    one on more hosts. Raises LayoutError if none is possible.
+    one on more hosts. Raises LayoutError if none is possible, or fits in the GPUs' memory:
+    what is wrong with the one of most ranks.
 
     Args:
         given: configuration as it was given.
@@ -87,7 +98,7 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
         left: places by node.
     """
     why = f"shrink_to={given.shrink_to}" if left[0] else "node 0 has no rank left, and nobody serves without it"
-    of_host = range(len(left[0]), 0, -1)
+    of_host, refusals = range(len(left[0]), 0, -1), list[str]()
     nodes = {count: [node for node in left if len(left[node]) >= count] for count in of_host}
     sizes = [(hosts * count, hosts, count) for count in of_host for hosts in range(1, len(nodes[count]) + 1)]
     for ranks, hosts, count in sorted(sizes, reverse=True):
@@ -96,10 +107,13 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
         places = tuple(tuple(left[node][:count] if node in nodes[count][:hosts] else ()) for node in left)
         for smaller in _layouts(given, ranks, places):
             try:
-                return check_plans(resolve_defaults(smaller), model)
+                resolved = check_plans(resolve_defaults(smaller), model)
+                if on_gpus(resolved):
+                    check_weights(model, resolved, 0, dtype_of(resolved), gpu_bytes(resolved))
+                return resolved
             except LayoutError as error:
-                why = str(error)
-    raise LayoutError(why)
+                refusals.append(str(error))
+    raise LayoutError([*refusals, why][0])
 
 
 def _layouts(given: EngineConfig, ranks: int, places: tuple[tuple[int, ...], ...]) -> Iterator[EngineConfig]:

@@ -17,7 +17,7 @@ from weft.engine.attention.backend_registry import BackendChoice
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import with_cpu_shares
-from weft.engine.config.device import attention_backend, dtype_of, enabled_transports, on_gpus
+from weft.engine.config.device import attention_backend, dtype_of, enabled_transports, gpus_of, on_gpus
 from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.kv.cache_spec import Recurrent, Spec
 from weft.engine.models.config_json.directory import config_file
@@ -86,10 +86,12 @@ def check_packages(config: EngineConfig) -> None:
 
 def resolve_defaults(config: EngineConfig) -> EngineConfig:
     """Return the configuration with values for `auto`: the attention backend, FP8 matmuls, the split of the vocabulary,
-    threads and cores of this host's ranks, and on GPUs the sequences and rows of a step.
+    threads and cores of this host's ranks, and on GPUs the sequences and rows of a step, and with --shrink the GPUs.
 
     Experts gather on GPUs; on CPUs `check_plans` decides. Raises ModelError, LayoutError.
     """
+    if config.shrink and not config.gpus:
+        config = replace(config, gpus=gpus_of(config))
     backend = attention_backend(config, lambda: declared_caches(config, read_model(config)))
     config = replace(config, attention_backend=BackendChoice(backend.option))
     if config.float8 == "auto":
@@ -145,8 +147,6 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
         raise LayoutError("the naive plan uses all-reduces, by which experts gather: drop --moe-exchange or --plan")
     planner = planner_of(config, model)
     check_attention(config, model)
-    if config.shrink and on_gpus(config):
-        raise LayoutError("--shrink runs on CPUs only so far: drop the option, or use --device cpu")
     check_speculation(config, model)
     rows, dispatches = 1, False
     drafts = [planner_of(config, model, draft=True)] if model.drafts or model.draft_model else []

@@ -27,6 +27,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.config.cpu_shares import cores_left, with_cpu_shares
+from weft.engine.config.device import gpus_of
 from weft.engine.hosts import addresses, digests, secured
 from weft.engine.messages.host_messages import (
     Alive,
@@ -158,6 +159,8 @@ class HostAgent:
 
     def _start(self, start: Start) -> None:
         self._ranks.stop(grace_s=0)
+        if start.config["shrink"] and not self._config.gpus:
+            self._config = replace(self._config, gpus=gpus_of(self._config))
         own, places = digests.of_this_host(self._config), start.config["places"]
         if places:
             own["cpu_bind"] = cores_left(self._config.cpu_bind, places[self.node])

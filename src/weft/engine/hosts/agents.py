@@ -113,7 +113,7 @@ class Agents:
                 line = f"node {nodes} did not come to {self.where} within {timeout_s:g} s; start the same command there"
                 line += " with --node-rank, and see what it says (docs/guide/hosts.md)"
                 lost = tuple(rank for node in self.missing for rank in self.config.ranks_of(node))
-                raise EngineError(line, lost, for_good=True)
+                raise EngineError(line, lost, for_good="hosts")
             if self.socket.poll(100):
                 self.receive()
             else:

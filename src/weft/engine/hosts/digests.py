@@ -24,7 +24,7 @@ BLOCK = 64 << 10
 SOURCES = (".py", ".cc", ".h", ".inl", ".cu", ".cuh")
 OF_A_HOST = (
     *("model", "threads", "cpu_bind", "host_memory_gib", "node_rank", "interface"),
-    *("cluster_key", "master_addr", "join_timeout_s"),
+    *("cluster_key", "master_addr", "join_timeout_s", "gpus"),
 )
 """Options with a value per host."""
 OF_NODE_0 = (

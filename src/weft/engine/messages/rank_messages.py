@@ -380,12 +380,14 @@ class Failure(Struct, frozen=True, tag=True):
         text: one line.
         user: the user can fix the cause, such as a bad model.
         lost_peer: a collective failed, most likely because another rank did; that rank's Failure is the cause.
+        lost_device: its device cannot be used any more.
     """
 
     rank: int
     text: str
     user: bool
     lost_peer: bool = False
+    lost_device: bool = False
 
 
 ToRank = Step | AskReport | AskPlan | StartProfile | StopProfile | Stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 import time
@@ -14,8 +15,11 @@ from weft.engine.messages.rank_messages import Stop, encode
 from weft.engine.messages.rank_sockets import SOCKET, RankSockets
 from weft.engine.processes.fork_client import ForkServer, RankProcess
 
+log = logging.getLogger(__name__)
 POLL_S = 0.2
 """Seconds of one wait for a message."""
+KILLED_S = 30.0
+"""Seconds until a killed rank counts as gone: it may sleep for ever in the driver of a lost GPU."""
 DRAIN_S = 0.05
 """Interval at which messages of stopping ranks are read."""
 
@@ -109,7 +113,9 @@ class RankProcesses:
                     pass
                 if time.monotonic() >= deadline:
                     process.kill()
-                    process.wait()
+                    if process.wait(KILLED_S) is None:
+                        log.error("process %d of a rank was killed and does not end; nobody waits for it", process.pid)
+                        break
         self.sockets.close()
         self.sockets = None
         shutil.rmtree(self._run, ignore_errors=True)

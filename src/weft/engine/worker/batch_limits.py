@@ -31,8 +31,13 @@ def with_batch_limits(config: EngineConfig) -> EngineConfig:
     """
     if not on_gpus(config) or None not in (config.max_batch_tokens, config.max_running):
         return config
-    sizes = (torch.cuda.get_device_properties(device_of(config, r)).total_memory for r in range(config.ranks_of_host))
-    return choose_limits(config, config.read_model(), min(sizes))
+    return choose_limits(config, config.read_model(), gpu_bytes(config))
+
+
+def gpu_bytes(config: EngineConfig) -> int:
+    """Return the memory of the smallest GPU of this host's ranks."""
+    gpus = (device_of(config, rank) for rank in range(config.ranks_of_host))
+    return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
 
 
 def choose_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> EngineConfig:

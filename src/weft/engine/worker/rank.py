@@ -22,10 +22,15 @@ from weft.engine.config.threads import name_thread
 from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank, decode_to_rank, encode
 from weft.engine.messages.rank_sockets import SOCKET, RankSocket
 from weft.engine.models.config_json.fields import ModelError
+from weft.engine.worker.gpu_probe import unusable
 from weft.engine.worker.open_transports import bind, cost_model, open_transports
 from weft.engine.worker.worker import Worker, failure
 from weft.kernels.build import BuildError
 from weft.planner.spec import LayoutError
+
+
+class GpuLost(RuntimeError):
+    """A rank's GPU cannot be used: one line."""
 
 
 def main(directory: Path, rank: int, parent: int) -> int:
@@ -48,6 +53,7 @@ def main(directory: Path, rank: int, parent: int) -> int:
 
     code = 0
     try:
+        _take_gpu(config, rank)
         check_gpu(device_of(config, rank))
         transports = open_transports(config, rank, directory)
         worker = Worker(config, transports, cost_model(config), send)
@@ -59,12 +65,29 @@ def main(directory: Path, rank: int, parent: int) -> int:
     except (BuildError, LayoutError, ModelError) as error:
         send(Failure(rank, str(error), user=True))
         code = 2
+    except GpuLost as error:
+        send(Failure(rank, str(error), user=False, lost_device=True))
+        code = 1
     except Exception as error:
         traceback.print_exc()
         send(failure(rank, error))
         code = 1
     controller.close()
     return code
+
+
+def _take_gpu(config: EngineConfig, rank: int) -> None:
+    """Try the rank's GPU, with --shrink. Hide GPUs of lost ranks, since a broken one may fail CUDA for all.
+
+    CUDA then numbers the others like the ranks of this host. Call it before CUDA runs here. Raises GpuLost.
+    """
+    if not config.gpus:
+        return
+    node, place = config.seat_of(rank)
+    if why := unusable(config.gpus[place]):
+        raise GpuLost(f"GPU {place} ({config.gpus[place]}) cannot be used: {why}")
+    if config.places:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(config.gpus[each] for each in config.places[node])
 
 
 def _exit_with_parent(parent: int, root: Path) -> None:

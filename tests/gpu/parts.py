@@ -73,7 +73,7 @@ def reproduce(name: str, layers: int, *options: str) -> Command:
 
 
 ELSEWHERE = ("emulated", "merge_emulated", "lanes", "compile", "triton_compile")  # on CPUs
-ELSEWHERE += ("sanitizer", "plain", "engine", "http", "families", "library")  # in parts of their own
+ELSEWHERE += ("sanitizer", "plain", "engine", "http", "families", "library", "shrink")  # in parts of their own
 OTHER_TESTS = ("tests/gpu", *(f"--ignore=tests/gpu/test_{name}.py" for name in ELSEWHERE))
 OTHER_TESTS += ("--ignore=tests/gpu/triton_checks",)
 TWO = ("--attn-tp", "2", "--ep", "2", "--moe-tp", "1")
@@ -100,6 +100,21 @@ PARTS = {
         (
             tests(
                 "engine-2", "tests/gpu/test_engine.py", "tests/gpu/test_http.py", "-k", "1x2 or 2x1 or sharded_tokens"
+            ),
+        ),
+    ),
+    "shrink": Part(
+        "a GPU of two that is lost for good, while requests run",
+        2,
+        (
+            tests("shrink", "tests/gpu/test_shrink.py"),
+            Command(
+                "lose-for-good",
+                (
+                    *("-m", "chaos", "--device", "{device}", *TWO, "--lose-for-good", "1", "--kv-tokens", "8192"),
+                    *("--max-running", "8", "--max-batch-tokens", "512", "--json", "{out}/lose-for-good.json"),
+                    *("--seed", "1"),  # rank 0
+                ),
             ),
         ),
     ),

@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import active_children
@@ -20,6 +21,8 @@ from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Arrival, Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import (
+    MOST_ROUNDS,
+    ROUNDS,
     configs,
     described,
     grids,
@@ -338,6 +341,25 @@ def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
     table = measure(candidate, load, lambda what, part: None)
     assert candidate.model.num_layers == 4 and set(table.decode.values()) == {10.0 + 5 * 4}
+
+
+def test_steps_are_measured_again_until_two_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is slow at first changes no time. Times that never agree give a wide interval."""
+    turns = Counter[StepShape]()
+
+    def run_us(self: StepRunner, shape: StepShape, input_len: int) -> list[float]:
+        turns[shape] += 1
+        slow = 9.0 - turns[shape] if shape == noisy or (turns[shape] < 3 and shape.decode == 2) else 1.0
+        return [100.0 * slow]
+
+    load = ClientLoad(20, 8, 2)
+    [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
+    noisy = StepShape(1, load.shortest)
+    monkeypatch.setattr(StepRunner, "run_us", run_us)
+    table = measure(candidate, load, lambda what, part: None)
+    assert {turns[each] for each in turns} == {ROUNDS, ROUNDS + 1, MOST_ROUNDS}
+    assert table.decode[2, load.shortest] == 100.0 and turns[StepShape(2, load.shortest)] == ROUNDS + 1
+    assert max(table.residuals) == 1.0 and turns[noisy] == MOST_ROUNDS
 
 
 def test_steps_are_measured_on_both_sides_of_the_jump() -> None:

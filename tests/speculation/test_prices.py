@@ -213,13 +213,23 @@ def test_a_slow_first_measurement_is_soon_corrected() -> None:
 def test_new_sequences_go_on_with_the_pauses_of_earlier_ones() -> None:
     """Drafts that do not pay are not tried anew by each sequence, however short sequences are."""
     speculation = Speculation(RandomDrafts(random.Random(3)), 3, 256)
+    speculation.rates.each = [0.0] * 3
     drafted = list[int]()
     for first in range(1, 4001, 40):
         drafting = Drafting(speculation)
         for step in range(first, first + 40):
             if step >= drafting.resumes:
-                drafting.plan(Price(9.0, 9.0), step)
+                drafting.plan(Price(0.2, 0.2), step)
             if step >= drafting.resumes and drafting.count:
                 drafted.append(step)
     assert drafted[:PROBES] == [*range(32, 32 + PROBES)] and len(drafted) < 40, "not 4 in 40 steps"
     assert speculation.pause > 32
+
+
+@pytest.mark.parametrize("price, steps", [(0.4, 32), (0.62, 64), (2.0, 128), (90.0, 1024)])
+def test_pauses_are_longer_where_drafts_cost_more(price: float, steps: int) -> None:
+    """Four steps with a draft cost at most a sixteenth of the pause before them."""
+    drafting = Drafting(Speculation(RandomDrafts(random.Random(3)), 3, 256))
+    drafting.rates.each = [0.0] * 3
+    drafting.plan(Price(price, 0.0), 1)
+    assert drafting.pause == drafting.resumes == steps and not drafting.count

@@ -21,8 +21,9 @@ FIRST_RATE, PROBE_RATE = 0.6, 0.25
 """Rate at each position of the first sequence, and at the first position after a pause."""
 MEASURED, PROBES = 8, 4
 """Steps without drafts where their time is unknown, and steps with a draft after a pause, whatever it costs."""
-MIN_PAUSE, MAX_PAUSE = 32, 1024
-"""Steps of a pause. Each pause is twice as long as the one before, unless drafts paid in between."""
+MIN_PAUSE, MAX_PAUSE, PROBED = 32, 1024, 1 / 16
+"""Steps of a pause, and the fraction of its time that drafts after it may cost, unless it is the longest. Each pause is
+twice as long as the one before, unless drafts paid in between."""
 
 
 @dataclass(slots=True)
@@ -106,7 +107,10 @@ class Drafting:
         elif step < self.probes:
             self.count = 1
         else:
-            pause = min(2 * pause, MAX_PAUSE) if self.probes else pause  # drafts after the last one did not pay
+            pause *= 1 + (self.probes > 0)  # drafts after the last one did not pay
+            while pause * PROBED < PROBES * (price.fixed + price.each) and pause < MAX_PAUSE:
+                pause *= 2
+            pause = min(pause, MAX_PAUSE)
             self.resumes = (step + pause + pause // 2) // pause * pause
             self.probes = self.resumes + PROBES
             self.rates.each[0], self.rates.found = max(PROBE_RATE, self.rates.each[0]), 1.0

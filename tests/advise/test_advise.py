@@ -21,7 +21,7 @@ from weft.engine.advise import advice as advice_module
 from weft.engine.advise.advice import Limits, advise
 from weft.engine.advise.candidates import Arrival, Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import (
-    MOST_ROUNDS,
+    MAX_ROUNDS,
     ROUNDS,
     configs,
     described,
@@ -357,9 +357,9 @@ def test_steps_are_measured_again_until_two_agree(monkeypatch: pytest.MonkeyPatc
     noisy = StepShape(1, load.shortest)
     monkeypatch.setattr(StepRunner, "run_us", run_us)
     table = measure(candidate, load, lambda what, part: None)
-    assert {turns[each] for each in turns} == {ROUNDS, ROUNDS + 1, MOST_ROUNDS}
+    assert {turns[each] for each in turns} == {ROUNDS, ROUNDS + 1, MAX_ROUNDS}
     assert table.decode[2, load.shortest] == 100.0 and turns[StepShape(2, load.shortest)] == ROUNDS + 1
-    assert max(table.residuals) == 1.0 and turns[noisy] == MOST_ROUNDS
+    assert max(table.residuals) == 1.0 and turns[noisy] == MAX_ROUNDS
 
 
 def test_steps_are_measured_on_both_sides_of_the_jump() -> None:

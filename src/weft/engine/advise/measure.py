@@ -28,8 +28,8 @@ Progress = Callable[[str, float], None]
 FEW_LAYERS = 4, 8
 """Numbers of layers to measure of a deeper model: times of more grow by their difference. Layers repeat with a period
 of at most four, and dense layers before experts are at most four."""
-ROUNDS, MOST_ROUNDS, AGREED = 3, 8, 0.1
-"""Measurements of each step, and the most of a step whose two least differ by more than the fraction AGREED."""
+ROUNDS, MAX_ROUNDS, AGREED = 3, 8, 0.1
+"""Measurements of each step, and the maximum if its two least ones differ by more than this fraction."""
 CHECKED = "weft", "torch", "ranks"
 """Entries of a table's description that may change on a host: other times are then measured in its place."""
 
@@ -154,12 +154,12 @@ def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepT
     for done, number in enumerate(counts):
         with started_ranks(configs(candidate, load, number), candidate.model, progress) as ranks:
             rounds: list[list[float]] = [[] for _ in points]
-            for turn in range(MOST_ROUNDS):  # in turns, as a busy host is slow for seconds
-                unsure = [at for at, times in enumerate(rounds) if turn < ROUNDS or best_of(times)[1] > AGREED]
+            for index in range(MAX_ROUNDS):  # in turns, as a busy host is slow for seconds
+                unsure = [at for at, times in enumerate(rounds) if index < ROUNDS or best_of(times)[1] > AGREED]
                 for many, at in enumerate(unsure, 1):
                     runs.append(ranks.run_us(points[at], load.input_len))
                     rounds[at].append(statistics.fmean(runs[-1]))
-                    of_layers = min(1.0, (turn + many / len(unsure)) / ROUNDS)
+                    of_layers = min(1.0, (index + many / len(unsure)) / ROUNDS)
                     progress(f"measuring {candidate}", (done + of_layers) / len(counts))
         best = [best_of(times) for times in rounds]
         found.append([us for us, _ in best])

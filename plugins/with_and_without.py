@@ -10,8 +10,9 @@ off. The engines of all cases and both arms start at once and keep the GPUs' mem
 rounds of without, with, with, without. A step's time is that of --steps tokens of each sequence beyond the first,
 divided by their number: the median of --repeats such differences, after one that compiles what is missing. An engine
 that does not start within --start-s ends its case, not the others. With --profile an engine also traces each load once:
-the time in which a GPU runs kernels shows whether a step waits for the host. Nothing that takes multicast objects is
-turned on. Run it where the engine, weft and its plug-in are installed.
+the time in which a GPU runs kernels shows whether a step waits for the host. A case passes only if the log of the
+engine with the plug-in names groups that it carries, and that of the other names none. Nothing that takes multicast
+objects is turned on. Run it where the engine, weft and its plug-in are installed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -36,7 +39,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 HERE = Path(__file__).resolve()
 ARMS = ("without", "with")
@@ -47,6 +50,7 @@ NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
+CARRIED = re.compile(rb"weft-\w+ carries group ([^\s,]+)")
 TINY = {"num_hidden_layers": 3, "hidden_size": 512, "moe_intermediate_size": 128, "num_experts": 8, "vocab_size": 4096}
 """Fields of config.json that are smaller in the model for comparing tokens."""
 
@@ -140,13 +144,16 @@ def measured(engines: dict[str, list[Engine]], options: argparse.Namespace) -> I
             found = compared([(arm, by_arm[arm].turn(options.start_s)) for arm in turns], options.what)
         except RuntimeError as error:
             found = {"passed": False, "error": str(error)}
+        found["groups"] = {arm: sorted(by_arm[arm].groups) for arm in ARMS}
+        if found["passed"] and [bool(by_arm[arm].groups) for arm in ARMS] != [False, True]:
+            found |= {"passed": False, "error": "the plug-in carries a group without it, or none with it"}
         yield case, found
 
 
 @dataclass
 class Engine:
     """Engine of a case. vLLM has a process for each DP rank. A line from a process says that it started, or what it
-    measured; a line to it starts its turn."""
+    measured; a line to it starts its turn. groups: those that the plug-in carries, by the log."""
 
     case: str
     arm: str
@@ -154,6 +161,7 @@ class Engine:
     folder: Path
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     channels: list[socket.socket] = field(default_factory=list)
+    groups: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         case, work = CASES[self.case], self.folder / self.case
@@ -178,9 +186,26 @@ class Engine:
             environment["CHANNEL"] = str(theirs.fileno())
             with theirs:
                 self.ranks.append(
-                    subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+                    subprocess.Popen(
+                        command,
+                        env=environment,
+                        pass_fds=[theirs.fileno()],
+                        start_new_session=True,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                    )
                 )
+            threading.Thread(target=self._pass_on, args=[self.ranks[-1].stdout], daemon=True).start()
             self.channels.append(ours)
+
+    def _pass_on(self, log: IO[bytes]) -> None:
+        """Write the log to stderr as it comes, and note the groups that it names."""
+        last = b""
+        while part := os.read(log.fileno(), 1 << 16):
+            sys.stderr.buffer.write(part)
+            sys.stderr.buffer.flush()
+            *lines, last = (last + part).split(b"\n")
+            self.groups |= {name.decode() for line in lines for name in CARRIED.findall(line)}
 
     def reply(self, seconds: float) -> list[dict[str, Any]]:
         """Return a line of each rank. Raises RuntimeError if one ends, or sends none for `seconds`."""
@@ -364,6 +389,7 @@ def sglang(case: Case, options: argparse.Namespace) -> tuple[Generate, Trace]:
         attention_backend="triton" if options.what == "tokens" else "fa3",
         moe_runner_backend="triton",
         sampling_backend="pytorch",
+        log_level="info",  # of which the plug-in's lines are
         **case.sglang,
     )
 

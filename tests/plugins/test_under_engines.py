@@ -9,6 +9,7 @@ import tomllib
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +88,7 @@ def test_with_and_without_compares_tokens_and_times(tmp_path: Path) -> None:
         turns = ["without", "with"] if what == "tokens" else ["without", "with", "with", "without"]
         for case in result["cases"].values():
             assert [arm for arm, _ in case["runs"]] == turns
+            assert case["groups"] == {"without": [], "with": ["tp:0"]}
             if what == "tokens":
                 assert case["equal"] == case["sequences"] == 3
             else:
@@ -104,13 +106,31 @@ def test_an_engine_that_fails_ends_its_case_alone(tmp_path: Path) -> None:
     assert cases["tp"]["passed"] and not cases["dcp"]["passed"]
 
 
-def test_tokens_that_differ_end_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     specification = spec_from_file_location("with_and_without", SCRIPT)
     assert specification is not None and specification.loader is not None
-    script = module_from_spec(specification)
-    monkeypatch.setitem(sys.modules, "with_and_without", script)  # its dataclasses look their annotations up there
-    specification.loader.exec_module(script)
+    module = module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "with_and_without", module)  # its dataclasses look their annotations up there
+    specification.loader.exec_module(module)
+    return module
 
+
+@pytest.mark.parametrize("without, other, passed", [([], ["tp:0"], True), ([], [], False), (["tp:0"], ["tp:0"], False)])
+def test_a_plug_in_that_carries_nothing_is_no_comparison(
+    script: Any, without: list[str], other: list[str], passed: bool
+) -> None:
+    """Two engines without it sample the same, too."""
+    ranks = [{"tokens": [[1, 2]], "logprobs": [[-1.0, -1.0]]}]
+    pair = [
+        SimpleNamespace(groups=set(groups), reply=lambda seconds: [], turn=lambda seconds: ranks)
+        for groups in (without, other)
+    ]
+    [(_, found)] = script.measured({"tp": pair}, SimpleNamespace(start_s=1.0, what="tokens"))
+    assert found["passed"] == passed and found["equal"] == 1 and ("error" in found) != passed
+
+
+def test_tokens_that_differ_end_with_an_error(script: Any) -> None:
     def arm(tokens: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
         return [{"tokens": [[1, 2], tokens], "logprobs": [[-1.0, -1.0], logprobs]}]
 

@@ -3,6 +3,7 @@
 import atexit
 import gzip
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,8 @@ class LLM:
             raise ValueError("decode_context_parallel_size")
         self.arguments, self.tokens = arguments, 0
         atexit.register(print, "Processed prompts: 100%")  # follows the caller's last line
+        if os.environ["VLLM_PLUGINS"] == "weft":
+            print("INFO weft-vllm carries group tp:0, calls of up to 8388608 bytes", flush=True)
 
     def start_profile(self):
         self.tokens = 0

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,9 @@ FILE_BYTES = 1 << 30
 THREADS = 8
 
 
-def write_checkpoint(folder: Path, source: Path, num_layers: int | None = None, quick: bool = False) -> int:
+def write_checkpoint(
+    folder: Path, source: Path, num_layers: int | None = None, quick: bool = False, drafts: bool = False
+) -> int:
     """Write the model of source's config.json. Return the bytes of weights.
 
     Args:
@@ -41,10 +44,12 @@ def write_checkpoint(folder: Path, source: Path, num_layers: int | None = None, 
         source: folder of the config.json.
         num_layers: number of its first layers; None: all.
         quick: make weights by torch's random numbers.
+        drafts: with the draft layer.
 
     Raises ModelError for a model that cannot be written, OSError if the folder has too little space.
     """
-    tensors = dummy_checkpoint(load_config(source, FAMILIES, num_layers))
+    config = load_config(source, FAMILIES, num_layers)
+    tensors = dummy_checkpoint(replace(config, drafts=True) if drafts else config)
     total = sum(map(_bytes, tensors))
     folder.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder).free) < total:
@@ -110,10 +115,11 @@ def main() -> None:
     parser.add_argument("--preset", default="qwen3-30b-a3b", help="shape of the model, or a folder with a config.json")
     parser.add_argument("--num-layers", type=int, help="number of layers; defaults to all")
     parser.add_argument("--quick", action="store_true", help="make other weights, faster on a CPU")
+    parser.add_argument("--drafts", action="store_true", help="write the draft layer too, for speculation.py")
     args = parser.parse_args()
     began = time.perf_counter()
     source = folder if (folder := Path(args.preset)).is_dir() else preset_dir(args.preset)
-    total = write_checkpoint(args.folder, source, args.num_layers, args.quick)
+    total = write_checkpoint(args.folder, source, args.num_layers, args.quick, args.drafts)
     print(f"{total / 1e9:.1f} GB in {time.perf_counter() - began:.0f} s")
 
 

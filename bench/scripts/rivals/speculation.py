@@ -1,13 +1,15 @@
 """Measure an engine's time per output token with a forced share of right drafts, compared with no drafts.
 
-For vLLM and SGLang, what `drafts.py --source mtp --forced` is for Weft: the draft layer of a --preset with made-up
-weights drafts, and the engine accepts a draft with a probability of --rates, whatever it samples, and none after a
-wrong one. vLLM draws for each sequence; SGLang draws one number of drafts for all sequences of a step, with the same
-mean. Only the times mean something: `tpot_ms` is the time per token after the first of a sequence, by the clock of
-vLLM's engine or the stream of SGLang's outputs, the median over sequences and REPEATS. All prompts of a measurement
-run at once. `accepted` is the share of drafts that were accepted. Each case has an engine of its own, on the first GPU.
+For vLLM and SGLang, what `drafts.py --source mtp --forced` is for Weft: the draft layer of a checkpoint with Weft's
+made-up weights drafts, and the engine accepts a draft with a probability of --rates, whatever it samples, and none
+after a wrong one. With the engines' own made-up weights all tokens would choose the same experts. vLLM draws for each
+sequence; SGLang draws one number of drafts for all sequences of a step, with the same mean. Only the times mean
+something: `tpot_ms` is the time per token after the first of a sequence, by the clock of vLLM's engine or the stream of
+SGLang's outputs, the median over sequences and REPEATS. All prompts of a measurement run at once. `accepted` is the
+share of drafts that were accepted. Each case has an engine of its own, on the first GPU.
 
-    python bench/scripts/rivals/speculation.py vllm --preset glm-4.5-air --num-layers 16 --json vllm.json
+    python bench/scripts/rivals/checkpoint.py /dev/shm/glm --preset glm-4.5-air --num-layers 8 --drafts
+    python bench/scripts/rivals/speculation.py vllm /dev/shm/glm --json vllm.json
 """
 
 from __future__ import annotations
@@ -30,27 +32,29 @@ from typing import Any
 
 from engines import KINDS
 
-from weft.engine.assets import preset_dir
+from weft.tune.host import describe_host
 
 OFF = -1.0
 CACHES = Path(tempfile.gettempdir(), "weft-rivals")  # as in compare.py
-CONTEXT, DRAFTS, REPEATS, TEMPERATURE = 512, 3, 3, 100.0
-MADE_UP: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16"}
+CONTEXT, DRAFTS, REPEATS, TEMPERATURE = 512, 3, 3, 2.0
+BOTH: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "bfloat16"}
 Measure = Callable[[list[list[int]]], tuple[list[float], int, int]]
 """Engine's function from prompts to the ms per token of each sequence, and the numbers of drafts and accepted ones."""
 
 
-def vllm(args: argparse.Namespace, folder: str, rate: float) -> Measure:
+def vllm(args: argparse.Namespace, rate: float) -> Measure:
     """Start vLLM."""
     from vllm import LLM, SamplingParams
 
-    options = MADE_UP | {"max_model_len": CONTEXT + args.tokens + 16, "max_num_seqs": max(args.clients)}
+    options = BOTH | {"max_model_len": CONTEXT + args.tokens + 16, "max_num_seqs": max(args.clients)}
     if rate != OFF:
         rates = [rate ** (at + 1) for at in range(DRAFTS)]  # of a draft and all before it
         drafts = {"method": "mtp", "num_speculative_tokens": DRAFTS}
         drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
         options["speculative_config"] = drafts
-    engine = LLM(model=folder, disable_log_stats=False, **options)  # the times of tokens are among these statistics
+    engine = LLM(
+        model=str(args.model), disable_log_stats=False, **options
+    )  # the times of tokens are among these statistics
     sampling = SamplingParams(temperature=TEMPERATURE, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
 
     def counted(what: str) -> int:
@@ -67,9 +71,9 @@ def vllm(args: argparse.Namespace, folder: str, rate: float) -> Measure:
     return measure
 
 
-def sglang(args: argparse.Namespace, folder: str, rate: float) -> Measure:
+def sglang(args: argparse.Namespace, rate: float) -> Measure:
     """Start SGLang."""
-    options = MADE_UP | {"context_length": CONTEXT + args.tokens + 16, "max_running_requests": max(args.clients)}
+    options = BOTH | {"context_length": CONTEXT + args.tokens + 16, "max_running_requests": max(args.clients)}
     options |= {"attention_backend": "fa3", "moe_runner_backend": "triton", "sampling_backend": "pytorch"}
     if rate != OFF:
         os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(sum(rate**at for at in range(DRAFTS + 1)))
@@ -78,7 +82,7 @@ def sglang(args: argparse.Namespace, folder: str, rate: float) -> Measure:
         options |= {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": DRAFTS + 1}
     from sglang import Engine
 
-    engine = Engine(model_path=folder, **options)
+    engine = Engine(model_path=str(args.model), **options)
     sampling = {"temperature": TEMPERATURE, "max_new_tokens": args.tokens, "ignore_eos": True}
 
     async def complete(prompt: list[int]) -> tuple[float, dict[str, Any]]:
@@ -101,16 +105,12 @@ def sglang(args: argparse.Namespace, folder: str, rate: float) -> Measure:
 
 def run(args: argparse.Namespace) -> None:
     """Measure a case in this process, and append a line of JSON per row to --json."""
-    config = json.loads((preset_dir(args.preset) / "config.json").read_text())
-    config["num_hidden_layers"] = args.num_layers or config["num_hidden_layers"]
-    folder = CACHES / f"{args.preset}-{config['num_hidden_layers']}"  # vLLM's compiled code is kept by the model's path
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    measure, given = (vllm if args.engine == "vllm" else sglang)(args, str(folder), args.case), random.Random(0)
+    vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
+    measure, given = (vllm if args.engine == "vllm" else sglang)(args, args.case), random.Random(0)
     for clients in args.clients:
         found = []
         for _ in range(REPEATS + 1):
-            found.append(measure([given.choices(range(config["vocab_size"]), k=CONTEXT) for _ in range(clients)]))
+            found.append(measure([given.choices(range(vocabulary), k=CONTEXT) for _ in range(clients)]))
         spans, drafted, accepted = zip(*found[1:], strict=True)  # the first one compiled what was missing
         row = {"clients": clients, "rate": None if args.case == OFF else args.case}
         row["tpot_ms"] = round(statistics.median(chain(*spans)), 4)
@@ -123,8 +123,7 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("vllm", "sglang"))
-    parser.add_argument("--preset", default="glm-4.5-air", help="shape with a draft layer")
-    parser.add_argument("--num-layers", type=int, help="defaults to all")
+    parser.add_argument("model", type=Path, help="folder of a checkpoint with a draft layer")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--tokens", type=int, default=300)
@@ -141,7 +140,7 @@ def main() -> None:
             command = [sys.executable, *sys.argv, f"--case={case}", "--json", file.name]
             subprocess.run(command, env=os.environ | environment, check=True)
         rows = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
-    about = {args.engine: version(args.engine), "arguments": sys.argv[1:]}
+    about = {"host": describe_host(), args.engine: version(args.engine), "arguments": sys.argv[1:]}
     args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

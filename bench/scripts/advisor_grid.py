@@ -8,6 +8,8 @@ engines, which a layout starts once for all loads. --unseen SEED: three random l
 
     python bench/scripts/advisor_grid.py --engine --limit-s 1500 --out grid.jsonl
     python bench/scripts/advisor_grid.py --engine --limit-s 1500 --out unseen.jsonl --unseen 7
+    python bench/scripts/advisor_grid.py --engine --device cuda --models qwen3-30b-a3b deepseek-v2-lite --ranks 1 2 \\
+        --loads 4x512x64 64x1024x128 16x4096x64 --out gpus.jsonl
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from urllib.request import urlopen
 from weft.comm.cores import own_cores
 from weft.engine.advise.candidates import Arrival, ClientLoad
 from weft.engine.advise.measured_load import run_load, started_servers
+from weft.engine.assets import preset_names
+from weft.engine.config.device import on_gpus
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse
 from weft.tune.host import describe_host
@@ -86,7 +90,13 @@ def cover_of(loads: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def advice(
-    model: str, name: str, ranks: int, folder: Path, http: bool = True, seconds: float | None = None
+    model: str,
+    name: str,
+    ranks: int,
+    folder: Path,
+    http: bool = True,
+    seconds: float | None = None,
+    device: str = "cpu",
 ) -> list[dict[str, Any]]:
     """Return the layouts that the advisor names, the best first.
 
@@ -107,9 +117,11 @@ def advice(
         shape.mkdir(exist_ok=True)
         (shape / "config.json").write_text(json.dumps(SHAPES[model]))
         options = [str(shape), "--load-format", "dummy", *options]
+    elif model in preset_names():
+        options = ["--preset", model, *options]
     elif model != "embedded":
         options = [model, *options]
-    command = [*WEFT, "advise", "--json", "--device", "cpu", *options]
+    command = [*WEFT, "advise", "--json", "--device", device, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, err = process.communicate(timeout=seconds)
@@ -175,10 +187,13 @@ def measured(layout: dict[str, Any], load: str) -> dict[str, Any]:
 def measured_engines(layout: dict[str, Any], loads: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
     """Yield the measured figures of a layout's engines, without HTTP: each load's quickest round."""
     commands = [parse(Serve, "serve", shlex.split(line)[2:]) for line in layout["commands"]]
-    with started_servers([engine_config(command.model, command.engine) for command in commands]) as servers:
+    configs = [engine_config(command.model, command.engine) for command in commands]
+    some = configs[:1] if on_gpus(configs[0]) else configs  # servers share no GPU, so one tells for all
+    with started_servers(some) as servers:
         for name in loads:
             load = load_of(name).per_server(layout["replicas"])
             (ttft, ttft_p99), (itl, itl_p99), rate = run_load(servers, load, max(16, 4 * load.concurrency), 0, rounds)
+            rate *= len(configs) / len(some)
             named = {"tokens_s": rate, "ttft_ms": ttft, "ttft_p99_ms": ttft_p99, "itl_ms": itl, "itl_p99_ms": itl_p99}
             yield {name: round(value, 3) for name, value in named.items()}
 
@@ -221,6 +236,7 @@ def measure_cells(
     out: Path,
     host: dict[str, Any],
     rounds: int = ROUNDS,
+    device: str = "cpu",
 ) -> None:
     """Add the rows of a model's loads on a number of ranks to `rows` and to a file, but for those that are there.
 
@@ -233,10 +249,10 @@ def measure_cells(
         return min(seconds, MAX_WAIT_S)
 
     if len(loads) > 1:
-        advice(model, "cover", ranks, folder, http, left())
+        advice(model, "cover", ranks, folder, http, left(), device)
     named: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for load in loads:
-        for layout in (layouts := advice(model, load, ranks, folder, http, left())):
+        for layout in (layouts := advice(model, load, ranks, folder, http, left(), device)):
             name = f"{layout['replicas']} × " * (layout["replicas"] > 1) + layout["layout"]
             row = {"model": model, "ranks": ranks, "load": load, "layout": name, "http": http}
             if not any(row.items() <= old.items() for old in rows) and not (http and load in RECORDED):
@@ -253,11 +269,14 @@ def measure_cells(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["embedded", *SHAPES], help="embedded, moe, latent or folders")
+    parser.add_argument(
+        "--models", nargs="+", default=["embedded", *SHAPES], help="embedded, moe, latent, presets or folders"
+    )
     loads, cores = [name for name in LOADS if name != "cover"], sum(map(len, own_cores().values()))
     counts = [number for number in (1, 2, 4) if number <= cores]
     parser.add_argument("--loads", nargs="+", default=loads, help="names, or CLIENTSxINPUTxOUTPUTxSHARED")
     parser.add_argument("--ranks", type=int, nargs="+", default=counts, help="numbers of ranks")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--engine", action="store_true", help="measure engines, without HTTP")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="rounds of each load on engines, after a first one")
     parser.add_argument("--limit-s", type=float, default=1e9, help="seconds after which nothing is started")
@@ -271,9 +290,10 @@ def main() -> None:
     loads = asked.loads if asked.unseen is None else unseen(asked.unseen)
     if asked.unseen is None:
         RECORDED["cover"] = cover_of(loads)
+    options = asked.out, host, asked.rounds, asked.device
     try:
         for model, ranks in product(asked.models, asked.ranks):
-            measure_cells(model, ranks, loads, folder, not asked.engine, until, rows, asked.out, host, asked.rounds)
+            measure_cells(model, ranks, loads, folder, not asked.engine, until, rows, *options)
     except subprocess.TimeoutExpired:
         print("out of time; the same command goes on", file=sys.stderr)
     asked.out.with_suffix(".md").write_text("\n".join(table(rows)) + "\n")

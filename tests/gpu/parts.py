@@ -162,6 +162,20 @@ PARTS = {
             )
         ),
     ),
+    "advisor": Part(
+        "layouts that the advisor names, predicted and measured: two models, three loads",
+        2,
+        (
+            Command(
+                "advisor-grid",
+                (
+                    *("bench/scripts/advisor_grid.py", "--engine", "--device", "{device}", "--limit-s", "480"),
+                    *("--models", "qwen3-30b-a3b", "deepseek-v2-lite", "--ranks", "1", "2", "--rounds", "2"),
+                    *("--loads", "4x512x64", "64x1024x128", "16x4096x64", "--out", "{out}/advisor-grid.jsonl"),
+                ),
+            ),
+        ),
+    ),
     "cpu-time": Part(
         "CPU time of a step, without a model and of one",
         2,

@@ -38,7 +38,7 @@ from weft.engine.advise.measured_load import run_load, started_servers
 from weft.engine.assets import preset_names
 from weft.engine.config.device import on_gpus
 from weft.serve.cli.cmd_serve import Command as Serve
-from weft.serve.cli.command import engine_config, parse
+from weft.serve.cli.command import engine_config, parse, stop_on_sigterm
 from weft.tune.host import describe_host
 
 SHARED = dict(vocab_size=1024, max_position_embeddings=2048, rms_norm_eps=1e-6, rope_theta=1e4, hidden_act="silu")
@@ -301,4 +301,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    stop_on_sigterm()  # and the servers with it
     main()

@@ -15,7 +15,7 @@ from weft.comm.peer_launch import PeerTuning
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS
 from weft.planner.cost import host_table, read_tuning
-from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm, user_errors
 from weft.serve.cli.progress import progress_bar
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.tune.call_times import MIXED
@@ -84,10 +84,8 @@ class Command:
         """Print a table; write JSON if requested. Raises UserError, EngineError."""
         if self.json is not None:
             check_writable(self.json, "--json")
-        try:
+        with user_errors():
             hosts = config_over_hosts(self.cluster, attn_tp=max(self.ranks or (2,)), cost=self.cost)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         stop_on_sigterm()
         if hosts is not None:
             return self._over_hosts(hosts)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from weft.comm.shm import ShmTuning
 from weft.planner.cost import host_table, read_tuning
 from weft.planner.spec import Mesh
-from weft.serve.cli.command import Revision, UserError, check_writable, model_dir, stop_on_sigterm
+from weft.serve.cli.command import Revision, UserError, check_writable, model_dir, stop_on_sigterm, user_errors
 from weft.serve.cli.progress import progress_bar
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.tune.host import describe_host
@@ -64,11 +64,9 @@ class Command:
             raise UserError("--transports takes gloo, shm or both")
         if self.json is not None:
             check_writable(self.json, "--json")
-        try:
+        with user_errors():
             model = model_dir(self.model, revision=self.revision)
             hosts = config_over_hosts(self.cluster, attn_dp=1, attn_tp=self.tp, model=model)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         stop_on_sigterm()
         names = self.transports if hosts is None else OVER_HOSTS
         found: list[Latency] = []

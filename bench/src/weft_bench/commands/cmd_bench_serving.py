@@ -15,7 +15,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from weft.planner.show import columns
-from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm, user_errors
 from weft.serve.cli.progress import progress_bar
 from weft_bench.client_processes import processes_for, send_from
 from weft_bench.serving import LATENCIES, ApiBackend, LoadedServer, Workload, accepted_drafts, arrivals, summary
@@ -93,10 +93,8 @@ class Command:
         """Print the figures. Raises UserError."""
         limits = self._limits()
         lengths = self.random_input_len, self.random_output_len, self.random_range_ratio, self.random_prefix_len
-        try:
+        with user_errors():
             workload = Workload(self.num_prompts, *lengths, self.seed)
-        except ValueError as error:
-            raise UserError(f"{error}") from error
         for name, value in (("request_rate", self.request_rate), ("burstiness", self.burstiness)):
             if not value > 0:
                 raise UserError(f"{name} is {value}; it must be above 0")
@@ -113,10 +111,8 @@ class Command:
         if vocabulary < 32:
             raise UserError(f"vocab_size is {vocabulary}; it must be 32 or more")
         stop_on_sigterm()
-        try:
+        with user_errors(LoadError):
             found, errors = asyncio.run(self._measure(workload, vocabulary, tokenizer, limits))
-        except LoadError as error:
-            raise UserError(str(error)) from error
         if self.output_file is not None:
             with self.output_file.open("a") as file:
                 file.write(json.dumps(found) + "\n")

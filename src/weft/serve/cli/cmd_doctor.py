@@ -18,7 +18,7 @@ from pathlib import Path
 from weft import __version__
 from weft.comm.cores import own_cores
 from weft.kernels.build import BUILT, CPU_KERNELS, MODEL_KERNELS, nvcc
-from weft.serve.cli.command import ModelDir, Revision, UserError, model_dir
+from weft.serve.cli.command import ModelDir, Revision, model_dir, user_errors
 from weft.serve.cli.findings import Finding
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 
@@ -57,11 +57,9 @@ class Command:
         return int(bad)
 
     def _between_hosts(self) -> Iterator[Finding]:
-        try:
+        with user_errors():
             directory = model_dir(self.model, revision=self.revision)
             config = config_over_hosts(self.cluster, model=directory)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         if config is None:
             return iter(())
         from weft.serve.cli.host_findings import between_hosts

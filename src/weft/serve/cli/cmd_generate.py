@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from weft.serve.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.serve.cli.command import EngineArguments, ModelDir, WithRay, engine_config, stop_on_sigterm, user_errors
 from weft.serve.cli.ray_hosts import agents
 from weft.serve.cli.several_hosts import run_agent
 from weft.serve.cli.start import LayoutChoice, start_engine, with_layout
@@ -57,7 +57,7 @@ class Command:
         if config.node_rank:
             stop_on_sigterm()
             return run_agent(config)
-        try:
+        with user_errors():
             params = SamplingParams(
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
@@ -65,19 +65,15 @@ class Command:
                 top_k=self.top_k,
                 seed=self.seed,
             )
-        except ValueError as error:
-            raise UserError(str(error)) from error
         config = with_layout(config, self.layout)
         with agents(config, self.ray), start_engine(config) as engine:
             prompts = [self._tokens(engine.tokenizer, text) for text in self.prompt]
-            try:
+            with user_errors():
                 if self.json:
                     self._print_json(engine.generate(prompts, params))
                 else:
                     for text, prompt in zip(self.prompt, prompts, strict=True):
                         self._stream(engine, text, prompt, params)
-            except ValueError as error:
-                raise UserError(str(error)) from error
             if self.stats:
                 stats = engine.stats()
                 text = f"{stats.generated_tokens} tokens in {stats.steps} steps"

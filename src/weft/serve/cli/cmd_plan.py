@@ -37,7 +37,7 @@ from weft.planner.recipes import Merge, Prompt
 from weft.planner.show import columns, plan_dict, plan_text
 from weft.planner.spec import LayoutError
 from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
-from weft.serve.cli.command import ModelDir, SourceOptions, UserError, model_dir
+from weft.serve.cli.command import ModelDir, SourceOptions, model_dir, user_errors
 
 AUTOMATIC = " and ".join(
     e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")
@@ -112,10 +112,8 @@ class Command:
         gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
         config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
-        try:
+        with user_errors():
             SpeculationOptions(speculative=self.speculative, draft_model=self.draft_model).check()
-        except ValueError as error:
-            raise UserError(str(error)) from error
         drafts = self.speculative not in ("off", "ngram")
         if self.draft_model is not None:
             draft = model_dir(self.draft_model, weights=False)

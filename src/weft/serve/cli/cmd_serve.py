@@ -11,7 +11,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.serve.cli.command import EngineArguments, ModelDir, StopSignals, UserError, WithRay, engine_config, model_name
+from weft.serve.cli.command import (
+    EngineArguments,
+    ModelDir,
+    StopSignals,
+    UserError,
+    WithRay,
+    engine_config,
+    model_name,
+    user_errors,
+)
 from weft.serve.cli.ray_hosts import agents
 from weft.serve.cli.several_hosts import run_agent
 from weft.serve.cli.start import LayoutChoice, start_engine, with_layout
@@ -74,18 +83,14 @@ class Command:
 
     def _serve(self, signals: StopSignals) -> int:
         options = replace(self.http, api_key=self._key(), profile_dir=self._profile_folder())
-        try:
+        with user_errors():
             options.check()
             kv_events = self._kv_events()
-        except ValueError as error:
-            raise UserError(str(error)) from error
         config = engine_config(self.model, self.engine, ray=self.ray)
         if config.node_rank:
             return run_agent(config)
-        try:
+        with user_errors(OSError):
             listener = bind(self.host, self.port) if self.uds is None else bind_unix(self.uds)
-        except OSError as error:
-            raise UserError(str(error)) from error
         with listener, Loading(listener, options.tls, options.root_path) as loading:
             config = with_layout(config, self.layout)
             return self._serve_config(config, listener, loading, options, kv_events, signals)

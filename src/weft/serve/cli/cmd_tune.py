@@ -16,7 +16,7 @@ import tyro
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import SHM_RANKS, TransportName, automatic, transports
 from weft.planner.cost import host_table
-from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm
+from weft.serve.cli.command import UserError, check_writable, stop_on_sigterm, user_errors
 from weft.serve.cli.progress import progress_bar
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 from weft.tune.cpu_costs import find_sizes, price, price_locals
@@ -110,10 +110,8 @@ class Command:
 
     def _hosts(self) -> Any:
         """Return the EngineConfig of ranks on several hosts; None for one host. Raises UserError."""
-        try:
+        with user_errors():
             config = config_over_hosts(self.cluster, attn_tp=max(self.ranks or (2,)), plugins=self.plugins)
-        except ValueError as error:
-            raise UserError(str(error)) from error
         if config is not None and (len(self.ranks) > 1 or self.device == "cuda"):
             raise UserError("--nnodes measures ranks on CPUs; give --ranks one number, the ranks on each host")
         return config

@@ -8,7 +8,8 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,6 +64,15 @@ class UserError(Exception):
     """Bad input: one line that says what to do."""
 
 
+@contextmanager
+def user_errors(kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Raise errors of a kind in this context as UserErrors with the same line."""
+    try:
+        yield
+    except kind as error:
+        raise UserError(str(error)) from error
+
+
 @dataclass(frozen=True)
 class SourceOptions(OptionGroup):
     """Source of the model, other than MODEL_DIR."""
@@ -82,10 +92,8 @@ class EngineArguments(EngineOptions, SourceOptions):
             add = "add --load-format dummy to make some up"
             raise UserError(f"--preset {self.preset} is a shape without weights; {add}")
         _without_hub(model, self.preset, self.revision)
-        try:
+        with user_errors():
             self.check()
-        except ValueError as error:
-            raise UserError(str(error)) from error
 
     def values(self) -> dict[str, Any]:
         """Return the options that EngineConfig accepts, by name."""
@@ -142,10 +150,8 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
     Raises UserError.
     """
     plugins = _value_of("--plugins", arguments)
-    try:
+    with user_errors(PluginError):
         known, attention = tuple(transports(plugins)), tuple(backends(plugins))
-    except PluginError as error:
-        raise UserError(str(error)) from error
     names: dict[Any, tuple[str, ...]] = {
         TransportName: (*known, REFERENCE.option),
         TransportChoice: (AUTO, *known),
@@ -229,12 +235,9 @@ def model_dir(
         return result
     from weft.engine.models.weights.hub import snapshot
 
-    try:
-        with startup_progress() as start:
-            start.what = f"fetching {model} from the hub"
-            return snapshot(str(model), revision, weights=weights)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    with user_errors(), startup_progress() as start:
+        start.what = f"fetching {model} from the hub"
+        return snapshot(str(model), revision, weights=weights)
 
 
 def model_name(model: Path | None, found: Path) -> str:
@@ -252,10 +255,8 @@ def _without_hub(model: Path | None, preset: str | None, revision: str | None) -
         return None
     if revision is not None:
         raise UserError(f"--revision {revision} requires a model on the hub, ORG/NAME")
-    try:
+    with user_errors():
         result = packaged(model or embedded_model_dir()) if preset is None else preset_dir(preset)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     if (why := explain_no_model(result)) is not None:
         raise UserError(why)
     return result
@@ -265,7 +266,7 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
     """Return the EngineConfig of `model` and `engine`. ray: start agents by Ray. Raises UserError, LayoutError."""
     from weft.engine.config.config import EngineConfig
 
-    try:
+    with user_errors():
         given = engine.values() | options
         values = with_launcher(node_0(given) if ray else given, os.environ)
         weights = engine.load_format != "dummy"
@@ -273,8 +274,6 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
         if draft := values.get("draft_model"):
             values["draft_model"] = model_dir(draft, weights=weights)
         return EngineConfig(model=result, **values)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def stop_on_sigterm() -> None:

@@ -93,23 +93,12 @@ class Command:
             listener = bind(self.host, self.port) if self.uds is None else bind_unix(self.uds)
         with listener, Loading(listener, options.tls, options.root_path) as loading:
             config = with_layout(config, self.layout)
-            return self._serve_config(config, listener, loading, options, kv_events, signals)
-
-    def _serve_config(
-        self,
-        config: Any,
-        listener: socket.socket,
-        loading: Loading,
-        options: Options,
-        kv_events: Any,
-        signals: StopSignals,
-    ) -> int:
-        with (
-            agents(config, self.ray),
-            self._api_processes(config, listener) as processes,
-            start_engine(config, kv_events) as engine,
-        ):
-            return self._serve_engine(engine, processes, listener, loading, options, signals)
+            with (
+                agents(config, self.ray),
+                self._api_processes(config, listener) as processes,
+                start_engine(config, kv_events) as engine,
+            ):
+                return self._serve_engine(engine, processes, listener, loading, options, signals)
 
     def _api_processes(self, config: Any, listener: socket.socket) -> Any:
         """Return the started API processes, in a context of their own; None if the engine's process serves itself."""

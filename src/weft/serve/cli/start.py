@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from weft.serve.cli.progress import Start, progress_bar, startup_progress
+from weft.serve.cli.progress import progress_bar, startup_progress
 
 LAYOUT_HELP = """auto: the best layout for this host by kept times of weft advise, else the cheapest by the cost table;
 sizes such as --attn-tp 2 are kept."""
@@ -27,34 +27,25 @@ def with_layout(config: Any, choice: LayoutChoice) -> Any:
 def start_engine(config: Any, kv_events: Any = None) -> Any:
     """Return a started engine, and show its progress on stderr. kv_events: as in `Engine`."""
     with startup_progress() as start:
-        return _start_engine(config, kv_events, start)
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from transformers.utils import logging as transformers_logging
 
+        from weft.engine.controller.engine import Engine
+        from weft.engine.worker.open_transports import lacks_cost_table
 
-def _start_engine(config: Any, kv_events: Any, start: Start) -> Any:
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-    from transformers.utils import logging as transformers_logging
+        if lacks_cost_table(config):
+            from weft.serve.cli.cmd_tune import tune_first
 
-    from weft.engine.controller.engine import Engine
-    from weft.engine.worker.open_transports import lacks_cost_table
+            tune_first(config.ranks_of_host)
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+        with progress_bar(*columns) as bar:
+            # Without a total the bar swings: it moves while processes start, as their progress cannot be counted.
+            start.what = f"starting {config.mesh.world} rank(s)"
+            task = bar.add_task(start.what, total=None)
 
-    if lacks_cost_table(config):
-        from weft.serve.cli.cmd_tune import tune_first
+            def progress(what: str, part: float) -> None:
+                start.what, start.part = what, part
+                bar.update(task, description=what, completed=part, total=1.0)
 
-        tune_first(config.ranks_of_host)
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with progress_bar(*columns) as bar:
-        # Without a total the bar swings: it moves while processes start, as their progress cannot be counted.
-        start.what = f"starting {config.mesh.world} rank(s)"
-        task = bar.add_task(start.what, total=None)
-
-        def progress(what: str, part: float) -> None:
-            start.what, start.part = what, part
-            bar.update(task, description=what, completed=part, total=1.0)
-
-        return Engine(config, progress, kv_events)
+            return Engine(config, progress, kv_events)

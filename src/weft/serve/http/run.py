@@ -8,12 +8,12 @@ import socket
 import sys
 import time
 from types import FrameType
-from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from weft.serve.http.connections import ACCEPTED_AT_ONCE, connection_class
+from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.options import Options
 from weft.serve.http.sockets import QUEUED_BY_KERNEL
 
@@ -21,15 +21,6 @@ FAREWELL_S = 2.0
 """Seconds for clients to read their last bytes."""
 SWITCH_INTERVAL_S = 1e-4
 """Seconds until a waiting thread requests the interpreter's lock (Python's default: 5 ms)."""
-
-
-class Running(Protocol):
-    """Requests that the server waits for at shutdown; see `weft.serve.http.engine_client.EngineClient`."""
-
-    @property
-    def live(self) -> int: ...
-    def close(self) -> None: ...
-    def end_all(self) -> None: ...
 
 
 def prepare_interpreter() -> None:
@@ -47,7 +38,7 @@ def prepare_interpreter() -> None:
 class Server(uvicorn.Server):
     """Server that runs until SIGINT, SIGTERM or `stop`. A second signal ends running requests at once."""
 
-    def __init__(self, app: ASGIApp, engine_client: Running, options: Options):
+    def __init__(self, app: ASGIApp, engine_client: EngineClient, options: Options):
         config = uvicorn.Config(
             app,
             http=connection_class(options),

@@ -66,6 +66,7 @@ def router(service: Service) -> APIRouter:
         return await work_on(request, text_of, body)
 
     @routes.post("/reset_prefix_cache")
+    @routes.post("/flush_cache")  # SGLang's name
     async def reset_prefix_cache() -> Response:
         await service.shared.ask("reset_cache")
         return Response()

@@ -47,9 +47,4 @@ def router(service: Service) -> APIRouter:
         response = await complete(service, probe, request)
         return Response() if response.status_code == 200 else response
 
-    @routes.post("/flush_cache")
-    async def flush_cache() -> Response:
-        await service.shared.ask("reset_cache")
-        return Response()
-
     return routes

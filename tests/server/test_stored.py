@@ -11,7 +11,7 @@ import pytest
 from server.conftest import QuietEngine, Served, serve
 from server.test_responses import FIXED, FLAT
 from server.test_tools import TEMPLATE
-from weft.serve.http.stored import MAX_RESPONSES, Store, Stored
+from weft.serve.http.stored import MAX_RESPONSES, Store
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -72,22 +72,22 @@ def test_a_server_that_stores_nothing_says_so(quiet: QuietEngine) -> None:
 def test_the_longest_unused_are_forgotten() -> None:
     store, turn = Store(100), b"x" * 20
     for name in "abc":
-        store.put(name, Stored(b"y" * 10, (turn,)))
+        store.put(name, b"y" * 10, (turn,))
     assert store.get("a")
-    store.put("d", Stored(b"", (turn,)))
+    store.put("d", b"", (turn,))
     assert not store.get("b") and all(map(store.get, "acd"))
-    store.put("e", Stored(b"y" * 40, (turn, turn)))
+    store.put("e", b"y" * 40, (turn, turn))
     assert not any(map(store.get, "ac")) and store.get("d") and store.get("e")
-    store.put("f", Stored(b"y" * 101, ()))
+    store.put("f", b"y" * 101, ())
     assert store.get("d") and store.get("e") and not store.get("f") and not store.delete("f")
-    store.put("g", Stored(b"y" * 100, ()))
+    store.put("g", b"y" * 100, ())
     assert store.delete("g") and not store.delete("g")
-    store.put("h", Stored(b"y" * 100, ()))
+    store.put("h", b"y" * 100, ())
     assert store.get("h")
 
 
 def test_small_responses_are_counted() -> None:
     store = Store(2**40)
     for name in range(MAX_RESPONSES + 2):
-        store.put(str(name), Stored(b"", ()))
+        store.put(str(name), b"", ())
     assert [name for name in range(MAX_RESPONSES + 2) if not store.get(str(name))] == [0, 1]

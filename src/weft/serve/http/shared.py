@@ -16,7 +16,7 @@ from weft.kernels.cpu_rows import isa
 from weft.serve.http.errors import ApiError
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
-from weft.serve.http.stored import Store, Stored
+from weft.serve.http.stored import Store
 
 
 class Shared:
@@ -28,8 +28,8 @@ class Shared:
         self.quick: dict[str, Callable[..., Any]] = {
             "metrics": self._metrics,
             "load": self._load,
-            "stored": self._stored,
-            "store": self._put,
+            "stored": self._store.get,
+            "store": self._store.put,
             "delete": self._store.delete,
         }
         """Functions that do not wait."""
@@ -54,12 +54,6 @@ class Shared:
         stats = self.engine.stats()
         tokens = sum(stats.kv_used) * self.engine.config.interleave.span
         return {"num_reqs": stats.running + stats.waiting, "num_waiting_reqs": stats.waiting, "num_tokens": tokens}
-
-    def _stored(self, name: str) -> tuple[bytes, tuple[bytes, ...]] | None:
-        return (found.body, found.items) if (found := self._store.get(name)) else None
-
-    def _put(self, name: str, body: bytes, items: tuple[bytes, ...]) -> None:
-        self._store.put(name, Stored(body, tuple(items)))
 
     def _report(self) -> dict[str, Any]:
         ran, naive = self.engine.comm_report()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 MAX_RESPONSES = 10_000
 """Maximum stored responses of any size."""
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """Stored response. body: as sent to the client. items: of the conversation up to its end, a JSON array per turn; a
     response that continues it shares the arrays, and both count them."""
 
@@ -30,9 +30,9 @@ class Store:
         self._max_bytes, self._bytes = max_bytes, 0
         self._stored: OrderedDict[str, Stored] = OrderedDict()
 
-    def put(self, name: str, stored: Stored) -> None:
-        """Store a response, unless it alone exceeds `max_bytes`."""
-        if stored.size > self._max_bytes:
+    def put(self, name: str, body: bytes, items: Sequence[bytes]) -> None:
+        """Store a response, with the fields of `Stored`, unless it alone exceeds `max_bytes`."""
+        if (stored := Stored(body, tuple(items))).size > self._max_bytes:
             return
         self._stored[name] = stored
         self._bytes += stored.size

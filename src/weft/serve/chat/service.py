@@ -24,7 +24,7 @@ from weft.serve.chat.templates import Templates
 from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser
 from weft.serve.http.engine_client import EngineClient
-from weft.serve.http.errors import ApiError, client_names, unknown_model
+from weft.serve.http.errors import ApiError, client_names
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.remote_engine import RemoteEngine
@@ -162,7 +162,8 @@ class Service:
     def check_model(self, asked: str | None) -> None:
         """Raise ApiError 404 for a model that this server does not have."""
         if asked is not None and asked not in self.model_names:
-            raise unknown_model(asked, self.model_name)
+            message = f"the model {asked!r} is not served here; this is {self.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def check(self, body: CommonRequest) -> None:
         """Raise ApiError 400 or 404 for an unsupported request."""

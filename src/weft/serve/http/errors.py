@@ -143,12 +143,6 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def unknown_model(asked: str, served: str) -> ApiError:
-    """Return the error for a model that this server does not have."""
-    message = f"the model {asked!r} is not served here; this is {served!r}"
-    return ApiError(404, message, param="model", code="model_not_found")
-
-
 def install(app: FastAPI) -> None:
     """Give each expected error the client's shape; see `weft.serve.http.record.as_api_error` for unexpected ones."""
 

@@ -42,12 +42,8 @@ class HostsExecutor(ProcessExecutor):
 
     def prepare(self) -> None:
         if self._agents is None:
-            assert self.config.master_addr is not None
-            address = addresses.resolve(self.config.master_addr, self.config.master_port)
-            interface = self.config.interface or addresses.interface_to(address, self.config.master_port)
-            addresses.check_interface(interface)
+            _, self._interface = addresses.route_to_node_0(self.config)
             self._agents = Agents(self._asked)
-            self._interface = interface
         super().prepare()
 
     def _launch(self, poll: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ import ipaddress
 import socket
 import struct
 
-from weft.engine.config.config import EngineError
+from weft.engine.config.config import EngineConfig, EngineError
 
 SIOCGIFADDR = 0x8915
 
@@ -78,3 +78,12 @@ def check_interface(name: str) -> None:
     if name not in (known := interfaces()):
         listed = ", ".join(f"{other} ({', '.join(addresses)})" for other, addresses in known.items() if addresses)
         raise EngineError(f"this host has no interface {name}; it has {listed}")
+
+
+def route_to_node_0(config: EngineConfig) -> tuple[str, str]:
+    """Return node 0's address, and this host's interface on the way: --interface, or by the route. EngineError."""
+    assert config.master_addr is not None
+    address = resolve(config.master_addr, config.master_port)
+    interface = config.interface or interface_to(address, config.master_port)
+    check_interface(interface)
+    return address, interface

@@ -63,11 +63,9 @@ class HostAgent:
         node = config.node_rank
         self.node, self._say = node, say
         key = secured.read_key(config.cluster_key)
-        address = addresses.resolve(config.master_addr, config.master_port)
+        address, interface = addresses.route_to_node_0(config)
         addresses.check_not_loopback(config.master_addr, address)
         self._where = f"{config.master_addr}:{config.master_port}"
-        interface = config.interface or addresses.interface_to(address, config.master_port)
-        addresses.check_interface(interface)
         self._config = replace(config, interface=interface)
         self._ranks = RankProcesses()
         self._number, self._launching, self._ended = 0, False, False

@@ -37,9 +37,7 @@ def run_over_hosts(
     """
     name = f"{work.__module__}.{work.__qualname__}"
     assert config.master_addr is not None
-    address = addresses.resolve(config.master_addr, config.master_port)
-    interface = config.interface or addresses.interface_to(address, config.master_port)
-    addresses.check_interface(interface)
+    _, interface = addresses.route_to_node_0(config)
     node = config.node_rank or 0
     task = _announce(config, {"work": name, **describe()}) if node == 0 else _await_task(config, name, say)
     host = HostContext(config.mesh, interface, (config.master_addr, config.store_port), config.plugins, config.model)

@@ -19,11 +19,8 @@ PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 def between_hosts(config: EngineConfig) -> Iterator[Finding]:
     """Join the other hosts like the agents of ranks, yield the findings, and leave."""
-    assert config.master_addr is not None
     try:
-        address = addresses.resolve(config.master_addr, config.master_port)
-        interface = config.interface or addresses.interface_to(address, config.master_port)
-        addresses.check_interface(interface)
+        address, interface = addresses.route_to_node_0(config)
         source = addresses.source_address(address, config.master_port)
         yield Finding("ok", f"interface {interface}, address {source}, on the way to {config.master_addr} ({address})")
         if PORT_RANGE.is_file():

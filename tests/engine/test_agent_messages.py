@@ -90,8 +90,8 @@ def test_node_0_ends_once_its_agents_have_left(
     node0, member = Agents(cluster), Member(context, cluster, "b")
     hear(node0, lambda: not node0.missing)
     assert isinstance(member.hears(), Welcome)
-    heard, decode = list[FromAgent](), agents.decode_from_agent
-    monkeypatch.setattr(agents, "decode_from_agent", lambda frame: heard.append(decode(frame)) or heard[-1])
+    heard, decode = list[FromAgent](), agents.messages.decode_from_agent
+    monkeypatch.setattr(agents.messages, "decode_from_agent", lambda frame: heard.append(decode(frame)) or heard[-1])
     member.say(*[Alive()] * 50)
     ending = threading.Thread(target=node0.close)
     ending.start()

@@ -249,7 +249,7 @@ def test_no_message_is_decoded_before_it_is_authenticated(
 ) -> None:
     """Bytes at random, ZeroMQ without a key, and another cluster's key; who knows the secret still joins."""
     decoded: list[bytes] = []
-    monkeypatch.setattr(agents, "decode_from_agent", lambda frame: decoded.append(frame))
+    monkeypatch.setattr(agents.messages, "decode_from_agent", lambda frame: decoded.append(frame))
     node0, rng = Agents(cluster), random.Random(1)
     for _ in range(50):
         with socket.create_connection(("127.0.0.1", cluster.master_port)) as s, suppress(OSError):

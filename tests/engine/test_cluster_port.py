@@ -27,7 +27,7 @@ def test_nothing_of_bad_frames_is_decoded_and_the_cluster_serves_on(
 ) -> None:
     decoded: list[bytes] = []
     wrong: list[bytes] = []
-    decode = agents.decode_from_agent
+    decode = agents.messages.decode_from_agent
 
     def spy(frame: bytes) -> Any:
         decoded.append(frame)
@@ -37,7 +37,7 @@ def test_nothing_of_bad_frames_is_decoded_and_the_cluster_serves_on(
             wrong.append(frame)
             raise
 
-    monkeypatch.setattr(agents, "decode_from_agent", spy)
+    monkeypatch.setattr(agents.messages, "decode_from_agent", spy)
     rng, port, key = random.Random(frames), cluster.master_port, secured.read_key(cluster.cluster_key or Path())
 
     def tokens() -> list[tuple[int, ...]]:

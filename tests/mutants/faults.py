@@ -181,8 +181,8 @@ ONCE_MISSED = [
     Fault(
         "a rank that ended before this start has ended in it",
         "engine/hosts/agents.py",
-        "if isinstance(message, Ended) and message.number == self._number:",
-        "if isinstance(message, Ended):",
+        "if isinstance(message, messages.Ended) and message.number == self._number:",
+        "if isinstance(message, messages.Ended):",
         (f"{MESSAGES}::test_messages_of_an_earlier_start_are_not_taken_for_this_ones",),
     ),
     Fault(
@@ -209,7 +209,7 @@ ONCE_MISSED = [
     Fault(
         "a host that leaves keeps its successor out",
         "engine/hosts/agents.py",
-        "        if isinstance(message, Left):\n            self._drop(agent, message.text)\n            return None\n",
+        "        if isinstance(message, messages.Left):\n            self._drop(agent, message.text)\n            return None\n",
         "",
         (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
     ),
@@ -593,8 +593,8 @@ OWN = [
     Fault(
         "a rank that ran another plan is not found",
         "engine/controller/executor.py",
-        "due = Ran(number, counts, results[0].ran.plan, sampled)",
-        "due = Ran(number, counts, result.ran.plan, sampled)",
+        "due = messages.Ran(number, counts, results[0].ran.plan, sampled)",
+        "due = messages.Ran(number, counts, result.ran.plan, sampled)",
         ("tests/engine/test_faults.py::test_ranks_that_do_not_execute_the_same_are_found_in_that_step",),
     ),
     Fault(

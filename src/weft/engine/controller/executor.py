@@ -12,30 +12,14 @@ from typing import TypeVar
 
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.kv.cache_spec import CacheGroup
-from weft.engine.messages.rank_messages import (
-    AskPlan,
-    AskReport,
-    Failure,
-    FromRank,
-    PlanText,
-    Profiled,
-    Progress,
-    Ran,
-    Ready,
-    Report,
-    Result,
-    StartProfile,
-    Step,
-    StopProfile,
-    ToRank,
-)
+from weft.engine.messages import rank_messages as messages
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.processes.rank_processes import POLL_S
 from weft.planner.chain import Counts
 
 Gone = tuple[str, tuple[int, ...]]
 """One line about ranks that have ended, and these ranks."""
-M = TypeVar("M", Result, Report, PlanText, Profiled, Ready)
+M = TypeVar("M", messages.Result, messages.Report, messages.PlanText, messages.Profiled, messages.Ready)
 LOAD_TIMEOUT_S = 600.0
 REPORT_S = 5.0
 """Interval of rank 0's reports, while steps are sent."""
@@ -51,11 +35,11 @@ class Executor(ABC):
         """Groups of the model's caches; known once `start` has returned."""
         self.eager = ""
         """`Ready.eager`, known once `start` has returned."""
-        self.reported = Report((), ())
+        self.reported = messages.Report((), ())
         """The last report of rank 0; any thread may read it."""
         self._reports_due, self._asked_at, self._unreported = 0, 0.0, False
         self._in_flight: deque[tuple[int, Counts, float]] = deque()  # steps not collected yet, with deadlines
-        self._results: list[deque[Result]] = []  # results of each rank, not collected yet
+        self._results: list[deque[messages.Result]] = []  # results of each rank, not collected yet
 
     def prepare(self) -> None:
         """Begin slow preparations that need no rank; `start` waits for them."""
@@ -80,14 +64,14 @@ class Executor(ABC):
         self._results = [deque() for _ in range(self.mesh.world)]
         try:
             self._launch(poll)
-            ready, deadline = dict[int, Ready](), time.monotonic() + LOAD_TIMEOUT_S
+            ready, deadline = dict[int, messages.Ready](), time.monotonic() + LOAD_TIMEOUT_S
             while len(ready) < self.mesh.world:
                 poll()
                 message = self._next(deadline, "loading", poll)
-                if isinstance(message, Progress):
+                if isinstance(message, messages.Progress):
                     loaded[message.rank] = message.done / message.total
                     self._progress(message.what, sum(loaded.values()) / len(loaded))
-                if isinstance(message, Ready):
+                if isinstance(message, messages.Ready):
                     ready[message.rank] = message
             self.groups, self.eager = ready[0].groups, ready[0].eager
             _compare_plans(ready)
@@ -101,7 +85,7 @@ class Executor(ABC):
         self._stop_ranks(grace_s=0)
         self.config, self.mesh = config, config.mesh
 
-    def send(self, step: Step) -> None:
+    def send(self, step: messages.Step) -> None:
         """Send a step to every rank, behind earlier steps."""
         now = time.monotonic()
         deadline = now + self.config.step_timeout_s * (1 + len(self._in_flight))
@@ -111,7 +95,7 @@ class Executor(ABC):
         if now >= self._asked_at + REPORT_S:
             self._ask_report()
 
-    def collect(self) -> list[Result]:
+    def collect(self) -> list[messages.Result]:
         """Wait for the oldest step in flight. Returns each DP group's result, in group order.
 
         Raises EngineError also if a rank ran another step, other counts or another plan, or sampled other tokens than
@@ -119,14 +103,14 @@ class Executor(ABC):
         """
         number, counts, deadline = self._in_flight[0]
         while not all(self._results):
-            result = self._await(Result, deadline, f"step {number}")
+            result = self._await(messages.Result, deadline, f"step {number}")
             self._results[result.rank].append(result)
         self._in_flight.popleft()
         results = [queue.popleft() for queue in self._results]
         leaders = [results[self.mesh.leader(g)] for g in range(self.mesh.attn_dp)]
         for rank, result in enumerate(results):
             sampled = leaders[self.mesh.group_of(rank)].ran.tokens
-            due = Ran(number, counts, results[0].ran.plan, sampled)
+            due = messages.Ran(number, counts, results[0].ran.plan, sampled)
             if result.ran != due:
                 raise EngineError(f"ranks diverge: rank {rank} ran {result.ran}, where {due} was due, as on others")
         return leaders
@@ -136,26 +120,26 @@ class Executor(ABC):
         self._ask_report()
         deadline = time.monotonic() + self.config.step_timeout_s
         while self._reports_due:
-            self._note(self._await(Report, deadline, "the report"))
+            self._note(self._await(messages.Report, deadline, "the report"))
 
     def _ask_report(self) -> None:
         self._reports_due, self._asked_at, self._unreported = self._reports_due + 1, time.monotonic(), False
-        self._send(0, AskReport())
+        self._send(0, messages.AskReport())
 
-    def _note(self, report: Report) -> None:
+    def _note(self, report: messages.Report) -> None:
         self._reports_due, self.reported = self._reports_due - 1, report
 
     def plan_text(self, tokens: int) -> str:
         """Return the plan for this number of tokens per DP group, as printable text."""
-        self._send(0, AskPlan(tokens))
-        return self._await(PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
+        self._send(0, messages.AskPlan(tokens))
+        return self._await(messages.PlanText, time.monotonic() + self.config.step_timeout_s, "the plan").text
 
-    def ask_all(self, question: StartProfile | StopProfile, what: str) -> list[Profiled]:
+    def ask_all(self, question: messages.StartProfile | messages.StopProfile, what: str) -> list[messages.Profiled]:
         """Send a question to every rank. Returns their replies, in any order. what: name of the replies in errors."""
         for rank in range(self.mesh.world):
             self._send(rank, question)
         deadline = time.monotonic() + LOAD_TIMEOUT_S  # a profiler's start and a long trace are slow
-        return [self._await(Profiled, deadline, what) for _ in range(self.mesh.world)]
+        return [self._await(messages.Profiled, deadline, what) for _ in range(self.mesh.world)]
 
     def interrupt(self) -> None:
         """End every current and later wait for replies with an EngineError. May be called on any thread."""
@@ -174,19 +158,19 @@ class Executor(ABC):
 
     def _await(self, kind: type[M], deadline: float, what: str) -> M:
         while not isinstance(message := self._next(deadline, what), kind):
-            if isinstance(message, Report):
+            if isinstance(message, messages.Report):
                 self._note(message)
-            elif isinstance(message, Result):
+            elif isinstance(message, messages.Result):
                 self._results[message.rank].append(message)
             else:
                 raise EngineError(f"a rank sent {type(message).__name__} while the controller waited for {what}")
         return message
 
-    def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> FromRank:
+    def _next(self, deadline: float, what: str, poll: Callable[[], None] = lambda: None) -> messages.FromRank:
         while (message := self._receive()) is None:
             self._check_wait(deadline, what, poll)
             self.check()
-        if isinstance(message, Failure):
+        if isinstance(message, messages.Failure):
             raise self._cause(message)
         return message
 
@@ -198,7 +182,7 @@ class Executor(ABC):
         if time.monotonic() > deadline:
             raise EngineError(f"no reply from the ranks for {what} in time; see step_timeout_s")
 
-    def _cause(self, first: Failure) -> Exception:
+    def _cause(self, first: messages.Failure) -> Exception:
         """Return the error behind a failure: a killed rank's first, then one of a rank that failed by itself.
 
         One rank's fault makes its peers fail too, in any order.
@@ -206,7 +190,7 @@ class Executor(ABC):
         failures, deadline = [first], time.monotonic() + POLL_S
         while time.monotonic() < deadline:
             message = self._receive()
-            if isinstance(message, Failure):
+            if isinstance(message, messages.Failure):
                 failures.append(message)
         if lost := [failure for failure in failures if failure.lost_device]:
             line = "; ".join(f"rank {failure.rank} failed: {failure.text}" for failure in lost)
@@ -223,14 +207,14 @@ class Executor(ABC):
     def _stop_ranks(self, grace_s: float) -> None: ...
 
     @abstractmethod
-    def _send(self, rank: int, message: ToRank) -> None: ...
+    def _send(self, rank: int, message: messages.ToRank) -> None: ...
 
-    def _send_all(self, message: ToRank) -> None:
+    def _send_all(self, message: messages.ToRank) -> None:
         for rank in range(self.mesh.world):
             self._send(rank, message)
 
     @abstractmethod
-    def _receive(self) -> FromRank | None:
+    def _receive(self) -> messages.FromRank | None:
         """Return the next message; None after POLL_S."""
 
     @abstractmethod
@@ -242,7 +226,7 @@ class Executor(ABC):
         self._stop_ranks(grace_s)
 
 
-def _compare_plans(ready: dict[int, Ready]) -> None:
+def _compare_plans(ready: dict[int, messages.Ready]) -> None:
     """Raise EngineError if a rank's plans differ from rank 0's."""
     for rank, message in sorted(ready.items()):
         for reported, due in itertools.zip_longest(message.plans, ready[0].plans):

@@ -29,23 +29,7 @@ from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.config.cpu_shares import cores_left, with_cpu_shares
 from weft.engine.config.device import gpus_of
 from weft.engine.hosts import addresses, digests, secured
-from weft.engine.messages.host_messages import (
-    Alive,
-    Ended,
-    FromAgent,
-    FromRanks,
-    Join,
-    Leave,
-    Left,
-    Refused,
-    Start,
-    Stopped,
-    StopRanks,
-    ToRanks,
-    Welcome,
-    decode_to_agent,
-    encode,
-)
+from weft.engine.messages import host_messages as messages
 from weft.engine.processes.rank_processes import RankProcesses
 
 ALIVE_S = 1.0
@@ -84,7 +68,7 @@ class HostAgent:
             self._serve()
         except BaseException as error:
             why = "was stopped" if isinstance(error, KeyboardInterrupt) else f"left: {error}"
-            self._send(Left(why))
+            self._send(messages.Left(why))
             raise
         finally:
             self._ranks.close(grace_s=0)
@@ -107,13 +91,13 @@ class HostAgent:
             elif self._gone:  # and its last messages have been read
                 raise EngineError(f"node 0 at {self._where} is gone; so are the ranks of this host")
             if self._ranks.running and (message := self._ranks.receive(0)) is not None:
-                self._send(FromRanks(self._number, message))
+                self._send(messages.FromRanks(self._number, message))
             if (now := time.monotonic()) > looked + TICK_MS / 1000:
                 looked = now
                 self._monitor_ranks()
             if self._welcome and now > last_heartbeat + ALIVE_S:
                 last_heartbeat = now
-                self._send(Alive())
+                self._send(messages.Alive())
             if not self._welcome and now > began + self._config.join_timeout_s:
                 raise EngineError(f"node 0 was not heard at {self._where} within {self._config.join_timeout_s:g} s")
 
@@ -121,7 +105,7 @@ class HostAgent:
         """Handle an event of the connection's monitor."""
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED and not self._welcome:  # of this node 0, or of its successor
             options = digests.options(self._config)
-            self._send(Join(self.node, socket.gethostname(), self._facts, options, time.time()))
+            self._send(messages.Join(self.node, socket.gethostname(), self._facts, options, time.time()))
         self._refusals = self._refusals + 1 if event & FAILED else self._refusals
         if self._refusals >= REFUSALS:
             raise EngineError(
@@ -132,30 +116,30 @@ class HostAgent:
 
     def _follow(self, frame: bytes) -> bool:
         """Carry out a message of node 0. Returns False if node 0 exits."""
-        message = decode_to_agent(frame)
-        if isinstance(message, Refused):
+        message = messages.decode_to_agent(frame)
+        if isinstance(message, messages.Refused):
             raise EngineError(message.text)
-        if isinstance(message, Leave):
-            self._send(Left("node 0 has ended"))
+        if isinstance(message, messages.Leave):
+            self._send(messages.Left("node 0 has ended"))
             self._say(f"node {self.node}: node 0 has ended")
             return False
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             self._welcome = True
             self._say(f"node {self.node}: joined {self._where}")
-        elif isinstance(message, Start):
+        elif isinstance(message, messages.Start):
             self._start(message)
-        elif isinstance(message, ToRanks) and self._ranks.running and message.number == self._number:
+        elif isinstance(message, messages.ToRanks) and self._ranks.running and message.number == self._number:
             if message.rank is None:
                 self._ranks.send_all(message.encoded)
             else:
                 self._ranks.send(message.rank, message.encoded)
-        elif isinstance(message, StopRanks):
+        elif isinstance(message, messages.StopRanks):
             self._ranks.stop(grace_s=0)
             self._launching = False
-            self._send(Stopped(message.number))
+            self._send(messages.Stopped(message.number))
         return True
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: messages.Start) -> None:
         self._ranks.stop(grace_s=0)
         if start.config["shrink"] and not self._config.gpus:
             self._config = replace(self._config, gpus=gpus_of(self._config))
@@ -192,7 +176,7 @@ class HostAgent:
 
     def _fail(self, text: str, ranks: tuple[int, ...], killed: bool) -> None:
         self._ended = True
-        self._send(Ended(self._number, f"{text} (node {self.node}, {socket.gethostname()})", killed, ranks))
+        self._send(messages.Ended(self._number, f"{text} (node {self.node}, {socket.gethostname()})", killed, ranks))
 
-    def _send(self, message: FromAgent) -> None:
-        self._socket.send(encode(message))
+    def _send(self, message: messages.FromAgent) -> None:
+        self._socket.send(messages.encode(message))

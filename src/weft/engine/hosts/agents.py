@@ -14,23 +14,7 @@ import zmq
 
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import addresses, digests, secured
-from weft.engine.messages.host_messages import (
-    Alive,
-    Ended,
-    FromAgent,
-    FromRanks,
-    Join,
-    Leave,
-    Left,
-    Refused,
-    Start,
-    Stopped,
-    StopRanks,
-    ToRanks,
-    Welcome,
-    decode_from_agent,
-    encode,
-)
+from weft.engine.messages import host_messages as messages
 
 log = logging.getLogger(__name__)
 SILENT_S = 5.0
@@ -44,7 +28,7 @@ class Agent:
     """An agent that has joined. heard: monotonic time of its last message. stopped: number of its last ended start."""
 
     identity: bytes
-    join: Join
+    join: messages.Join
     heard: float
     stopped: int = 0
 
@@ -76,7 +60,7 @@ class Agents:
         self.refused: dict[int, str] = {}
         """Reason of the last refusal of each node."""
         self._lost: tuple[str, tuple[int, ...]] | None = None
-        self._ended: list[Ended] = []
+        self._ended: list[messages.Ended] = []
         self._number = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = secured.authenticator(self._context, key)
@@ -123,46 +107,46 @@ class Agents:
     def start(self, config: dict[str, Any], table: str | None, number: int) -> None:
         """Request every agent to start its ranks. The arguments are the fields of `Start`."""
         self._number, self._ended = number, []
-        message = encode(Start(number, config, table))
+        message = messages.encode(messages.Start(number, config, table))
         for agent in self._agents.values():
             self._send(agent, message)
 
     def send(self, node: int, rank: int | None, encoded: bytes) -> None:
         """Forward a message to a rank of a node. rank: None for all ranks of the node."""
         if node in self._agents:
-            self._send(self._agents[node], encode(ToRanks(self._number, rank, encoded)))
+            self._send(self._agents[node], messages.encode(messages.ToRanks(self._number, rank, encoded)))
 
     def receive(self) -> bytes | None:
         """Handle one message of an agent, if there is one. Returns the rank's message that it contained, if any."""
         try:
             identity, frame = self.socket.recv_multipart(zmq.NOBLOCK)
-            message: FromAgent = decode_from_agent(frame)
+            message: messages.FromAgent = messages.decode_from_agent(frame)
         except (zmq.Again, ValueError, msgspec.DecodeError):  # none yet, or of another version
             return None
-        if isinstance(message, Join):
+        if isinstance(message, messages.Join):
             self._admit(identity, message)
             return None
         agent = next((a for a in self._agents.values() if a.identity == identity), None)
         if agent is None:  # refused or given up; it may not know, if its connection survived
-            if not isinstance(message, Left):
+            if not isinstance(message, messages.Left):
                 why = f"this host was not heard for {SILENT_S:g} s, and node 0 has given it up; start it again"
-                self.socket.send_multipart([identity, encode(Refused(why))])
+                self.socket.send_multipart([identity, messages.encode(messages.Refused(why))])
             return None
         agent.heard = time.monotonic()
-        if isinstance(message, Left):
+        if isinstance(message, messages.Left):
             self._drop(agent, message.text)
             return None
         if (candidate := self._candidates.pop(agent.join.node, None)) is not None:
             self._refuse(candidate, f"{agent.name} is there already; give each host another --node-rank")
-        if isinstance(message, FromRanks):
+        if isinstance(message, messages.FromRanks):
             return message.encoded if message.number == self._number else None
-        if isinstance(message, Ended) and message.number == self._number:
+        if isinstance(message, messages.Ended) and message.number == self._number:
             ranks = message.ranks or self.config.ranks_of(agent.join.node)
             self._ended.append(msgspec.structs.replace(message, ranks=ranks))
-        elif isinstance(message, Stopped):
+        elif isinstance(message, messages.Stopped):
             agent.stopped = message.number
         else:
-            assert isinstance(message, Alive | Ended)
+            assert isinstance(message, messages.Alive | messages.Ended)
         return None
 
     def gone(self, *, killed: bool = False) -> tuple[str, tuple[int, ...]] | None:
@@ -177,7 +161,7 @@ class Agents:
 
     def stop(self, waiting: Callable[[], None] = lambda: None) -> None:
         """End the ranks of every host, and wait for the hosts' confirmations. Hosts without one count as lost."""
-        message = encode(StopRanks(self._number))
+        message = messages.encode(messages.StopRanks(self._number))
         for agent in self._agents.values():
             self._send(agent, message)
         while any(agent.stopped < self._number for agent in self._agents.values()):
@@ -192,13 +176,13 @@ class Agents:
         if self._context.closed:
             return
         for agent in (*self._agents.values(), *self._candidates.values()):
-            self._send(agent, encode(Leave()))
+            self._send(agent, messages.encode(messages.Leave()))
         # A TCP socket that is closed with unread data resets its connection, and the agent loses the request.
         waiting, deadline = {agent.identity for agent in self._agents.values()}, time.monotonic() + LEAVE_S
         while waiting and self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             identity, frame = self.socket.recv_multipart()
             with suppress(ValueError, msgspec.DecodeError):  # of another version
-                if isinstance(decode_from_agent(frame), Left):
+                if isinstance(messages.decode_from_agent(frame), messages.Left):
                     waiting.discard(identity)
         self._agents.clear()
         self.socket.close()
@@ -208,7 +192,7 @@ class Agents:
     def _send(self, agent: Agent, message: bytes) -> None:
         self.socket.send_multipart([agent.identity, message])
 
-    def _admit(self, identity: bytes, join: Join) -> None:
+    def _admit(self, identity: bytes, join: messages.Join) -> None:
         agent = Agent(identity, join, time.monotonic())
         if join.node not in self._nodes:
             nodes = f"1 to {self._nodes[-1]}"
@@ -220,12 +204,12 @@ class Agents:
         else:
             self._agents[join.node] = agent
             self.clocks[join.node] = join.clock - time.time()
-            self._send(agent, encode(Welcome()))
+            self._send(agent, messages.encode(messages.Welcome()))
 
     def _refuse(self, agent: Agent, why: str) -> None:
         log.error("%s", why)
         self.refused[agent.join.node] = why
-        self._send(agent, encode(Refused(why)))
+        self._send(agent, messages.encode(messages.Refused(why)))
 
     def _drop_silent(self) -> None:
         """Give up agents without recent heartbeats."""

@@ -13,7 +13,7 @@ import torch
 
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.attention import WholeNorms
-from weft.engine.models.layers.basic import Builder, Head, HeadNorm, Layer, RMSNorm, Workspace, torch_empty
+from weft.engine.models.layers.basic import Builder, Head, Layer, NormLayer, Workspace, torch_empty
 from weft.engine.models.layers.draft_head import Eagle3Head
 from weft.engine.models.layers.draft_model import DraftModel
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weft.engine.models.weights.gguf_file import GgufFile  # the package is an optional dependency
 
 Progress = Callable[[int, int], None]
-NORMS = (RMSNorm, HeadNorm, WholeNorms)
+NORMS = (NormLayer, WholeNorms)
 """Layers with dummy weights of 1."""
 DUMMY_BLOCK, DUMMY_BLOCK_CPU = 1 << 24, 1 << 16
 """Elements that `dummy_model` generates at a time. On CPUs, temporaries of 20 bytes per element must fit a cache."""

@@ -291,35 +291,30 @@ class RowLinear(Layer):
         return Hidden(out, placement, x.mesh, self.path)
 
 
-class RMSNorm(Layer):
-    """`weft.kernels.torch_reference.rms_norm` over all features of complete hidden states; else PlacementError.
-    less_one: checkpoints store the weight minus one. One is added in float32, and the weight stays in float32."""
+class NormLayer(Layer):
+    """`weft.kernels.torch_reference.rms_norm`, whole on every rank. less_one: checkpoints store the weight minus one.
+    One is added in float32, and the weight stays in float32."""
 
     def __init__(self, b: Builder, path: str, width: int, eps: float, less_one: bool = False):
         super().__init__(path)
         self.eps = eps
         self.weight = b.empty(width, dtype=torch.float32 if less_one else None)
-        self.sources["weight"] = [_norm_source(path, width, less_one)]
+        views = (OffsetFromOne(),) if less_one else ()
+        self.sources["weight"] = [Source(f"{path}.weight", (width,), (slice(None),), views=views)]
+
+
+class RMSNorm(NormLayer):
+    """Norm over all features of complete hidden states; else PlacementError."""
 
     def forward(self, x: Hidden) -> Hidden:
         return x.rowwise(lambda rows: rms_norm(rows, self.weight, self.eps), self.path)
 
 
-class HeadNorm(Layer):
-    """`RMSNorm` of queries or keys `[T, heads, head_dim]`, per head. A rank holds whole heads."""
-
-    def __init__(self, b: Builder, path: str, head_dim: int, eps: float, less_one: bool = False):
-        super().__init__(path)
-        self.eps = eps
-        self.weight = b.empty(head_dim, dtype=torch.float32 if less_one else None)
-        self.sources["weight"] = [_norm_source(path, head_dim, less_one)]
+class HeadNorm(NormLayer):
+    """Norm of queries or keys `[T, heads, head_dim]`, per head. A rank holds whole heads."""
 
     def forward(self, heads: Tensor) -> Tensor:
         return rms_norm(heads, self.weight, self.eps)
-
-
-def _norm_source(path: str, width: int, less_one: bool) -> Source:
-    return Source(f"{path}.weight", (width,), (slice(None),), views=(OffsetFromOne(),) if less_one else ())
 
 
 def vocabulary_share(mesh: Mesh, rank: int, vocabulary: int) -> slice:

@@ -209,7 +209,8 @@ ONCE_MISSED = [
     Fault(
         "a host that leaves keeps its successor out",
         "engine/hosts/agents.py",
-        "        if isinstance(message, messages.Left):\n            self._drop(agent, message.text)\n            return None\n",
+        "        if isinstance(message, messages.Left):\n"
+        "            self._drop(agent, message.text)\n            return None\n",
         "",
         (f"{MESSAGES}::test_a_host_that_waits_takes_the_place_of_one_that_is_lost",),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from weft.engine.models.config_json.fields import MAX_LAYERS, MAX_SIZE, Fields, 
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_ROTATED, TINY = 2**16, 1e-30
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Types of layers in config.json."""
 _ALL = frozenset({"rope_type", "type", "rope_theta"})
 _STRETCHED = _ALL | {"factor", "original_max_position_embeddings"}
 ROPES: Mapping[str, frozenset[str]] = {
@@ -113,11 +115,12 @@ def tokens(fields: Fields, name: str) -> tuple[int, ...]:
     return (fields.size(name, low=-MAX_SIZE),)
 
 
-def full_attention(fields: Fields) -> None:
-    """Read the layer types of a family with full attention only. Raises ModelError for another type."""
-    for kind in fields.items("layer_types", str, ()):
-        if kind != "full_attention":
-            raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: full_attention")
+def check_layer_types(fields: Fields, kinds: Sequence[str], *supported: str) -> None:
+    """Raise ModelError for a type of layers that a family does not support."""
+    for kind in kinds:
+        if kind not in supported:
+            names = ", ".join(supported)
+            raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: {names}")
 
 
 def rope_of(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.engine.models.config_json.common_fields import common_fields
-from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields, ModelError
+from weft.engine.models.config_json.common_fields import FULL, SLIDING, check_layer_types, common_fields
+from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields
 from weft.engine.models.layers.attention import Attention, Heads
 from weft.engine.models.layers.basic import Builder
 from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
 from weft.engine.models.layers.moe import MoEConfig, SparseMoE
 from weft.engine.models.layers.routing import Routing
 from weft.engine.models.weights.expert_sources import ExpertStorage
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,7 @@ def read(fields: Fields) -> GptOssConfig:
     fields.only("experts_per_token", chosen)
     fields.get("initial_context_length")  # equal to the rotary embedding's
     kinds = fields.items("layer_types", str)
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise ModelError(
-                f"layer type {kind!r} is not supported for {fields.family!r}; supported: {FULL}, {SLIDING}"
-            )
+    check_layer_types(fields, kinds, FULL, SLIDING)
     window = fields.size("sliding_window") if SLIDING in kinds else None
     fields.get("sliding_window")
     common = common_fields(fields, fields.size("head_dim"))

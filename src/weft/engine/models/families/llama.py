@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.engine.models.config_json.common_fields import common_fields, full_attention
+from weft.engine.models.config_json.common_fields import FULL, check_layer_types, common_fields
 from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields, ModelError
 from weft.engine.models.families.eagle3 import is_eagle3
 from weft.engine.models.layers.attention import Attention, Heads
@@ -44,7 +44,7 @@ def read(fields: Fields) -> LlamaConfig:
         fields.only("mlp_bias", False)
     elif fields.get("sliding_window") is not None:
         window = fields.size("sliding_window")
-    full_attention(fields)
+    check_layer_types(fields, fields.items("layer_types", str, ()), FULL)
     if fields.family == "mixtral":
         routing = Routing(fields.size("num_experts_per_tok"), renormalise=True)
         stored = ExpertStorage(layout="per_expert_w123")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.engine.models.config_json.common_fields import common_fields, full_attention
+from weft.engine.models.config_json.common_fields import FULL, check_layer_types, common_fields
 from weft.engine.models.config_json.fields import MAX_EXPERTS, MAX_LAYERS, Fields
 from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
 from weft.engine.models.layers.basic import Builder
@@ -45,7 +45,7 @@ def read(fields: Fields) -> QwenConfig:
     fields.get("sliding_window"), fields.get("max_window_layers")  # no effect without use_sliding_window
     drafts = fields.size("mtp_num_hidden_layers", 0, low=0, high=MAX_LAYERS)
     layers = range(fields.size("num_hidden_layers", high=MAX_LAYERS) + drafts)
-    full_attention(fields)
+    check_layer_types(fields, fields.items("layer_types", str, ()), FULL)
     qwen3, has_experts = not fields.family.startswith("qwen2"), fields.family.endswith("_moe")
     bias = fields.flag("attention_bias") if qwen3 else fields.flag("qkv_bias", True) if has_experts else True
     common = common_fields(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.engine.models.config_json.common_fields import common_fields, rope_of
+from weft.engine.models.config_json.common_fields import FULL, LINEAR, common_fields, rope_of
 from weft.engine.models.config_json.fields import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError
 from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
 from weft.engine.models.layers.basic import Builder, Layer
@@ -14,8 +14,6 @@ from weft.engine.models.layers.deltanet import DeltaHeads, GatedDeltaNet
 from weft.engine.models.layers.moe import MoEConfig, SparseMoE
 from weft.engine.models.layers.routing import Routing
 from weft.engine.models.weights.expert_sources import ExpertStorage
-
-FULL, LINEAR = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weft.engine.models.config_json.common_fields import Rope, common_fields, rope_of
+from weft.engine.models.config_json.common_fields import FULL, SLIDING, Rope, check_layer_types, common_fields, rope_of
 from weft.engine.models.config_json.fields import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError
 from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
 from weft.engine.models.layers.basic import Builder
@@ -16,7 +16,6 @@ from weft.engine.models.layers.moe import MoEConfig, SparseMoE
 from weft.engine.models.layers.routing import Routing
 from weft.engine.models.weights.expert_sources import ExpertStorage
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 EXPERT_STORAGE = ExpertStorage("moe.gate", "moe.router_bias", "moe", "stacked", "share_expert")
 
 
@@ -85,11 +84,7 @@ def read(fields: Fields) -> StepConfig:
         raise ModelError(
             f"layer_types has {len(kinds)} values for {len(layers)} layers of model type {fields.family!r}"
         )
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise ModelError(
-                f"layer type {kind!r} is not supported for {fields.family!r}; supported: {FULL}, {SLIDING}"
-            )
+    check_layer_types(fields, kinds, FULL, SLIDING)
     rotated_kinds = tuple(dict.fromkeys(kinds))
     ropes = tuple((_written_rope if written else _published_rope)(fields, kind, kinds) for kind in rotated_kinds)
     groups, experts, chosen = (

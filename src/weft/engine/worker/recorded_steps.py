@@ -59,7 +59,7 @@ class RecordedSteps(StepGraphs):
     @torch.inference_mode()
     def _record(self, shape: Shape) -> None:
         recorder, counts = self._recorder, self.empty_rows(shape.rows)
-        step, ran = int(self._rows.steps), dict(self._exchanges.ran)
+        step = int(self._rows.steps)
         try:
             with self._recording() as recording:
                 logits = self._step(shape, counts)
@@ -71,14 +71,15 @@ class RecordedSteps(StepGraphs):
                 _log.warning("weft: decode steps run eagerly, since they cannot be recorded: %s", error)
         else:
             self._counts[shape.rows], self._graphs[shape] = counts, (recording, recorder.borrowed(logits))
-        self._exchanges.ran.clear()
-        self._exchanges.ran.update(ran)
         self._rows.steps.fill_(step)
 
     @contextmanager
     def _recording(self) -> Iterator[StepRecording]:
-        """Record the calls inside the context. Raises NotRecordable."""
+        """Record the calls inside the context, which are not counted. Raises NotRecordable."""
+        ran = dict(self._exchanges.ran)
         with ExitStack() as recorded:
+            recorded.callback(self._exchanges.ran.update, ran)
+            recorded.callback(self._exchanges.ran.clear)
             for name, transport in self._transports.items():
                 if not hasattr(transport, "recorded"):  # of a plug-in, for GPUs
                     raise NotRecordable(f"transport {name} has no `recorded`")
@@ -88,11 +89,8 @@ class RecordedSteps(StepGraphs):
     @torch.inference_mode()
     def capture_pass(self, counts: CapturedRows, run: Pass) -> CapturedPass:
         """Record a pass of the draft layer, without a live row."""
-        ran = dict(self._exchanges.ran)
         with self._recording() as recording:
             made = run(counts)
-        self._exchanges.ran.clear()
-        self._exchanges.ran.update(ran)
         return CapturedPass(recording, counts, tuple(map(self._recorder.borrowed, made)))
 
     def _sample(self, logits: Tensor, sampled: SampledRows) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch import Tensor
 from weft.engine.kernels.staging import on_device
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.messages.rank_messages import GroupRows, Step
-from weft.engine.worker.captured_step import CapturedStep
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.draft_chain import DraftChain, Drafts, following, last_sampled
 from weft.engine.worker.graph_inputs import DecodeInputs, SampledRows, Shape, in_graph_order
@@ -24,6 +23,13 @@ from weft.engine.worker.row_table import RowTable
 from weft.planner.chain import Counts
 from weft.planner.plan import Planner
 from weft.stream.step_rows import CapturedRows
+
+
+class CapturedStep(Protocol):
+    """Captured step, or pass of a draft layer, by a CUDA graph or by recorded calls."""
+
+    def replay(self) -> None: ...
+
 
 Pass = Callable[[CapturedRows], tuple[Tensor, ...]]
 """Function that runs a pass, and returns the tensors that it makes."""

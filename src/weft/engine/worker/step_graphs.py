@@ -21,9 +21,8 @@ from weft.comm.transport import Transport
 from weft.engine.attention.caches import Caches
 from weft.engine.messages.rank_messages import GRAPH_PARAMETERS, SHARE_PARAMETERS, GroupRows
 from weft.engine.models.layers.model_config import LanguageModel
-from weft.engine.worker.captured_step import CapturedStep
 from weft.engine.worker.device_rows import DeviceRows
-from weft.engine.worker.draft_graphs import CapturedPass, DraftGraphs, Pass
+from weft.engine.worker.draft_graphs import CapturedPass, CapturedStep, DraftGraphs, Pass
 from weft.engine.worker.graph_inputs import Inputs, SampledRows, Shape
 from weft.engine.worker.pinned_tokens import PinnedTokenRing
 from weft.engine.worker.split_vocabulary import SplitVocabulary

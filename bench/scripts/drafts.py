@@ -27,18 +27,16 @@ import operator
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpu_decode import complete
 from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import SamplingParams
-from weft.engine.output.request_output import RequestOutput
-from weft.engine.output.results import whole
 from weft.engine.speculation.sources import SOURCES
 from weft.serve.cli.command import stop_on_sigterm
 from weft.tune.host import describe_host
@@ -94,27 +92,12 @@ NOISE = SamplingParams(temperature=100.0, seed=1, ignore_eos=True)
 
 def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[float], list[list[int]]]:
     """Return the ms per output token after the first of each sequence, and the outputs. All prompts run at once."""
-    times: list[list[float]] = [[] for _ in prompts]
-    ended: dict[int, RequestOutput] = {}
-
-    def listener(at: int) -> Any:
-        def listen(output: RequestOutput) -> None:
-            times[at].append(time.perf_counter())
-            if output.end is not None:
-                ended[at] = output
-
-        return listen
-
-    engine.submit_all([(prompt, params, listener(at)) for at, prompt in enumerate(prompts)])
-    while len(ended) < len(prompts):
-        if engine.wait(0.01):
-            raise RuntimeError(f"the engine has ended: {engine.error}")
-    outputs = [list(whole(ended[at]).token_ids) for at in range(len(prompts))]
+    times, outputs = complete(engine, prompts, params)
     pairs = zip(times, outputs, strict=True)
     return [(each[-1] - each[0]) * 1e3 / (len(output) - 1) for each, output in pairs], outputs
 
 
-def complete(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[float], list[list[int]]]:
+def solve(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[float], list[list[int]]]:
     """Return the same of completions of word problems, with `clients` at once."""
     spans, outputs = list[float](), list[list[int]]()
     problems = word_problems.generate("heldout", count, seed=5)
@@ -191,10 +174,10 @@ def main() -> None:
                 for clients, rate in itertools.product(args.clients, rates_of_case):
                     prompts = [] if own else random_prompts(engine, clients, args.context, seed=clients)
                     if own:
-                        complete(engine, clients, WARM * clients, args.tokens)
+                        solve(engine, clients, WARM * clients, args.tokens)
                     source.rate, before = rate, engine.stats()
                     if own:
-                        spans, outputs = complete(engine, clients, PROBLEMS, args.tokens)
+                        spans, outputs = solve(engine, clients, PROBLEMS, args.tokens)
                     else:
                         spans, outputs = run(engine, prompts, replace(NOISE, max_tokens=args.tokens))
                     after = engine.stats()

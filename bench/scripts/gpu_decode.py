@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import statistics
 import sys
@@ -46,7 +47,7 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import dtype_of, kv_dtype_of
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import SamplingParams
-from weft.engine.output.request_output import RequestOutput
+from weft.engine.output.request_output import OutputCallback, RequestOutput
 from weft.engine.output.results import whole
 from weft.engine.worker.footprint import decode_step_bytes
 from weft.serve.cli.command import stop_on_sigterm
@@ -66,30 +67,37 @@ def layout(text: str) -> dict[str, int]:
     return {"attn_dp": dp, "attn_tp": tp, "ep": ep, "moe_tp": moe_tp}
 
 
+def complete(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams, limit_s: float = math.inf
+) -> tuple[list[list[float]], Outputs]:
+    """Complete all prompts at once; return the times of each one's increments in seconds, and its tokens."""
+    times: list[list[float]] = [[] for _ in prompts]
+    ended: dict[int, RequestOutput] = {}
+
+    def callback(at: int) -> OutputCallback:
+        def on_output(output: RequestOutput) -> None:
+            times[at].append(time.perf_counter())
+            if output.end is not None:
+                ended[at] = output
+
+        return on_output
+
+    began = time.perf_counter()
+    engine.submit_all([(prompt, params, callback(at)) for at, prompt in enumerate(prompts)])
+    while len(ended) < len(prompts):
+        if engine.wait(0.01):
+            raise RuntimeError(f"the engine has ended: {engine.error}")
+        if time.perf_counter() > began + limit_s:
+            raise RuntimeError(f"{len(prompts)} outputs had not ended after {limit_s:.0f} s")
+    return times, [list(whole(ended[at]).token_ids) for at in range(len(prompts))]
+
+
 def reply(engine: Engine, batch: int, context: int, tokens: int) -> tuple[float, list[list[float]], Outputs]:
     """Complete prompts of random tokens; return the start, the times of each sequence's tokens in seconds, and the
     tokens."""
     prompts = random_prompts(engine, batch, context, seed=batch)
-    times: list[list[float]] = [[] for _ in prompts]
-    ended: dict[int, RequestOutput] = {}
     params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-
-    def listener(at: int) -> Any:
-        def listen(reply: RequestOutput) -> None:
-            if reply.end is not None:
-                ended[at] = reply
-            times[at].append(time.perf_counter())
-
-        return listen
-
-    began = time.perf_counter()
-    engine.submit_all([(prompt, params, listener(at)) for at, prompt in enumerate(prompts)])
-    while any(len(t) < tokens for t in times) and time.perf_counter() < began + WAIT_S:
-        if engine.wait(0.01):
-            raise RuntimeError(f"the engine has ended: {engine.error}")
-    if any(len(t) < tokens for t in times):
-        raise RuntimeError(f"{batch} sequences were not answered in {WAIT_S:.0f} s")
-    return began, times, [list(whole(ended[at]).token_ids) for at in range(batch)]
+    return time.perf_counter(), *complete(engine, prompts, params, WAIT_S)
 
 
 def read_bandwidth(device: str) -> float:

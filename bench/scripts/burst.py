@@ -35,12 +35,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from step_cpu import TOKEN, MadeUpRanks
 from weft.engine.assets import embedded_model_dir
 from weft.engine.config.config import EngineConfig
-from weft.engine.controller import engine as engine_module
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.executor import Executor
-from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.messages.rank_messages import AskReport, GroupRows, Ran, Report, Result, Step, decode_from_rank, encode
 from weft.serve import app
 from weft.serve.http import run
@@ -52,10 +50,8 @@ from weft.serve.http.shared import Shared
 from weft.serve.http.sockets import bind
 from weft_bench.trees import alternate, copy_of, run_python
 
-TOKEN = 70
 
-
-class TimedRanks(Executor):
+class TimedRanks(MadeUpRanks):
     """Rank that replies with the same token for every row when its step is over.
 
     without_step: seconds between steps, up to the step with the last prompt. full_step: time of the first step that is
@@ -64,13 +60,9 @@ class TimedRanks(Executor):
 
     def __init__(self, config: EngineConfig, seconds: Callable[[GroupRows], float]):
         super().__init__(config)
-        self.groups = (CacheGroup(Rule(), config.num_pages),)
+        self._replies = deque[tuple[float, bytes]]()
         self._seconds, self._free, self._pauses, self.without_step = seconds, 0.0, 0.0, 0.0
         self.full_step = float("nan")
-
-    def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
-        self._results = [type(self._in_flight)()]
-        self._replies = deque[tuple[float, bytes]]()
 
     def _send_all(self, message: Any) -> None:
         if not isinstance(message, Step):
@@ -93,29 +85,19 @@ class TimedRanks(Executor):
         time.sleep(max(0.0, over - time.monotonic()))
         return decode_from_rank(reply)
 
-    def _launch(self, poll: Any) -> None: ...
-    def _stop_ranks(self, grace_s: float) -> None: ...
     def _send(self, rank: int, message: Any) -> None:
         if isinstance(message, AskReport):
             self._replies.append((0.0, encode(Report((), ()))))
 
-    def _dead(self, *, killed: bool = False) -> None: ...
-
 
 def measure(asked: argparse.Namespace) -> dict[str, float]:
     """Return the figures of one burst."""
-    made: list[TimedRanks] = []
 
     def seconds(rows: GroupRows) -> float:
         if rows.chunks:
             return (asked.step_ms + asked.row_us * rows.count / 1e3) / 1e3
         return 0.0015 + 0.00012 * min(len(rows.decode_rows), 60)
 
-    def make(config: EngineConfig) -> TimedRanks:
-        made.append(TimedRanks(config, seconds))
-        return made[-1]
-
-    engine_module.make_executor = make  # type: ignore[assignment]
     with tempfile.TemporaryDirectory(prefix="weft-") as folder:
         model = Path(shutil.copytree(embedded_model_dir(), Path(folder) / "model"))
         changed = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1 << 15}
@@ -129,8 +111,9 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
         with (
             bind("127.0.0.1", 0) as listener,
             nullcontext() if servers == 1 else ApiProcesses(servers, listener) as processes,
-            Engine(config) as engine,
+            Engine(config, executor=lambda given: TimedRanks(given, seconds)) as engine,
         ):
+            ranks: Any = engine._executor
             if processes is None:
                 client = EngineClient(engine, Metrics(engine), None)
                 server: Any = run.Server(app.create_app(client, "burst", options), client, options)
@@ -158,7 +141,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             serving.join()
     mean, last = found["mean_ttft_ms"], found["p99_ttft_ms"]
     figures = {"ttft_mean_ms": mean, "ttft_p99_ms": last, "ttft_shared_ms": 2 * mean - last}
-    figures |= {"ranks_idle_ms": 1e3 * made[0].without_step, "full_step_ms": 1e3 * (made[0].full_step - arrivals[0])}
+    figures |= {"ranks_idle_ms": 1e3 * ranks.without_step, "full_step_ms": 1e3 * (ranks.full_step - arrivals[0])}
     figures |= {"itl_p50_ms": found["median_itl_ms"], "itl_p99_ms": found["p99_itl_ms"]}
     figures |= {"tokens_per_s": found["output_throughput"], "server_cpu_s": sum(cpu)}
     figures |= {f"cpu_s_{'engine' if at == 0 else at}": seconds for at, seconds in enumerate(cpu)}

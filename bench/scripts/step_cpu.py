@@ -36,7 +36,6 @@ import torch
 
 from weft.comm.reference import ReferenceWorld
 from weft.engine.config.config import EngineConfig
-from weft.engine.controller import engine as engine_module
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.executor import Executor
 from weft.engine.kv.cache_spec import CacheGroup, Rule
@@ -56,21 +55,33 @@ ROUND = 128
 TOKEN = 70
 
 
-class InstantRanks(Executor):
+class MadeUpRanks(Executor):
+    """Ranks that need neither start nor end."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self.groups = (CacheGroup(Rule(), config.num_pages),)
+
+    def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
+        self._results = [type(self._in_flight)() for _ in range(self.mesh.world)]
+
+    def _launch(self, poll: Any) -> None: ...
+    def _stop_ranks(self, grace_s: float) -> None: ...
+    def _send(self, rank: int, message: Any) -> None: ...
+    def _dead(self, *, killed: bool = False) -> None: ...
+
+
+class InstantRanks(MadeUpRanks):
     """Ranks that reply with the same token for every row. rounds, own: CPU seconds of a step, and of their part."""
 
     def __init__(self, config: EngineConfig, rounds: int, pause_s: float):
         super().__init__(config)
-        self.groups = (CacheGroup(Rule(), config.num_pages),)
+        self._replies: list[bytes] = []
         self.sent: list[bytes] = []
         self.rounds: list[float] = []
         self.own: list[float] = []
         self._most, self._pause_s, self._steps, self._began = rounds, pause_s, 0, 0.0
         self.done = threading.Event()
-
-    def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
-        self._results = [type(self._in_flight)() for _ in range(self.mesh.world)]
-        self._replies: list[bytes] = []
 
     def _send_all(self, message: Any) -> None:
         self.sent.append(encode(message))
@@ -105,33 +116,22 @@ class InstantRanks(Executor):
     def _receive(self, *_: float) -> Any:
         return decode_from_rank(self._replies.pop(0))
 
-    def _launch(self, poll: Any) -> None: ...
-    def _stop_ranks(self, grace_s: float) -> None: ...
-    def _send(self, rank: int, message: Any) -> None: ...
-    def _dead(self, *, killed: bool = False) -> None: ...
-
 
 def controller(
     config: EngineConfig, sequences: int, rounds: int, pause_s: float, take: bool
 ) -> tuple[float, list[bytes]]:
     """Return the seconds of a step, and the first messages that were sent."""
-    made: list[InstantRanks] = []
-
-    def make(given: EngineConfig) -> InstantRanks:
-        made.append(InstantRanks(given, rounds, pause_s))
-        return made[0]
-
-    engine_module.make_executor = make  # type: ignore[assignment]
     params = SamplingParams(max_tokens=config.max_model_len - 32, temperature=0.0, ignore_eos=True)
 
     def listen(output: Any) -> None:
         if take and isinstance(output, RequestOutput):
             output.take()
 
-    with Engine(config) as engine:
+    with Engine(config, executor=lambda given: InstantRanks(given, rounds, pause_s)) as engine:
+        ranks: Any = engine._executor
         engine.submit_all([([5 + i % 200] * (9 + i % 7), params, listen) for i in range(sequences)])
-        assert made[0].done.wait(60), "too many rounds for the model's context"
-    return min(made[0].rounds) - min(made[0].own), made[0].sent[: 3 * ROUND]
+        assert ranks.done.wait(60), "too many rounds for the model's context"
+    return min(ranks.rounds) - min(ranks.own), ranks.sent[: 3 * ROUND]
 
 
 class NoGraph:

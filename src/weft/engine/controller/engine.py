@@ -28,7 +28,7 @@ from weft.engine.controller.startup import check_plans, context_tokens, load_tok
 from weft.engine.messages.rank_messages import Step
 from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
-from weft.engine.output.results import EngineStats, GenerationResult, gather, step_stats
+from weft.engine.output.results import EngineStats, GenerationResult, gather
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.scheduler.draft_rows import make_speculation, note_step
 from weft.engine.scheduler.scheduled import Scheduled
@@ -208,7 +208,7 @@ class Engine(ProcessBound):
 
     def last_comm_report(self) -> tuple[list[StepStat], list[StepStat]]:
         """Return the last `comm_report`, a few seconds old, without waiting for the ranks."""
-        return step_stats((report := self._executor.reported).ran), step_stats(report.naive)
+        return list((report := self._executor.reported).ran), list(report.naive)
 
     def plan_text(self, tokens_per_group: int) -> str:
         """Return the plan for this number of tokens per DP group, next to the naive plan."""

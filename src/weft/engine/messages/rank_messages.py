@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.tokens import TOKEN_BYTES, token_array
+from weft.stream.stats import StepStat
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Most probable tokens and their logprobs."""
@@ -325,23 +326,11 @@ class Result(Struct, frozen=True, tag=True):
     drafts: tuple[tuple[int, ...], ...] = ()
 
 
-class Stat(Struct, frozen=True, array_like=True):
-    """Encoded form of a `weft.stream.stats.StepStat`."""
-
-    site: str
-    step: str
-    group: str
-    count: int
-    bytes: int
-    seconds: float
-    predicted: float
-
-
 class Report(Struct, frozen=True, tag=True):
     """Rank to the controller: communication of its steps, and of the naive plan for the same steps."""
 
-    ran: tuple[Stat, ...]
-    naive: tuple[Stat, ...]
+    ran: tuple[StepStat, ...]
+    naive: tuple[StepStat, ...]
 
 
 class PlanText(Struct, frozen=True, tag=True):

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from weft.engine.config.config import EngineError, QueueFull
-from weft.engine.messages.rank_messages import Stat
 from weft.engine.messages.request import FinishReason, TokenLogprob
 from weft.engine.output.request_output import OutputCallback, RequestOutput
-from weft.stream.stats import StepStat
 
 
 @dataclass(frozen=True)
@@ -116,8 +114,3 @@ def whole(output: RequestOutput) -> GenerationResult:
         increments[-1].cached_tokens,
         increments[-1].error,
     )
-
-
-def step_stats(stats: tuple[Stat, ...]) -> list[StepStat]:
-    """Convert statistics from their form in messages."""
-    return [StepStat(s.site, s.step, s.group, s.count, s.bytes, s.seconds, s.predicted) for s in stats]

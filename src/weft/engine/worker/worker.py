@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +35,6 @@ from weft.engine.messages.rank_messages import (
     Result,
     Scored,
     StartProfile,
-    Stat,
     Step,
     Stop,
     StopProfile,
@@ -335,8 +333,7 @@ class Worker:
                 self.held.run()
             elif isinstance(message, AskReport):
                 self._settle()
-                ran, naive = self.runner.stats.report(), self.runner.stats.naive_report()
-                send(Report(tuple(Stat(*astuple(s)) for s in ran), tuple(Stat(*astuple(s)) for s in naive)))
+                send(Report(tuple(self.runner.stats.report()), tuple(self.runner.stats.naive_report())))
             elif isinstance(message, AskPlan):
                 counts = (message.tokens,) * self.config.mesh.attn_dp
                 text, draft = plan_text(self.runner.planner, counts), self.runner.draft

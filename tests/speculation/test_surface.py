@@ -48,6 +48,15 @@ def test_drafts_are_counted_by_position(model_dir: Path, speculative: str) -> No
     assert stats.steps < 30 and stats.generated_tokens == 40
 
 
+def test_a_completion_that_ends_with_drafts_is_counted_once(model_dir: Path) -> None:
+    """Each token of a step has a call of the callback, and all of the last step see the end."""
+    prompts, ended = [[5, 6, 7], [8, 9, 10], [11, 12, 13]], list[int]()
+    with Engine(config(model_dir, speculative="ngram", speculative_tokens=2)) as engine:
+        results = engine.generate(prompts, REPEATS, lambda: ended.append(1))
+        assert sum(engine.stats().accepted) > 10
+    assert [len(result.token_ids) for result in results] == [40] * 3 and len(ended) == 3
+
+
 def test_the_command_line(model_dir: Path) -> None:
     arguments = ("generate", str(model_dir), "--executor", "thread", "--prompt", "a b a b a b", "--max-tokens", "12")
     plain, drafted = (weft_here(*arguments, *more) for more in ((), ("--speculative", "ngram", "--stats")))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
-import queue
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
-from weft.serve.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, stop_on_sigterm
+from weft.serve.cli.command import (
+    EngineArguments,
+    ModelDir,
+    UserError,
+    WithRay,
+    engine_config,
+    stop_on_sigterm,
+    user_errors,
+)
+from weft.serve.cli.progress import progress_bar
 from weft.serve.cli.ray_hosts import agents
 from weft.serve.cli.several_hosts import run_agent
 from weft.serve.cli.start import start_engine
@@ -53,8 +60,14 @@ class Command:
         problems = word_problems.generate("heldout", self.questions, self.seed)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         with agents(config, self.ray), start_engine(config) as engine:
+            chats = [word_problems.prompt(p.question) for p in problems]
+            texts = engine.tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+            prompts = [engine.tokenizer.encode(text, add_special_tokens=False) for text in texts]
             began = time.perf_counter()
-            outputs = self._complete(engine, [word_problems.prompt(p.question) for p in problems], params)
+            with progress_bar() as bar, user_errors():
+                task = bar.add_task("completing", total=len(prompts))
+                results = engine.generate(prompts, params, lambda: bar.advance(task))
+            outputs = [result.text for result in results]
             seconds = time.perf_counter() - began
             tokens = engine.stats().generated_tokens
         correct = [word_problems.extract(o) == p.answer for o, p in zip(outputs, problems, strict=True)]
@@ -70,31 +83,3 @@ class Command:
             counted = f"{sum(correct)} of {len(correct)}"
             print(f"exact match {score:.1%} ({counted}), {tokens / seconds:.0f} tokens/s, {config.mesh}")
         return 0
-
-    def _complete(self, engine: Any, chats: list[Any], params: Any) -> list[str]:
-        from weft.engine.config.config import EngineError
-        from weft.engine.output.results import whole
-        from weft.serve.cli.progress import progress_bar
-
-        texts, ended = [""] * len(chats), queue.SimpleQueue[Any]()
-
-        def callback(at: int) -> Any:
-            def on_output(completion: Any) -> None:
-                if completion.end is not None:
-                    ended.put((at, completion))
-
-            return on_output
-
-        for at, chat in enumerate(chats):
-            text = engine.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            try:
-                engine.submit(engine.tokenizer.encode(text, add_special_tokens=False), params, callback(at))
-            except ValueError as error:
-                raise UserError(f"question {at + 1}: {error}") from error
-        with progress_bar() as bar:
-            for _ in bar.track(range(len(chats)), description="completing"):
-                at, completion = ended.get()
-                if (result := whole(completion)).finish_reason == "error":
-                    raise EngineError(engine.error or "the engine failed")
-                texts[at] = result.text
-        return texts

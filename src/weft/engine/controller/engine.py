@@ -170,11 +170,13 @@ class Engine(ProcessBound):
         """End a request before the next step and free its pages, unless it has ended already."""
         self._requests.put(lambda: self._outputs.cancel(request))
 
-    def generate(self, prompts: Seq[Seq[int]], params: SamplingParams) -> list[GenerationResult]:
+    def generate(
+        self, prompts: Seq[Seq[int]], params: SamplingParams, each: Callable[[], None] = lambda: None
+    ) -> list[GenerationResult]:
         """Complete any number of prompts and wait for all. Raises errors of `submit`, and EngineError if one ends with
-        "error"."""
+        "error". each: called after each completion."""
         wait = partial(self._requests.wait_for_capacity, IDLE_CHECK_S)
-        return gather(prompts, lambda prompt, callback: self.submit(prompt, params, callback), wait)
+        return gather(prompts, lambda prompt, callback: self.submit(prompt, params, callback), wait, each)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
@@ -233,8 +235,7 @@ class Engine(ProcessBound):
         """
         self._draining = True
         self._requests.refuse("the engine is shutting down and takes no new requests")
-        if seconds > 0:
-            self._requests.wait_until_empty(seconds)
+        self._requests.wait_until_empty(seconds)
         unfinished = self._requests.here
         self._closing.set()
         self._executor.interrupt()

@@ -70,11 +70,12 @@ def gather(
     prompts: Sequence[Sequence[int]],
     submit: Callable[[Sequence[int], OutputCallback], object],
     wait: Callable[[], object],
+    each: Callable[[], None] = lambda: None,
 ) -> list[GenerationResult]:
     """Submit each prompt with a callback, and wait for all completions.
 
-    submit: called again after QueueFull. wait: waits for capacity. Raises other errors of `submit`, and EngineError if
-    a completion ends with "error".
+    submit: called again after QueueFull. wait: waits for capacity. each: called after each completion. Raises other
+    errors of `submit`, and EngineError if a completion ends with "error".
     """
     ended: queue.SimpleQueue[tuple[int, RequestOutput]] = queue.SimpleQueue()
 
@@ -92,7 +93,11 @@ def gather(
                 break
             except QueueFull:
                 wait()
-    outputs = dict(ended.get() for _ in prompts)
+    outputs = dict[int, RequestOutput]()
+    for _ in prompts:
+        at, output = ended.get()
+        outputs[at] = output
+        each()
     results = [whole(outputs[at]) for at in range(len(prompts))]
     if failed := next((result for result in results if result.finish_reason == "error"), None):
         raise EngineError(failed.error or "the engine failed")

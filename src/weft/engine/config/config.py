@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -13,7 +13,7 @@ from weft.comm.cores import core_list
 from weft.comm.transport_registry import AUTO, transports
 from weft.engine.assets import embedded_model_dir
 from weft.engine.attention.backend_registry import ANY_BACKEND, backends
-from weft.engine.config.engine_options import EngineOptions
+from weft.engine.config.engine_options import EngineOptions, PlainValues
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.planner.spec import divisors
 from weft.stream.interleave import Interleave
@@ -57,7 +57,7 @@ class ModelDirectory:
 
 
 @dataclass(frozen=True)
-class EngineConfig(EngineOptions, ModelDirectory):
+class EngineConfig(EngineOptions, ModelDirectory, PlainValues):
     """All options of an engine. Raises LayoutError for a layout, ValueError for other values, each in one line."""
 
     seed: int = 0
@@ -165,17 +165,3 @@ class EngineConfig(EngineOptions, ModelDirectory):
         """Return this configuration with the size of the cache that ranks have allocated."""
         pages = next((g.size for g in groups if g.rule == Rule()), self.num_pages)
         return replace(self, kv_tokens=pages * self.page_size)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for a rank's process."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
-        """Return the configuration with these values of `to_dict`."""
-        kinds = get_type_hints(cls)
-        paths = [n for n, value in values.items() if Path in (kinds[n], *get_args(kinds[n])) and value is not None]
-        tuples = {"plugins": tuple(values["plugins"]), "places": tuple(map(tuple, values["places"]))}
-        tuples["gpus"] = tuple(values["gpus"])
-        return cls(**values | tuples | {name: Path(values[name]) for name in paths})

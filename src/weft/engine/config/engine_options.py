@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self, get_type_hints
+
+import msgspec
 
 from weft.comm.transport_registry import ANY_TRANSPORT, TransportChoice
 from weft.engine.attention.backend_registry import ANY_BACKEND, BackendChoice
@@ -22,6 +24,23 @@ KV_TOKENS = 65536
 """Default of kv_tokens on CPUs."""
 BATCH_TOKENS, BATCH_SEQUENCES = 2048, 64
 """Defaults of max_batch_tokens and max_running, unless `weft.engine.worker.batch_limits` chooses others."""
+
+
+class PlainValues:
+    """Base of dataclasses that another process gets in JSON's types."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for another process."""
+        values: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Return the object with these values of `to_dict`, paths as texts and tuples as lists."""
+        kinds = get_type_hints(cls)
+        return cls(
+            **{n: msgspec.convert(value, kinds[n], dec_hook=lambda kind, v: kind(v)) for n, value in values.items()}
+        )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from weft.engine.config.engine_options import PlainValues
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 ReasoningParser = Literal["auto", "think", "off"]
@@ -19,12 +21,11 @@ HEADER_TEXT = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 """Names of this host for its own clients."""
 
-PATHS = ("ssl_keyfile", "ssl_certfile", "profile_dir")
 MAY_BE_ZERO = ("drain_s", "max_stored_mb")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(PlainValues):
     """HTTP server and its API. Times are in seconds."""
 
     api_key: str | None = None
@@ -74,16 +75,6 @@ class Options:
     profile_dir: Path | None = None
     """Folder for traces of ranks' steps, which POST /weft/profile?steps=20 records and weft profile --read prints;
     omitted: that endpoint is off."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for another process."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Options:
-        """Return the options with these values of `to_dict`, tuples as lists."""
-        plain: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
-        return cls(**plain | {name: Path(plain[name]) for name in PATHS if plain[name] is not None})
 
     @property
     def max_body_bytes(self) -> int:

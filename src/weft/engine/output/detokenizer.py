@@ -78,7 +78,8 @@ class TextStream:
             text, self._held = self._held[: at + len(stop) * self._keep_stop], ""
             self._ids, self._decoded = [], 0  # the text ends here: leave nothing to flush
             return text, stop
-        return self._release(len(self._held) - self._undecided()), None
+        undecided = max(begun(self._held, stop) for stop in self.stops)
+        return self._release(len(self._held) - undecided), None
 
     def push_all(self, tokens: Sequence[int]) -> str:
         """Add tokens without a look for stop strings, and return the newly final text."""
@@ -129,10 +130,8 @@ class TextStream:
         text, self._held = self._held[:length], self._held[length:]
         return text
 
-    def _undecided(self) -> int:
-        """Return the length of the longest suffix of the text that begins a stop string."""
-        longest = max((len(s) for s in self.stops), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(s.startswith(self._held[-length:]) for s in self.stops):
-                return length
-        return 0
+
+def begun(text: str, mark: str) -> int:
+    """Return the length of the text's longest end that is a beginning of the mark, shorter than the mark."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((n for n in lengths if mark.startswith(text[-n:])), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from weft.serve.chat.tool_arguments import begun
+from weft.engine.output.detokenizer import begun
 from weft.serve.chat.tool_formats import ToolFormat
 from weft.serve.chat.tool_grammars import Functions
 from weft.serve.chat.tools import CallParser, ChannelParser, OutputDelta, Parser, TextParser

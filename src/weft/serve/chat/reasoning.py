@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from weft.engine.grammar.grammar import followed
-from weft.serve.chat.tool_arguments import begun
+from weft.engine.output.detokenizer import begun
 from weft.serve.chat.tool_grammars import literals
 from weft.serve.chat.tools import OutputDelta, Parser, any_of
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import regex
 
+from weft.engine.output.detokenizer import begun
 from weft.serve.chat.tool_values import SchemaCheck, property_schema, value_for, write_json, write_scalar
 
 SPACE = r"\s{0,64}"
@@ -244,9 +245,3 @@ class TaggedArguments:
             return ""
         before, self._begun = ", " if self._begun else "{", True
         return f"{before}{write_json(key)}: {write_json(value)}"
-
-
-def begun(text: str, mark: str) -> int:
-    """Return the length of the text's longest end that is a beginning of the mark, shorter than the mark."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((n for n in lengths if mark.startswith(text[-n:])), 0)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from weft.serve.chat.tool_arguments import Arguments, JsonArguments, TaggedArguments, begun
+from weft.engine.output.detokenizer import begun
+from weft.serve.chat.tool_arguments import Arguments, JsonArguments, TaggedArguments
 from weft.serve.chat.tool_formats import Call, ToolFormat
 from weft.serve.chat.tool_grammars import Functions
 from weft.serve.chat.tool_values import parse_json, write_json

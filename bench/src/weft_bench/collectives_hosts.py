@@ -121,9 +121,9 @@ def plans_of(exchange: str, size: int, mesh: Mesh, table: str) -> dict[str, Plan
     return {by: Planner(mesh, chain, some).plan((tokens,) * mesh.attn_dp) for by, some in offers.items()}
 
 
-def described(config: EngineConfig, cases: Sequence[tuple[str, int]], rounds: int = ROUNDS) -> dict[str, Any]:
+def described(config: EngineConfig, cases: Sequence[tuple[str, int]]) -> dict[str, Any]:
     """Return node 0's message to all ranks: see `measure`. Raises LayoutError."""
-    return cost_described(config) | {"cases": cases, "rounds": rounds}
+    return cost_described(config) | {"cases": cases}
 
 
 def cost_described(config: EngineConfig) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def line(flat: RoundTimes, planned: RoundTimes) -> str:
 def measure(rank: int, directory: Path, report: Report, here: HostContext, said: dict[str, Any]) -> None:
     """Run a rank's part; rank 0 reports RoundTimes of each kind for each case.
 
-    said: values of `cost_described`; cases: pairs of exchange and bytes; rounds.
+    said: values of `cost_described`; cases: pairs of exchange and bytes.
     """
     mesh, cases, group = here.mesh, said["cases"], tuple(range(here.mesh.world))
     gc.disable()
@@ -176,7 +176,7 @@ def measure(rank: int, directory: Path, report: Report, here: HostContext, said:
             plans = plans_of(exchange, size, mesh, cost)
             found: dict[str, list[float]] = {by: [] for by in plans}
             runs = {by: _run(plan, rank, shm, gloo) for by, plan in plans.items()}
-            for round_ in range(said["rounds"] + 1):
+            for round_ in range(ROUNDS + 1):
                 for by, run in runs.items():
                     us = _median_us(run, gloo, group)
                     if round_:  # the first warms up

@@ -188,9 +188,9 @@ class NamedCalls(ProcessBound):
         """Return the sum of all ranks' x."""
         return self.exchange(x, exchanges.all_reduce(len(group)), group, (x.shape[0],), epilogue)
 
-    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
+    def reduce_scatterv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
         """Return this rank's segment of the rows of the sum of all ranks' x `[sum(sizes), width]`."""
-        return self.exchange(x, exchanges.reduce_scatterv(len(group)), group, sizes, epilogue)
+        return self.exchange(x, exchanges.reduce_scatterv(len(group)), group, sizes)
 
     def all_gatherv(self, x: Tensor, group: Ranks, sizes: Sizes) -> Tensor:
         """Return all ranks' rows, in rank order: `[sum(sizes), width]`; the i-th rank passes `sizes[i]` rows."""
@@ -207,17 +207,15 @@ class NamedCalls(ProcessBound):
         own_rows = x if self.rank == root else x[:0]
         return self.all_gatherv(own_rows, group, tuple(x.shape[0] * (r == root) for r in group))
 
-    def all_reduce_all_gatherv(self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None) -> Tensor:
+    def all_reduce_all_gatherv(self, x: Tensor, world: Ranks, sizes: Sizes) -> Tensor:
         """Return the sums of x over each group of neighbouring ranks, in group order. sizes: rows of each group."""
         exchange = exchanges.all_reduce_all_gatherv(len(sizes), len(world) // len(sizes))
-        return self.exchange(x, exchange, world, sizes, epilogue)
+        return self.exchange(x, exchange, world, sizes)
 
-    def reduce_scatterv_all_reduce(
-        self, x: Tensor, world: Ranks, sizes: Sizes, epilogue: Epilogue | None = None
-    ) -> Tensor:
+    def reduce_scatterv_all_reduce(self, x: Tensor, world: Ranks, sizes: Sizes) -> Tensor:
         """Return this group's segment of the rows of the sum of all ranks' x `[sum(sizes), width]`."""
         exchange = exchanges.reduce_scatterv_all_reduce(len(sizes), len(world) // len(sizes))
-        return self.exchange(x, exchange, world, sizes, epilogue)
+        return self.exchange(x, exchange, world, sizes)
 
 
 def to_and_from(send: Sequence[int], receive: Sequence[int], place: int) -> Sizes:

@@ -372,6 +372,5 @@ def chat_of(body: Body, names: Names, **own: Any) -> ChatRequest:
             chat = ChatRequest.model_validate(shared | own)
         except ValidationError as error:
             raise field_errors(error.errors(include_url=False), shared | own) from error
-        chat.refuse_unsupported()
     chat._names = names
     return chat

@@ -94,16 +94,18 @@ class Service:
         return Prompts(self.engine, self.templates, self.options.trust_request_chat_template)
 
     def chat_job(self, body: ChatRequest) -> ChatJob:
-        """Return the job of a chat for the engine. ApiError 400."""
-        text = self.prompts.chat_text(body)
-        parts = self._parts(body, text)
-        params = self._chat_params(body, parts)
-        parsers = self._parsers(body, parts)
-        if parsers is not None and (params.stop or not body.parallel_tool_calls):
-            ended = partial(self._ending, parsers, params)
-            params = replace(params, stop=(), watch=lambda: ended().watch)
-            parsers = ended
-        return ChatJob(body, self.prompts.of_chat_text(text, body), params, parsers)
+        """Check a chat, and return its job for the engine. ApiError 400 or 404, with the client's names."""
+        with client_names(body.names):
+            self.check(body)
+            text = self.prompts.chat_text(body)
+            parts = self._parts(body, text)
+            params = self._chat_params(body, parts)
+            parsers = self._parsers(body, parts)
+            if parsers is not None and (params.stop or not body.parallel_tool_calls):
+                ended = partial(self._ending, parsers, params)
+                params = replace(params, stop=(), watch=lambda: ended().watch)
+                parsers = ended
+            return ChatJob(body, self.prompts.of_chat_text(text, body), params, parsers)
 
     @staticmethod
     def _ending(parsers: Callable[[], Parser], params: SamplingParams) -> EndingParser:

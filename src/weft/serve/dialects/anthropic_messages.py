@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -22,7 +22,6 @@ from weft.serve.http.bodies import Body, JsonRoute, work_on
 from weft.serve.http.errors import AnthropicBody, ApiError, anthropic_body, client_names, described
 from weft.serve.http.wire import json_response, typed_event
 
-T = TypeVar("T")
 BLOCKS: dict[PartKind, tuple[str, str, str]] = {
     "text": ("text", "text_delta", "text"),
     "thought": ("thinking", "thinking_delta", "thinking"),
@@ -231,23 +230,23 @@ def router(service: Service) -> APIRouter:
     """Return the routes of messages and of their count."""
     routes = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
 
-    def of_chat(function: Callable[[ChatRequest], T]) -> Callable[[CountRequest], T]:
-        def of_request(body: CountRequest) -> T:
-            service.check_model(body.model)
-            chat = body.chat()
-            with client_names(chat.names):
-                return function(chat)
+    def prepared(body: MessagesRequest) -> ChatJob:
+        return service.chat_job(body.chat())
 
-        return of_request
+    def counted(body: CountRequest) -> int:
+        service.check_model(body.model)
+        chat = body.chat()
+        with client_names(chat.names):
+            return len(service.prompts.of_chat(chat))
 
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        job = await work_on(request, of_chat(service.chat_job), body)
+        job = await work_on(request, prepared, body)
         return await service.respond_chat(request, job, MessageReply(service, job, body))
 
     @routes.post("/v1/messages/count_tokens", response_model=None)
     async def count(body: CountRequest, request: Request) -> Response:
-        return json_response({"input_tokens": len(await work_on(request, of_chat(service.prompts.of_chat), body))})
+        return json_response({"input_tokens": await work_on(request, counted, body)})
 
     return routes
 

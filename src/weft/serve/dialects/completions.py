@@ -19,7 +19,7 @@ from weft.serve.chat.parsed_output import Delta, ParsedOutput, PartEvent, PartKi
 from weft.serve.chat.protocol import CommonRequest, CompletionRequest, StreamOptions
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.http.bodies import JsonRoute, work_on
-from weft.serve.http.errors import ApiError, client_names
+from weft.serve.http.errors import ApiError
 from weft.serve.http.wire import event, json_response
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -38,13 +38,8 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        with client_names(body.names):
-            job = await work_on(request, prepared, body)
+        job = await work_on(request, service.chat_job, body)
         return await service.respond_chat(request, job, ChatReply(service, job))
-
-    def prepared(body: ChatRequest) -> ChatJob:
-        service.check(body)
-        return service.chat_job(body)
 
     return routes
 

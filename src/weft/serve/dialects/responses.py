@@ -29,7 +29,7 @@ from weft.serve.chat.protocol import (
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.dialects.items import ChatMessages, Include, ReasoningConfig, TextConfig
 from weft.serve.http.bodies import JsonRoute, work_on
-from weft.serve.http.errors import ApiError, client_names
+from weft.serve.http.errors import ApiError
 from weft.serve.http.remote_engine import RemoteEngine
 from weft.serve.http.shared import Shared
 from weft.serve.http.wire import typed_event
@@ -160,10 +160,7 @@ def router(service: Service) -> APIRouter:
 
     def prepared(before: tuple[bytes, ...], body: ResponsesRequest) -> tuple[ChatJob, tuple[bytes, ...]]:
         """Return the job of the request as a chat, and all items of the conversation."""
-        chat = body.chat(before)
-        service.check_model(body.model)
-        with client_names(chat.names):
-            return service.chat_job(chat), (*before, _json(body.items))
+        return service.chat_job(body.chat(before)), (*before, _json(body.items))
 
     @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from concurrent.futures import Future
+from typing import TypeVar
 
 from weft.engine.config.config import EngineError, QueueFull
 from weft.engine.output.request_output import RequestOutput
@@ -43,20 +43,17 @@ class RequestQueue:
 
     def ask(self, question: Callable[[], T]) -> T:
         """Hand over a question and wait for its result or error. Raises EngineError if the queue is closed."""
-        reply: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        reply: Future[T] = Future()
 
         def run() -> None:
             try:
-                reply.put((question(), None))
+                reply.set_result(question())
             except BaseException as error:
-                reply.put((None, error))
+                reply.set_exception(error)
 
         if not self.put(run):
             raise EngineError(self._closed or "the engine is closed")
-        value, error = reply.get()
-        if error is not None:
-            raise error
-        return cast(T, value)
+        return reply.result()
 
     def add(self, newcomers: Sequence[RequestOutput]) -> None:
         """Hand over requests, all or none. Raises QueueFull, and EngineError if new requests are refused."""

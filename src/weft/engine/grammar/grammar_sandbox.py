@@ -1,9 +1,9 @@
-"""Sandbox process that compiles a grammar before the engine does: `python -m weft.engine.grammar.grammar_sandbox PID`.
+"""Sandbox process that compiles a grammar before the engine does.
 
 llguidance may need minutes for a grammar of a hundred bytes, gigabytes, or all of the stack, which ends the process.
 Its own limits prevent none of these. So a grammar is tried in a fork of a process with the tokenizer, under limits of
-the kernel. The process must stay single-threaded, since it forks. It ends when its standard input closes or PID, its
-parent, ends: forks of PID hold a copy of the other end of standard input. The protocol is one JSON value a line:
+the kernel. The process must stay single-threaded, since it forks. It is a child of
+`weft.engine.grammar.child_process`; each message is a JSON value:
 
   in    {"tokenizer": TEXT, "vocabulary": N, "ends": [TOKEN, …]}    once, for `llguidance.LLTokenizer`
         GRAMMAR                                                     for `llguidance.LLMatcher`
@@ -17,17 +17,17 @@ import json
 import os
 import re
 import resource
-import select
 import signal
-import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import llguidance
+
+from weft.engine.grammar.child_process import ChildProcess, requests
 
 CPU_S = 2.0
 """Seconds of CPU time for one grammar."""
@@ -67,7 +67,7 @@ class GrammarSandbox:
     def __init__(self, tokenizer: Callable[[], dict[str, Any]]):
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
 
     def bytes_of(self, grammar: str) -> int:
         """Return the memory of a compiled grammar. Raises ValueError in one line if it cannot be used."""
@@ -84,77 +84,45 @@ class GrammarSandbox:
         try:
             if self._process is None:
                 self._process = self._start()
-            assert self._process.stdin is not None and self._process.stdout is not None
-            self._process.stdin.write(json.dumps(grammar).encode() + b"\n")
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
-        if not line:
+            self._process.connection.send_bytes(json.dumps(grammar).encode())
+            reply: dict[str, Any] = json.loads(self._process.connection.recv_bytes())
+        except (BrokenPipeError, ConnectionResetError, EOFError):
             self._process = None
             return None
-        reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        # A session of its own, so that Ctrl-C reaches the controller alone.
-        process = subprocess.Popen(
-            [sys.executable, "-m", "weft.engine.grammar.grammar_sandbox", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
-        weakref.finalize(self, _end, process)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(self._tokenizer()).encode() + b"\n")
+    def _start(self) -> ChildProcess:
+        process = ChildProcess("weft.engine.grammar.grammar_sandbox")
+        weakref.finalize(self, process.kill)
+        process.connection.send_bytes(json.dumps(self._tokenizer()).encode())
         return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with process:  # closes its pipes and waits
-        process.kill()
-
-
-def main(parent: int) -> None:
-    """Try grammars until standard input or the parent process ends."""
-    lines = _lines(parent)
-    if (described := next(lines, None)) is None:
+def main(connection: Connection, parent: int) -> None:
+    """Try grammars until the parent process ends."""
+    asked = requests(connection, parent)
+    if (described := next(asked, None)) is None:
         return
     tokenizer = json.loads(described)
     tokens = llguidance.LLTokenizer(
         tokenizer["tokenizer"], n_vocab=tokenizer["vocabulary"], eos_token=tokenizer["ends"] or None
     )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in lines:
+    for grammar in asked:
         pid = os.fork()
         if pid == 0:
-            _try_and_exit(tokens, line)
+            _try_and_exit(tokens, json.loads(grammar), connection)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code < 0:
-            _say({"error": ENDED.get(signal.Signals(-code), "it cannot be compiled")})
+            _say(connection, {"error": ENDED.get(signal.Signals(-code), "it cannot be compiled")})
 
 
-def _lines(parent: int) -> Iterator[bytes]:
-    """Lines of standard input, until it or the process `parent` ends."""
-    poller, line = select.poll(), bytearray()
-    poller.register(0, select.POLLIN)
-    with suppress(ProcessLookupError):  # it has ended already
-        poller.register(os.pidfd_open(parent), select.POLLIN)
-        while all(fd == 0 for fd, _ in poller.poll()) and (data := os.read(0, 1 << 16)):
-            *ends, data = data.split(b"\n")
-            for end in ends:
-                yield bytes(line + end)
-                line.clear()
-            line += data
-
-
-def _try_and_exit(tokens: llguidance.LLTokenizer, line: bytes) -> None:
+def _try_and_exit(tokens: llguidance.LLTokenizer, grammar: str, connection: Connection) -> None:
     size = _pages()[0]
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
     threading.stack_size(STACK)
-    thread = threading.Thread(target=lambda: _say(_tried(tokens, json.loads(line))))
+    thread = threading.Thread(target=lambda: _say(connection, _tried(tokens, grammar)))
     thread.start()
     thread.join()
     os._exit(0)
@@ -184,9 +152,9 @@ def _pages() -> list[int]:
         return [int(pages) * resource.getpagesize() for pages in file.read().split()]
 
 
-def _say(what: dict[str, Any]) -> None:
-    os.write(1, json.dumps(what).encode() + b"\n")
+def _say(connection: Connection, what: dict[str, Any]) -> None:
+    connection.send_bytes(json.dumps(what).encode())
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]))

@@ -7,15 +7,15 @@ and replies in JSON: whatever a template does, its result is data.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from weft.engine.grammar.child_process import requests
 from weft.serve.chat import message_shape
 from weft.serve.chat.message_shape import MessageShape, Render
 
@@ -28,26 +28,19 @@ MAX_ERROR = 500
 
 
 def serve(connection: Connection, server: int) -> None:
-    """Send `ready`, then a JSON response per request, until the server ends or closes its end.
+    """Send `ready`, then a JSON response per request of the server.
 
     Requests have `what` (`text`, `shape` or `drops`) and its arguments; responses have the value under this name, or
     `error`. The process ends if memory does not suffice, as the cached compiled templates may fill it.
     """
-    try:
-        servers_end = os.pidfd_open(server)  # a forked process of the server has a copy of the connection
-    except ProcessLookupError:  # the server has already ended
-        return
     from transformers.utils.chat_template_utils import render_jinja_template
 
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection.send_bytes(b"ready")
-    while servers_end not in wait([connection, servers_end]):
-        try:
-            request = json.loads(connection.recv_bytes())
-        except EOFError:
-            return
+    for asked in requests(connection, server):
+        request = json.loads(asked)
         what = request.pop("what")
         try:
             result = {what: _made(what, request, render_jinja_template)}

@@ -5,16 +5,13 @@ This process also finds the shape of messages that a template accepts."""
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from weft.engine.grammar.child_process import ChildProcess
 from weft.serve.chat.message_shape import Message, MessageShape
 from weft.serve.http.errors import ApiError
 
@@ -84,31 +81,24 @@ class Templates:
             self._lock.release()
 
     def _start(self) -> None:
-        self._connection, child_end = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "weft.serve.chat.template_process", str(child_end.fileno()), str(os.getpid())]
-        # A new session: Ctrl-C goes to the server alone, which lets its requests end.
-        none = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            command, pass_fds=[child_end.fileno()], stdin=none, stdout=none, stderr=none, start_new_session=True
-        )
+        self._process = ChildProcess("weft.serve.chat.template_process")
         weakref.finalize(self, self._process.kill)
-        child_end.close()
         self._ready = False
 
     def _ask(self, asked: bytes, limit_s: float) -> dict[str, Any]:
-        why = f"it takes longer than {limit_s:g} s"
+        why, connection = f"it takes longer than {limit_s:g} s", self._process.connection
         try:
-            if not self._ready and self._connection.poll(START_S):
-                self._connection.recv_bytes()
+            if not self._ready and connection.poll(START_S):
+                connection.recv_bytes()
                 self._ready = True
-            self._connection.send_bytes(asked)
-            if self._connection.poll(limit_s):
-                result: dict[str, Any] = json.loads(self._connection.recv_bytes())
+            connection.send_bytes(asked)
+            if connection.poll(limit_s):
+                result: dict[str, Any] = json.loads(connection.recv_bytes())
                 return result
         except (EOFError, OSError):
             why = "it takes more memory than it may"
         self._process.kill()
         self._process.wait()
-        self._connection.close()
+        connection.close()
         self._start()
         return {"error": why}

@@ -130,10 +130,10 @@ def run_load(engine: Engine, load: Load) -> Figures:
         engine.submit(prompts[number], params, callback)
 
     steps, (calls, received) = engine.stats().steps, _exchanged(engine)
-    submitted, ended, running, start = 0, 0, 0, time.perf_counter()
+    submitted, ended, running, start = 0, set[int](), 0, time.perf_counter()
     counted = start - COUNTED_S
-    while ended < load.requests:
-        while submitted < load.requests and submitted - ended < load.concurrency:
+    while len(ended) < load.requests:
+        while submitted < load.requests and submitted - len(ended) < load.concurrency:
             submit(submitted)
             submitted += 1
         try:
@@ -145,7 +145,8 @@ def run_load(engine: Engine, load: Load) -> Figures:
         if engine.error is not None:
             raise RuntimeError(engine.error)
         came[number].append(at)
-        ended += last
+        if last:  # of each token of the last step
+            ended.add(number)
     seconds = time.perf_counter() - start
     gaps = [b - a for times in came.values() for a, b in itertools.pairwise(times)]
     steps, (all_calls, all_received) = max(1, engine.stats().steps - steps), _exchanged(engine)

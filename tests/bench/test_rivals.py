@@ -155,7 +155,7 @@ def test_a_bundle_has_what_the_other_machine_lacks_and_the_engine_uses(
     monkeypatch.setattr(sys, "path", [str(environment)])
     names["collect"](names["ENGINES"]["sglang"], {"numpy", "transformers", "typing-extensions"}, out, compiled.parent)
     found = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file() and "dist-info" not in str(file)}
-    stubs = {"soundfile.py", "IPython/__init__.py", "IPython/display.py", "sitecustomize.py"}
+    stubs = {"soundfile.py", "IPython/__init__.py", "IPython/display.py", "deep_gemm/__init__.py", "sitecustomize.py"}
     kept = {"sglang/srt/server.py", "sglang/configs/E=8,device_name=NVIDIA_H200.json", *patched["sglang"]}
     kept |= {"flashinfer/data/csrc/norm.cu", "flashinfer/data/aot/norm/norm.so", *patched["flashinfer"]}
     assert found == stubs | kept | {"Transformers.py", "tokenizers.py"}

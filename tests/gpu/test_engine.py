@@ -142,6 +142,7 @@ def test_drafts_of_ranks(
         options["draft_model"] = embedded_model_dir()
     monkeypatch.setattr(drafting, "StepPrices", FixedPrices)
     monkeypatch.setattr(drafting, "MIN_PAUSE", 8)
+    monkeypatch.setattr(drafting, "PROBED", 1e9)  # however much drafts cost
     values = dict(max_running=8, kv_tokens=4096, max_model_len=256, max_batch_tokens=512, dtype="float32")
     found = []
     for device in ("cpu", "cuda"):

@@ -247,6 +247,7 @@ def test_drafts_of_ranks(
     monkeypatch.setattr(drafting_module, "StepPrices", FixedPrices)
     monkeypatch.setattr(FixedPrices, "value", Price(50.0, 50.0) if pauses else Price(0.0, -1e-3))
     monkeypatch.setattr(Speculation, "pause", 6)
+    monkeypatch.setattr(drafting_module, "PROBED", 1e9)  # however much drafts cost
     options, found = dict(max_batch_tokens=8, max_running=3, **drafting(tmp_path, source)), []
     asked = [FEW[0][:7], FEW[1][:1], *FEW[2:]]  # graphs have the row of the second one first
     for captures in (False, True):

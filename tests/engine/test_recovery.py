@@ -98,7 +98,7 @@ def test_a_smaller_layout_is_planned_once(model_dir: Path, monkeypatch: pytest.M
     for lost in range(given.max_restarts + 1):
         assert not ranks.lost_ranks
         ranks.failed(EngineError(f"failure {lost}", (1,)), given.read_model())
-    assert ranks.lost_ranks == 1 and planned == resized == [Mesh(1, 2, 1, 2)]
+    assert ranks.lost_places == [(0, 1)] and planned == resized == [Mesh(1, 2, 1, 2)]
 
 
 def test_no_place_of_a_lost_host_is_used_again(cluster: EngineConfig) -> None:
@@ -109,7 +109,7 @@ def test_no_place_of_a_lost_host_is_used_again(cluster: EngineConfig) -> None:
     ranks.failed(EngineError("rank 1 was killed", (1,)), model)
     assert executor.config.places == ((0,), (0,))
     ranks.failed(EngineError("node 1 did not come", (1,), for_good="hosts"), model)
-    assert executor.config.places == ((0,), ()) and ranks.lost_ranks == 2
+    assert executor.config.places == ((0,), ()) and ranks.lost_places == [(0, 1), (1, 0)]
 
 
 def test_cores_of_a_lost_rank_are_not_used(model_dir: Path) -> None:

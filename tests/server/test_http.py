@@ -349,7 +349,7 @@ def test_a_client_that_goes_away_is_cancelled(served: Served, stream: bool, monk
     assert 0 < served.engine.stats().generated_tokens - before <= 4 * 4 and not served.engine.stats().running
 
 
-def test_metrics_health_plan_and_report(served: Served) -> None:
+def test_metrics_health_plan_and_report(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     served.client().completions.create(model="small", prompt="metrics", **FIXED)
     with served.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
@@ -361,7 +361,10 @@ def test_metrics_health_plan_and_report(served: Served) -> None:
         report = http.get("/weft/report").json()
         limits = served.engine.config
         assert report["max_running"] == limits.batch_sequences and report["max_batch_tokens"] == limits.batch_tokens
-        assert report["kv_tokens"] == limits.cached_tokens
+        assert report["kv_tokens"] == limits.cached_tokens and report["ranks"]["lost_places"] == []
+        monkeypatch.setattr(served.engine._recovery, "lost_places", [(0, 1)])
+        ranks = http.get("/weft/report").json()["ranks"]
+        assert ranks["lost"] == 1 and ranks["lost_places"] == [{"node": 0, "place": 1}]
         families = {f.name: f for f in text_string_to_metric_families(http.get("/metrics").text)}
     assert report["attention_backend"] == "native" and report["cpu_kernels"] == cpu_rows.isa()
     assert sum(s["count"] for s in report["ran"]) > 0 and sum(s["bytes"] for s in report["naive"]) > 0

@@ -198,7 +198,7 @@ class Engine(ProcessBound):
             timeouts=self._outputs.timeouts,
             queue_seconds=self._outputs.queue_seconds,
             failures=self._recovery.faults.total,
-            lost_ranks=self._recovery.lost_ranks,
+            lost_places=tuple(self._recovery.lost_places),
             drafted=tuple(self.speculation.drafted if self.speculation else ()),
             accepted=tuple(self.speculation.accepted if self.speculation else ()),
         )

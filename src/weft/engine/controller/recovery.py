@@ -32,7 +32,7 @@ class Recovery:
 
     Attributes:
         faults: counter of failures.
-        lost_ranks: number of ranks that are lost for good.
+        lost_places: node and place of each rank that is lost for good.
     """
 
     def __init__(self, given: EngineConfig, config: EngineConfig, executor: Executor):
@@ -41,7 +41,12 @@ class Recovery:
         self._executor, self._lost, self._lost_at = executor, "", -1
         self._left = {node: list(range(given.ranks_of_host)) for node in given.nodes}
         self.faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
-        self.lost_ranks = 0
+        self.lost_places: list[tuple[int, int]] = []
+
+    @property
+    def lost_ranks(self) -> int:
+        """Number of ranks that are lost for good."""
+        return len(self.lost_places)
 
     def failed(self, error: Exception, model: ModelConfig) -> float:
         """Note a failure. Returns the seconds to wait before ranks start, which are fewer if some are lost for good.
@@ -71,7 +76,7 @@ class Recovery:
             raise EngineError(f"{lost} lost for good, and no smaller layout is possible: {error}") from error
         self._executor.resize(config)
         self.faults.forget()
-        self.lost_ranks += len(ranks)
+        self.lost_places += map(before.seat_of, ranks)
         self._lost, self._lost_at = lost, self.faults.total
         log.error("%s lost for good; the engine goes on with %s%s", lost, config.mesh, self._places_line(config))
 

@@ -29,7 +29,7 @@ class EngineStats:
         timeouts: requests ended by their deadline.
         queue_seconds: sum of the requests' waiting times until their first place in a batch.
         failures: failures of ranks, each followed by a restart.
-        lost_ranks: ranks lost for good, without which the engine goes on.
+        lost_places: node and place of each rank lost for good, without which the engine goes on.
         drafted, accepted: drafts by position in their row, and those that were accepted; empty: speculation is off.
     """
 
@@ -49,9 +49,14 @@ class EngineStats:
     timeouts: int
     queue_seconds: float
     failures: int
-    lost_ranks: int = 0
+    lost_places: tuple[tuple[int, int], ...] = ()
     drafted: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
+
+    @property
+    def lost_ranks(self) -> int:
+        """Number of ranks lost for good."""
+        return len(self.lost_places)
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,13 @@ class Shared:
 
     def _report(self) -> dict[str, Any]:
         ran, naive = self.engine.comm_report()
-        config = self.engine.config
+        config, stats = self.engine.config, self.engine.stats()
         return {
             "attention_backend": str(config.attention_backend),
             "cpu_kernels": None if on_gpus(config) else isa(),
             "eager_because": self.engine.eager or None,
-            "ranks": {"layout": str(config.mesh), "running": config.mesh.world, "lost": self.engine.stats().lost_ranks},
+            "ranks": {"layout": str(config.mesh), "running": config.mesh.world, "lost": stats.lost_ranks}
+            | {"lost_places": [{"node": node, "place": place} for node, place in stats.lost_places]},
             "max_running": config.batch_sequences,
             "max_batch_tokens": config.batch_tokens,
             "kv_tokens": config.cached_tokens,

@@ -33,10 +33,9 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from weft.comm.cores import own_cores
-from weft.engine.advise.candidates import Arrival, ClientLoad
+from weft.engine.advise.candidates import Arrival, ClientLoad, measured_servers
 from weft.engine.advise.measured_load import run_load, started_servers
 from weft.engine.assets import preset_names
-from weft.engine.config.device import on_gpus
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse, stop_on_sigterm
 from weft.tune.host import describe_host
@@ -188,7 +187,7 @@ def measured_engines(layout: dict[str, Any], loads: Sequence[str], rounds: int) 
     """Yield the measured figures of a layout's engines, without HTTP: each load's quickest round."""
     commands = [parse(Serve, "serve", shlex.split(line)[2:]) for line in layout["commands"]]
     configs = [engine_config(command.model, command.engine) for command in commands]
-    some = configs[:1] if on_gpus(configs[0]) else configs  # servers share no GPU, so one tells for all
+    some = measured_servers(configs, configs[0])
     with started_servers(some) as servers:
         for name in loads:
             load = load_of(name).per_server(layout["replicas"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -25,12 +25,13 @@ from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.layers.moe import Experts
 from weft.engine.models.load import build_model
 from weft.engine.worker.arena import arena_need, available_bytes, check_memory
-from weft.engine.worker.batch_limits import choose_limits
+from weft.engine.worker.batch_limits import choose_limits, gpu_bytes
 from weft.engine.worker.footprint import Footprint
 from weft.engine.worker.memory import CacheNeed, Memory, check_weights, parameter_bytes
 from weft.planner.plan import Planner
 from weft.planner.spec import LayoutError, Mesh, PlacementError, divisors
 
+T = TypeVar("T")
 KvDtype = Literal["auto", "fp8_e4m3"]
 MAX_RECORDED = 64
 """Sequences of a recorded load that may run at once."""
@@ -125,6 +126,11 @@ class Candidate:
         servers = f"{self.replicas} servers of " if self.replicas > 1 else ""
         dtype = "" if self.config.kv_dtype == "auto" else f" kv_dtype={self.config.kv_dtype}"
         return f"{servers}{self.config.mesh}{dtype}"
+
+
+def measured_servers(servers: Sequence[T], config: EngineConfig) -> Sequence[T]:
+    """Return the servers to measure: all on CPUs, and one on GPUs, where servers share nothing."""
+    return servers[:1] if on_gpus(config) else servers
 
 
 def _own_bytes() -> int:
@@ -293,7 +299,7 @@ def _on_gpu(need: CacheNeed, model: ModelConfig, weights: int) -> CacheNeed:
     """Return the cache that fits a GPU next to the weights. Memory of steps and graphs, which only ranks can measure,
     is not subtracted."""
     config, device = need.config, device_of(need.config, 0)
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = gpu_bytes(config)
     check_formats(model, need.dtype, device)
     check_weights(model, config, 0, dtype_of(config), total)
     if config.kv_tokens is not None:

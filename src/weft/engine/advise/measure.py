@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from weft.engine.advise.candidates import Candidate, ClientLoad
+from weft.engine.advise.candidates import Candidate, ClientLoad, measured_servers
 from weft.engine.config.config import EngineConfig
-from weft.engine.config.device import device_of, dtype_of, on_gpus
+from weft.engine.config.device import device_of, dtype_of
 from weft.engine.controller.step_runner import started_ranks
 from weft.engine.hosts.digests import source_version
 from weft.engine.models.config_json.directory import config_file
@@ -42,7 +42,7 @@ def configs(candidate: Candidate, load: ClientLoad, layers: int) -> list[EngineC
     config = replace(config, num_layers=layers, kv_tokens=candidate.given.kv_tokens)
     rows, tokens = max(rows, config.batch_sequences), max(rows, config.batch_tokens)
     config = replace(config, max_running=rows, max_batch_tokens=tokens)
-    servers = candidate.cores[:1] if on_gpus(config) else candidate.cores  # servers share no GPU, so one tells for all
+    servers = measured_servers(candidate.cores, config)
     return [replace(config, cpu_bind=config.cpu_bind if cores == "auto" else cores) for cores in servers]
 
 

@@ -13,11 +13,10 @@ from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 from weft.engine.advise.advice import Limits, Prediction, predict
-from weft.engine.advise.candidates import ClientLoad
+from weft.engine.advise.candidates import ClientLoad, measured_servers
 from weft.engine.advise.measure import described, kept_path, step_times
 from weft.engine.advise.simulate import NO_API, ApiTimes, Clients, figures
 from weft.engine.config.config import EngineConfig, EngineError
-from weft.engine.config.device import on_gpus
 from weft.engine.controller.engine import Engine
 
 MAX_ROUND_S, STOP_S = 600.0, 10.0
@@ -108,7 +107,7 @@ def correct(prediction: Prediction, load: ClientLoad, seconds: float, api: ApiTi
     api: time of the controller.
     """
     candidate, given = prediction.candidate, prediction.candidate.given
-    cores = candidate.cores[:1] if on_gpus(given) else candidate.cores  # servers share no GPU, so one tells for all
+    cores = measured_servers(candidate.cores, given)
     own = load.per_server(candidate.replicas)
     configs = [replace(given, cpu_bind=given.cpu_bind if each == "auto" else each) for each in cores]
     with started_servers(configs) as servers:

@@ -183,7 +183,7 @@ def test_a_layout_that_does_not_fit_is_not_tried(visible: list[str], monkeypatch
     given = EngineConfig(attn_tp=2, moe_tp=2, shrink=True, gpus=("GPU-a", "GPU-b"), **limits)
     monkeypatch.setattr(recovery, "gpu_bytes", lambda config: 1 << 40)
     ranks = lost(given)
-    assert ranks.lost_ranks == 1 and ranks._executor.config.places == ((1,),)
+    assert ranks.lost_places == [(0, 0)] and ranks._executor.config.places == ((1,),)
     assert ranks._executor.config.device == "cuda" and ranks._executor.config.gpus == given.gpus
     monkeypatch.setattr(recovery, "gpu_bytes", lambda config: 1000)
     with pytest.raises(

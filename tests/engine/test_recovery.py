@@ -96,7 +96,7 @@ def test_a_smaller_layout_is_planned_once(model_dir: Path, monkeypatch: pytest.M
     executor: Any = SimpleNamespace(config=given, resize=lambda config: resized.append(config.mesh))
     ranks = recovery.Recovery(given, given, executor)
     for lost in range(given.max_restarts + 1):
-        assert not ranks.lost_ranks
+        assert not ranks.lost_places
         ranks.failed(EngineError(f"failure {lost}", (1,)), given.read_model())
     assert ranks.lost_places == [(0, 1)] and planned == resized == [Mesh(1, 2, 1, 2)]
 

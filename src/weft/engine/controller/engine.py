@@ -109,7 +109,7 @@ class Engine(ProcessBound):
         draining (new requests are refused), failed (see `error`), or stopped."""
         if self._phase != "serving":
             return self._phase
-        return "draining" if self._draining else "degraded" if self._recovery.lost_ranks else "serving"
+        return "draining" if self._draining else "degraded" if self._recovery.lost_places else "serving"
 
     @property
     def eager(self) -> str:

@@ -43,11 +43,6 @@ class Recovery:
         self.faults = FaultWindow(config.max_restarts, config.restart_window_s, backoff_s=config.restart_backoff_s)
         self.lost_places: list[tuple[int, int]] = []
 
-    @property
-    def lost_ranks(self) -> int:
-        """Number of ranks that are lost for good."""
-        return len(self.lost_places)
-
     def failed(self, error: Exception, model: ModelConfig) -> float:
         """Note a failure. Returns the seconds to wait before ranks start, which are fewer if some are lost for good.
 
@@ -94,8 +89,8 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
     """Return the checked configuration of most ranks, at least shrink_to, in the places that are left.
 
     Hosts have equally many ranks, so some hosts or places may stay empty; of layouts with equally many ranks, it is the
-    one on more hosts. Raises LayoutError if none is possible, or fits in the GPUs' memory:
-    what is wrong with the one of most ranks.
+    one on more hosts. Raises LayoutError if none is possible or none fits the GPUs' memory, with the reason of the
+    one of most ranks.
 
     Args:
         given: configuration as it was given.
@@ -118,7 +113,7 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
                 return resolved
             except LayoutError as error:
                 refusals.append(str(error))
-    raise LayoutError([*refusals, why][0])
+    raise LayoutError(refusals[0] if refusals else why)
 
 
 def _layouts(given: EngineConfig, ranks: int, places: tuple[tuple[int, ...], ...]) -> Iterator[EngineConfig]:

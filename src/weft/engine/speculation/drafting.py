@@ -107,8 +107,9 @@ class Drafting:
         elif step < self.probes:
             self.count = 1
         else:
-            pause *= 1 + (self.probes > 0)  # drafts after the last one did not pay
-            while pause * PROBED < PROBES * (price.fixed + price.each) and pause < MAX_PAUSE:
+            if self.probes:  # drafts after the last one did not pay
+                pause *= 2
+            while pause < min(MAX_PAUSE, PROBES * (price.fixed + price.each) / PROBED):
                 pause *= 2
             pause = min(pause, MAX_PAUSE)
             self.resumes = (step + pause + pause // 2) // pause * pause

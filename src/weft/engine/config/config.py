@@ -28,7 +28,7 @@ class EngineError(RuntimeError):
     Args:
         line: the rank and the cause.
         ranks: the one that failed first, or all of a host; empty: not known.
-        for_good: what of theirs a restart will not bring back; empty: it may bring back all.
+        for_good: what these ranks have lost for good; empty: a restart may bring them back.
     """
 
     def __init__(self, line: str = "", ranks: tuple[int, ...] = (), for_good: Literal["", "devices", "hosts"] = ""):

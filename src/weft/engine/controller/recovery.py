@@ -89,8 +89,7 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
     """Return the checked configuration of most ranks, at least shrink_to, in the places that are left.
 
     Hosts have equally many ranks, so some hosts or places may stay empty; of layouts with equally many ranks, it is the
-    one on more hosts. Raises LayoutError if none is possible or none fits the GPUs' memory, with the reason of the
-    one of most ranks.
+    one on more hosts. Raises LayoutError if none is possible or fits the GPUs, with the reason of that of most ranks.
 
     Args:
         given: configuration as it was given.

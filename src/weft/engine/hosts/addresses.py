@@ -81,7 +81,7 @@ def check_interface(name: str) -> None:
 
 
 def route_to_node_0(config: EngineConfig) -> tuple[str, str]:
-    """Return node 0's address, and this host's interface on the way: --interface, or by the route. EngineError."""
+    """Return node 0's address, and this host's interface to it: --interface, or by the route. Raises EngineError."""
     assert config.master_addr is not None
     address = resolve(config.master_addr, config.master_port)
     interface = config.interface or interface_to(address, config.master_port)

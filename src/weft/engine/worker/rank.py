@@ -30,7 +30,7 @@ from weft.planner.spec import LayoutError
 
 
 class GpuLost(RuntimeError):
-    """A rank's GPU cannot be used: one line."""
+    """Error of a rank that cannot use its GPU, in one line."""
 
 
 def main(directory: Path, rank: int, parent: int) -> int:

@@ -120,10 +120,15 @@ TINY = Setup(
 )
 
 
-def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: bool) -> None:
     ran, run_load = list[Load](), reproduce.run_load
     monkeypatch.setattr(reproduce, "run_load", lambda engine, load: ran.append(load) or run_load(engine, load))
-    *before, measured = measure(TINY, tmp_path, 2, 1, "cpu")
+    started, closed, close = list[Engine](), list[Engine](), Engine.close
+    monkeypatch.setattr(reproduce, "Engine", lambda config: started.append(Engine(config)) or started[-1])
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine) or close(engine))
+    *before, measured = measure(TINY, tmp_path, 2, 1, "cpu", at_once)
+    assert len(started) == (2 if at_once else 4) and set(map(id, closed)) == set(map(id, started))
     assert len(before) == 3 and list(before[0].figures) == ["naive"], "each variant's figures are there once it has run"
     assert measured.layers == 1 and not measured.failed
     assert [ran.count(load) for load in TINY.loads] == [4, 12], (
@@ -161,7 +166,8 @@ def test_as_many_layers_run_as_fit(layers: int, monkeypatch: pytest.MonkeyPatch)
         assert reproduce._fitting_layers(config) == fits
 
 
-def test_a_variant_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_variant_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at_once: bool) -> None:
     ran, run_load = list[str](), reproduce.run_load
 
     def load(engine: Engine, load: Load) -> Figures:
@@ -171,7 +177,7 @@ def test_a_variant_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch,
         return run_load(engine, load)
 
     monkeypatch.setattr(reproduce, "run_load", load)
-    *_, measured = measure(TINY, tmp_path, 2, 1, "cpu")
+    *_, measured = measure(TINY, tmp_path, 2, 1, "cpu", at_once)
     assert measured.failed == {"naive": "rank 1: no more"} and ran.count("naive") == 1
     assert list(measured.figures) == ["ours"] and measured.value(TINY.rows[0], "ours")
     assert measured.ratio(TINY.rows[0]) is None

@@ -8,7 +8,8 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -179,8 +180,10 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(script: Any, tmp
     broken.chmod(0o755)
     options, installed = names["Options"](tmp_path, 0), names["Installation"](str(broken), None, tmp_path)
     for kind in names["KINDS"].values():
+        engine = names["RunningEngine"](kind, installed, options, tmp_path / "log", 60.0)
         with pytest.raises(names["EngineFailed"], match="ended with 3:\nno GPU here"):
-            names["RunningEngine"](kind, installed, options, tmp_path / "log", 60.0)
+            while not engine.ready():
+                pass
 
 
 def test_where_engines_name_the_size_of_their_cache(script: Any) -> None:
@@ -224,25 +227,27 @@ def test_the_table_has_means_over_rounds_and_what_is_better(script: Any, tmp_pat
     assert len(found["rows"]) == 5 and len(found["starts"]) == 2 and found["host"] == {}
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_rounds_alternate_and_no_engine_starts_in_vain(script: Any, together: bool) -> None:
+@pytest.mark.parametrize("together, at_once", [(False, False), (True, False), (True, True)])
+def test_rounds_alternate_and_no_engine_starts_in_vain(script: Any, together: bool, at_once: bool) -> None:
     names, done = script("compare"), []
 
     class Noted(names["Comparison"]):  # type: ignore[misc]
-        def _start(self, label: str, stack: ExitStack, before: int = 0) -> str | None:
-            done.append(f"start {label} {before}")
-            stack.callback(done.append, f"end {label}")
-            return None if label == "c" else label
+        def _start(self, labels: Sequence[str], stack: ExitStack, before: int = 0) -> dict[str, str]:
+            for label in labels:
+                done.append(f"start {label} {before}")
+                stack.callback(done.append, f"end {label}")
+            return {label: label for label in labels if label != "c"}
 
         def _measure(self, label: str, engine: str, at: int, number: int) -> None:
             assert engine == label
             done.append(f"{label}{at}.{number}")
 
-    options = names["Options"](Path(), 0)
+    options = names["Options"](Path(), 0, cache_tokens=96 if at_once else None)
     compared = Noted(dict.fromkeys("abc"), options, [None] * 2, 2, 0, None, Path(), 0.0, 0.0)
     if together:
         compared.together()
-        starts, ends = ["start a 0", "start b 1", "start c 2"], ["end c", "end b", "end a"]
+        starts = [f"start {label} {0 if at_once else before}" for before, label in enumerate("abc")]
+        ends = ["end c", "end b", "end a"]
         assert done == [*starts, "a0.0", "b0.0", "b0.1", "a0.1", "a1.0", "b1.0", "b1.1", "a1.1", *ends]
     else:
         compared.one_after_the_other()
@@ -265,7 +270,9 @@ def test_no_prompt_that_is_measured_has_warmed_an_engine(script: Any) -> None:
             return [], 1.0
 
     results = SimpleNamespace(add=lambda row: None, add_start=lambda row: None)
-    engine = SimpleNamespace(start_s=0.0, cache_tokens=lambda: 0, shown="", end=lambda: None, tail=lambda: "")
+    engine = SimpleNamespace(
+        start_s=0.0, cache_tokens=lambda: 0, shown="", end=lambda: None, tail=lambda: "", ready=lambda: True
+    )
     found = names["Comparison"].__init__.__globals__
     points, options = [names["Point"](2, 8, 1, 3)] * 4, names["Options"](Path(), 0)
     with pytest.MonkeyPatch.context() as patched:
@@ -316,22 +323,38 @@ def test_the_limit_of_time_ends_a_load_and_keeps_what_there_is(
             "--gpu-memory-utilization 0.25 --max-num-seqs 7 --max-num-batched-tokens 70",
             "--mem-fraction-static 0.250 --max-running-requests 7 --chunked-prefill-size 70 --max-prefill-tokens 70",
         ),
+        (
+            ["--together", "--ranks", "4", "--attn-dp", "2", "--cache-tokens", "96", "--sequences", "8"],
+            "--attn-tp 2 --gpu-memory-fraction 0.9 --attn-dp 2 --ep 4 --moe-tp 1 --kv-tokens 96 --max-running 8 "
+            "--max-batch-tokens 8192",
+            "--tensor-parallel-size 2 --gpu-memory-utilization 0.3 --data-parallel-size 2 --enable-expert-parallel "
+            f"--kv-cache-memory-bytes {96 * 3 * 2 * 16 * 2} --max-num-seqs 8 --max-num-batched-tokens 8192",
+            "--mem-fraction-static 0.900 --dp-size 2 --enable-dp-attention --ep-size 4 --max-running-requests 16 "
+            "--chunked-prefill-size 16384 --max-prefill-tokens 8192 --max-total-tokens 96",
+        ),
     ],
 )
 def test_the_commands_that_engines_start_with(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: list[str], weft: str, vllm: str, sglang: str
 ) -> None:
     names, asked = script("compare"), []
-    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    fields = json.loads((preset_dir("qwen3-30b-a3b") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | SMALL))  # 3 layers, and a head of 16 on each of two GPUs
     fixed = ["--engines", "weft", "vllm", "sglang", "--model", str(tmp_path), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["compare.py", *fixed, *extra])
     found = without_processes(names, monkeypatch)
 
-    def started(kind: Any, installed: Any, options: Any, log: Path, limit_s: float) -> None:
-        asked.append(" ".join(kind.command(options)))
-        raise found["EngineFailed"]("it ended with 1")
+    class Failed:
+        def __init__(self, kind: Any, installed: Any, options: Any, log: Path, limit_s: float) -> None:
+            asked.append(" ".join(kind.command(options)))
 
-    monkeypatch.setitem(found, "RunningEngine", started)
+        def ready(self) -> bool:
+            raise found["EngineFailed"]("it ended with 1")
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setitem(found, "RunningEngine", Failed)
     with pytest.raises(SystemExit) as ended:
         names["main"]()
     assert ended.value.code and len(asked) >= 3
@@ -354,6 +377,8 @@ def test_transformers_completes_a_batch_as_each_prompt_alone(script: Any, tmp_pa
     options = names["Options"](embedded_model_dir(), 0, device="cpu")
     installed = names["Installation"](sys.executable, None, tmp_path)
     engine = names["RunningEngine"](names["KINDS"]["transformers"], installed, options, tmp_path / "log", 120.0)
+    while not engine.ready():
+        time.sleep(0.1)
 
     def complete(prompt: list[int]) -> str:
         body = json.dumps({"prompt": prompt, "max_tokens": 3}).encode()

@@ -5,7 +5,8 @@ loads it with the clients of `weft bench serving`: prompts of token ids that it 
 helps; greedy outputs of full length. Rounds alternate: A B, B A. Engines are placed in one of two ways:
 
 - one after the other: each has the GPUs to itself, and starts anew if another ran in between;
-- --together: all start first, each with its share of the memory, and the load alternates point by point.
+- --together: all start first, each with its share of the memory, and the load alternates point by point. They start
+  one after the other, because each sizes its cache by the free memory, or with --cache-tokens at the same time.
 
 All engines have the same limits of sequences and tokens per step, or with --defaults each its own. The table has times
 per output token (TPOT), between tokens (ITL) and to the first token (TTFT), tokens per second, seconds to start, tokens
@@ -46,6 +47,8 @@ MAX_TOKEN = 100_000
 """Upper bound of token ids: vocabularies end in special ones."""
 WARM_INPUT, WARM_OUTPUT = 1 << 17, 8
 """Tokens before a point is measured: the maximum of all prompts, and the number of an output."""
+POLL_S = 0.2
+"""Seconds between two looks at engines that start."""
 WARM_SEED = 1 << 20
 """Seed of the prompts that warm the first point. (Python's Random uses the same seed for a number and its negative.)"""
 
@@ -103,7 +106,7 @@ class Comparison:
         order = [(label, number) for number in range(self.rounds) for label in self._in_turn(number)]
         for label, rounds in itertools.groupby(order, key=lambda each: each[0]):
             with ExitStack() as stack:
-                if engine := self._start(label, stack):
+                for engine in self._start([label], stack).values():
                     for _, number in rounds:
                         for at in range(len(self.points)):
                             self._measure(label, engine, at, number)
@@ -112,9 +115,9 @@ class Comparison:
         """Measure all engines at once. Raises OutOfTime."""
         with ExitStack() as stack:
             running: dict[str, RunningEngine] = {}
-            for label in self.engines:
-                if engine := self._start(label, stack, before=len(running)):
-                    running[label] = engine
+            at_once = [list(self.engines)] if self.options.cache_tokens else [[label] for label in self.engines]
+            for labels in at_once:
+                running |= self._start(labels, stack, before=len(running))
             for at in range(len(self.points)):
                 for number in range(self.rounds):
                     for label in self._in_turn(number):
@@ -129,26 +132,41 @@ class Comparison:
             raise OutOfTime
         return left
 
-    def _start(self, label: str, stack: ExitStack, before: int = 0) -> RunningEngine | None:
-        kind, installed = self.engines[label]
-        options = replace(self.options, before=before * self.options.memory)
-        limit_s = min(self.start_limit_s, self._left_s())
-        try:
-            engine = RunningEngine(KINDS[kind], installed, options, self.out / f"{label}.log", limit_s)
-        except EngineFailed as error:
-            print(f"{label}: {error}", file=sys.stderr, flush=True)
-            self.results.add_start({"engine": label, "error": str(error)})
-            return None
-        stack.callback(engine.end)
-        about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.shown}
-        self.results.add_start({"engine": label} | about)
-        for at, point in enumerate(self.points):  # what is compiled or loaded at the first use
+    def _start(self, labels: Sequence[str], stack: ExitStack, before: int = 0) -> dict[str, RunningEngine]:
+        """Start engines at the same time, and warm them. Return those that started. before: number of others."""
+        starting: dict[str, RunningEngine] = {}
+        ready: dict[str, RunningEngine] = {}
+        for label in labels:
+            kind, installed = self.engines[label]
+            options = replace(self.options, before=before * self.options.memory)
+            limit_s = min(self.start_limit_s, self._left_s())
+            starting[label] = RunningEngine(KINDS[kind], installed, options, self.out / f"{label}.log", limit_s)
+            stack.callback(starting[label].end)
+        while starting:
+            for label, engine in list(starting.items()):
+                try:
+                    if not engine.ready():
+                        continue
+                    ready[label] = engine
+                    about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.shown}
+                except EngineFailed as error:
+                    print(f"{label}: {error}", file=sys.stderr, flush=True)
+                    about = {"error": str(error)}
+                self.results.add_start({"engine": label} | about)
+                del starting[label]
+            time.sleep(POLL_S)
+        for label, engine in ready.items():
+            self._warm(label, engine)
+        return ready
+
+    def _warm(self, label: str, engine: RunningEngine) -> None:
+        """Send requests of each point, for all that is compiled or loaded at the first use."""
+        for at, point in enumerate(self.points):
             clients = min(point.clients, -(-WARM_INPUT // point.input_tokens))
             warm = Point(clients, point.input_tokens, WARM_OUTPUT, clients)
             outcomes, _ = self._load(engine, warm, warm.prompts(self.vocabulary, WARM_SEED + at))
             if error := next((outcome.error for outcome in outcomes if outcome.error), None):
                 print(f"{label}: {error}\n{engine.tail()}", file=sys.stderr, flush=True)
-        return engine
 
     def _measure(self, label: str, engine: RunningEngine, at: int, number: int) -> None:
         point = self.points[at]
@@ -185,11 +203,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--preset", default="qwen3-30b-a3b", help="shape of the new checkpoint")
     parser.add_argument("--num-layers", type=int, help="number of its layers; defaults to all")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel size")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of each engine")
+    parser.add_argument(
+        "--attn-dp",
+        type=int,
+        default=1,
+        help="groups of these ranks with requests of their own, with experts sharded over all; 1: tensor parallelism",
+    )
     parser.add_argument("--together", action="store_true", help="run all engines at once, each with a share of memory")
     parser.add_argument("--memory", type=float, default=0.9, help="share of a GPU's memory for all running engines")
-    parser.add_argument("--sequences", type=int, default=256, help="maximum at once")
-    parser.add_argument("--tokens", type=int, default=8192, help="maximum of a step")
+    parser.add_argument("--cache-tokens", type=int, help="size of each group's cache; omitted: all that fits")
+    parser.add_argument("--sequences", type=int, default=256, help="maximum at once, of a group")
+    parser.add_argument("--tokens", type=int, default=8192, help="maximum of a step, of a group")
     parser.add_argument("--defaults", action="store_true", help="use each engine's own --sequences and --tokens")
     parser.add_argument("--points", nargs="+", default=POINTS, metavar="CLIENTSxINPUTxOUTPUTxREQUESTS")
     parser.add_argument("--rounds", type=int, default=2)
@@ -211,6 +236,8 @@ def arguments() -> argparse.Namespace:
         if wrong := [engine for engine, _ in pairs if engine not in KINDS]:
             parser.error(f"--{name} takes ENGINE=VALUE, and {wrong[0]!r} is none of {', '.join(KINDS)}")
         setattr(args, name, dict(pairs))
+    if args.ranks % args.attn_dp:
+        parser.error(f"--ranks {args.ranks} is no multiple of --attn-dp {args.attn_dp}")
     try:
         args.points = [Point.parse(text) for text in args.points]
     except ValueError:
@@ -241,7 +268,7 @@ def main() -> None:
     }
     share = args.memory / (len(engines) if args.together else 1)
     own = (None, None) if args.defaults else (args.sequences, args.tokens)
-    options = Options(model, 0, args.device, args.ranks, share, sequences=own[0], tokens=own[1])
+    options = Options(model, 0, args.device, args.ranks, args.attn_dp, share, 0.0, *own, args.cache_tokens)
     host = json.loads(apart("-c", "import json; from weft.tune.host import describe_host as d; print(json.dumps(d()))"))
     args.out.mkdir(parents=True, exist_ok=True)
     about = {"host": host, "arguments": {name: str(v) for name, v in vars(args).items() if name not in PLACES}}

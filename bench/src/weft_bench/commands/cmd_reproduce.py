@@ -28,7 +28,7 @@ class Command:
     """Reproduce the measurements of Weft's original pull requests, as closely as this host allows.
 
     Prints for each the differences from the original, a table (the pull request's figures, the baseline, Weft's
-    figures, and their ratio), and one line of JSON. Every variant is a fresh engine; rounds alternate.
+    figures, and their ratio), and one line of JSON. Every variant has an engine of its own; rounds alternate.
 
     Examples:
       weft reproduce cpu-shm --small             two CPU ranks, within a minute
@@ -45,6 +45,9 @@ class Command:
     """Measurements of each variant; figures are medians. Omitted: 2, with --small 1."""
     num_layers: int | None = None
     """Layers of the model; omitted: all that fit a GPU."""
+    at_once: bool = False
+    """Start the engines of all variants at the same time, and measure them in turns, if a GPU has memory for them all;
+    without it each variant and round has a fresh engine."""
     variants: tuple[str, ...] = ()
     """Only variants with one of these texts in their names, such as fa3; omitted: all."""
     json: Path | None = None
@@ -99,7 +102,8 @@ class Command:
     def _measure(self, name: str, setup: Setup, rounds: int, device: str) -> Iterator[Measured]:
         with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="weft-") as folder:
             task = bar.add_task(name, total=rounds * len(setup.variants))
-            for measured in measure(setup, Path(folder) / "model", rounds, self.num_layers, device):
+            model = Path(folder) / "model"
+            for measured in measure(setup, model, rounds, self.num_layers, device, self.at_once):
                 bar.advance(task)
                 yield measured
 

@@ -218,7 +218,7 @@ class RunningEngine:
         self._kind, self.log = kind, log
         options = replace(options, port=_free_port())
         self.command = [installed.python, "-P", *kind.command(options)]  # -P: folders here are no modules
-        self.shown = " ".join(kind.command(replace(options, model=Path("MODEL"), port=0)))
+        self.shown = " ".join(kind.command(replace(options, port=0))).replace(str(options.model), "MODEL")
         self.url = f"http://127.0.0.1:{options.port}"
         caches = str(installed.caches.resolve())
         cores = divide(own_cores(), options.ranks)[1]

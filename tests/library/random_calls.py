@@ -17,14 +17,14 @@ from weft.library.communicator import Communicator
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes that calls draw from: rows of one rank, widths of rows, and a communicator's max_bytes."""
+    """Sizes that calls draw from: rows of one rank, widths of rows, and a communicator's max_bytes for each rank."""
 
     rows: tuple[int, ...] = (0, 0, 1, 2, 7)
     widths: tuple[int, ...] = (1, 3, 16, 65)
-    max_bytes: int = 1 << 16
+    max_bytes: int = 1 << 15
 
 
-LARGE = Sizes((0, 1, 5, 64, 300), (1, 3, 16, 65, 1000, 2048), 32 << 20)
+LARGE = Sizes((0, 1, 5, 64, 300), (1, 3, 16, 65, 1000, 2048), 16 << 20)
 """Sizes over several blocks and chunks of a GPU's kernels."""
 
 
@@ -137,7 +137,7 @@ def check_mixed(comm: Communicator, draw: random.Random, sizes: Sizes) -> None:
 
 def random_calls(rounds: int, sizes: Sizes = Sizes()) -> None:
     """Make `rounds` times all calls; every rank draws the same, from the same seed."""
-    with Communicator(max_bytes=sizes.max_bytes) as comm:
+    with Communicator(max_bytes=sizes.max_bytes * dist.get_world_size()) as comm:
         draw = random.Random(rounds)
         for number in range(rounds):
             counts = [draw.choice(sizes.rows) for _ in range(comm.world_size)] if number else [0] * comm.world_size

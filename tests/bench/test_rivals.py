@@ -181,6 +181,7 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(script: Any, tmp
     options, installed = names["Options"](tmp_path, 0), names["Installation"](str(broken), None, tmp_path)
     for kind in names["KINDS"].values():
         engine = names["RunningEngine"](kind, installed, options, tmp_path / "log", 60.0)
+        assert "MODEL" in engine.shown and str(tmp_path) not in engine.shown
         with pytest.raises(names["EngineFailed"], match="ended with 3:\nno GPU here"):
             while not engine.ready():
                 pass

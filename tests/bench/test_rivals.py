@@ -244,7 +244,7 @@ def test_rounds_alternate_and_no_engine_starts_in_vain(script: Any, together: bo
             done.append(f"{label}{at}.{number}")
 
     options = names["Options"](Path(), 0, cache_tokens=96 if at_once else None)
-    compared = Noted(dict.fromkeys("abc"), options, [None] * 2, 2, 0, None, Path(), 0.0, 0.0)
+    compared = Noted(dict.fromkeys("abc"), options, {}, [None] * 2, 2, 0, None, Path(), 0.0, 0.0)
     if together:
         compared.together()
         starts = [f"start {label} {0 if at_once else before}" for before, label in enumerate("abc")]
@@ -280,7 +280,7 @@ def test_no_prompt_that_is_measured_has_warmed_an_engine(script: Any) -> None:
         patched.setitem(found, "RunningEngine", lambda *args: engine)
         patched.setitem(found, "summary", lambda *args: {})
         engines = {"a": ("weft", names["Installation"]("python", None, Path()))}
-        Noted(engines, options, points, 2, 1000, results, Path(), 1.0, float("inf")).one_after_the_other()
+        Noted(engines, options, {}, points, 2, 1000, results, Path(), 1.0, float("inf")).one_after_the_other()
     assert len(seen) == 4 * 2 + 2 * 4 * 3 == len(set(seen))
 
 
@@ -325,9 +325,12 @@ def test_the_limit_of_time_ends_a_load_and_keeps_what_there_is(
             "--mem-fraction-static 0.250 --max-running-requests 7 --chunked-prefill-size 70 --max-prefill-tokens 70",
         ),
         (
-            ["--together", "--ranks", "4", "--attn-dp", "2", "--cache-tokens", "96", "--sequences", "8"],
+            [
+                *("--together", "--ranks", "4", "--attn-dp", "2", "--cache-tokens", "96", "--sequences", "8"),
+                *("--more", "weft=--mixed-batch-tokens 64"),
+            ],
             "--attn-tp 2 --gpu-memory-fraction 0.9 --attn-dp 2 --ep 4 --moe-tp 1 --kv-tokens 96 --max-running 8 "
-            "--max-batch-tokens 8192",
+            "--max-batch-tokens 8192 --mixed-batch-tokens 64",
             "--tensor-parallel-size 2 --gpu-memory-utilization 0.3 --data-parallel-size 2 --enable-expert-parallel "
             f"--kv-cache-memory-bytes {96 * 3 * 2 * 16 * 2} --max-num-seqs 8 --max-num-batched-tokens 8192",
             "--mem-fraction-static 0.900 --dp-size 2 --enable-dp-attention --ep-size 4 --max-running-requests 16 "
@@ -347,7 +350,7 @@ def test_the_commands_that_engines_start_with(
 
     class Failed:
         def __init__(self, kind: Any, installed: Any, options: Any, log: Path, limit_s: float) -> None:
-            asked.append(" ".join(kind.command(options)))
+            asked.append(" ".join([*kind.command(options), *options.more]))
 
         def ready(self) -> bool:
             raise found["EngineFailed"]("it ended with 1")

@@ -34,6 +34,17 @@ def test_cpus_keep_theirs() -> None:
         EngineConfig(max_batch_tokens=32, max_running=64)
 
 
+def test_steps_in_which_sequences_decode() -> None:
+    """Also where options leave the number of sequences out, each has a row of such a step."""
+    assert EngineConfig().mixed_tokens == 2048 and EngineConfig(max_batch_tokens=32).mixed_tokens == 32
+    assert EngineConfig(mixed_batch_tokens=48).batch_sequences == 48
+    assert limits(QWEN, 20 * GIB, mixed_batch_tokens=600) == (512, 8192)
+    with pytest.raises(ValueError, match="mixed_batch_tokens=32 is less than max_running=64"):
+        EngineConfig(mixed_batch_tokens=32, max_running=64)
+    with pytest.raises(ValueError, match="mixed_batch_tokens=4096 is more than max_batch_tokens=2048"):
+        EngineConfig(mixed_batch_tokens=4096)
+
+
 def test_gpus_by_the_memory_beside_the_weights() -> None:
     """Two layers: 3.5 GiB of weights, 4 KiB of cache a token."""
     assert limits(QWEN, 20 * GIB) == (1024, 8192)

@@ -47,6 +47,22 @@ def until(holds: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_a_prompt_is_cut_while_another_group_decodes(world: World, overlap: bool) -> None:
+    with world.engine(attn_dp=2, max_batch_tokens=64, mixed_batch_tokens=8, overlap=overlap) as engine:
+        world.go.clear()
+        client = Client(engine)
+        client.ask([1, 2], 9)
+        until(lambda: len(world.steps) == 1 + overlap)
+        client.ask(list(range(100)), 2)
+        world.go.set()
+        client.wait(2)
+        client.check_whole(1, 2)
+    counts = [tuple(group.count for group in step.groups) for step in world.steps]
+    mixed, alone = ([rows for decoding, rows in counts if decoding == n and rows > 1] for n in (1, 0))
+    assert set(mixed) == {8} and max(alone) > 8 and sum(mixed) + sum(alone) == 100, counts
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_one_step_is_sent_ahead_and_not_more(world: World, overlap: bool) -> None:
     with world.engine(overlap=overlap) as engine:
         world.go.clear()

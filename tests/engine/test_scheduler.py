@@ -85,18 +85,20 @@ def random_prompt(rng: random.Random, stems: list[list[int]], longest: int) -> l
     page_size=st.sampled_from([1, 2, 3, 4, 8]),
     max_running=st.integers(1, 6),
     spare_rows=st.integers(0, 12),
+    mixed=st.floats(0, 1),
     prefix_cache=st.booleans(),
     specs=st.sampled_from(SPECS),
     ahead=st.booleans(),
     drafts=st.integers(0, 4),
 )
-@example(22065638, 9, 4, 1, 11, True, [Window(1, 1, 1), STATE], False, 0)  # a prefix's pages that no row sees were held
+@example(22065638, 9, 4, 1, 11, 1.0, True, [Window(1, 1, 1), STATE], False, 0)  # held pages that no row sees
 def test_random_traffic_gets_what_each_request_alone_would(
     seed: int,
     num_pages: int,
     page_size: int,
     max_running: int,
     spare_rows: int,
+    mixed: float,
     prefix_cache: bool,
     specs: list[Spec],
     ahead: bool,
@@ -114,6 +116,7 @@ def test_random_traffic_gets_what_each_request_alone_would(
         page_size=page_size,
         max_running=max_running,
         max_batch_tokens=max_running + spare_rows,
+        mixed_batch_tokens=max_running + int(mixed * spare_rows),
         prefix_cache=prefix_cache,
         specs=specs,
         ahead=ahead,
@@ -211,6 +214,20 @@ def test_a_long_prompt_is_cut_and_does_not_stop_those_that_decode() -> None:
         assert rows[1] == 1
         chunks.append(rows[2])
     assert chunks == [7, 7, 7, 7, 7, 5, 1]
+
+
+def test_a_step_in_which_somebody_decodes_is_shorter() -> None:
+    """Prompts alone get whole steps, also those that come after the last output has ended."""
+    driver = make(num_pages=64, max_batch_tokens=16, mixed_batch_tokens=6)
+    driver.add(1, list(range(20)), 3)
+    driver.add(2, list(range(40)), 2)
+    steps = []
+    while driver.live:
+        steps.append({p.request: p.rows for p in driver.step().parts})
+    assert steps == [{1: 16}, {1: 4, 2: 12}, {1: 1, 2: 5}, {1: 1, 2: 5}, {2: 16}, {2: 2}, {2: 1}]
+    driver = make(num_pages=64, max_batch_tokens=16, mixed_batch_tokens=6)
+    driver.add(1, list(range(20)), 3)
+    assert [driver.scheduler.schedule(decodes).rows.count for decodes in (True, False)] == [6, 14], "of another group"
 
 
 def test_equal_prefixes_are_computed_once() -> None:

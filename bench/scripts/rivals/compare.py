@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,11 +88,13 @@ async def load(url: str, model: str, prompts: list[RequestSpec], clients: int) -
 class Comparison:
     """Engines by label, each with its kind and installation, loaded with the points in rounds.
 
-    vocabulary: upper bound of token ids in prompts. deadline: end of the whole run, on time.monotonic.
+    more: more options of engines, by label. vocabulary: upper bound of token ids in prompts. deadline: end of the whole
+    run, on time.monotonic.
     """
 
     engines: dict[str, tuple[str, Installation]]
     options: Options
+    more: Mapping[str, str]
     points: Sequence[Point]
     rounds: int
     vocabulary: int
@@ -138,7 +140,8 @@ class Comparison:
         ready: dict[str, RunningEngine] = {}
         for label in labels:
             kind, installed = self.engines[label]
-            options = replace(self.options, before=before * self.options.memory)
+            more = tuple(self.more.get(label, "").split())
+            options = replace(self.options, before=before * self.options.memory, more=more)
             limit_s = min(self.start_limit_s, self._left_s())
             starting[label] = RunningEngine(KINDS[kind], installed, options, self.out / f"{label}.log", limit_s)
             stack.callback(starting[label].end)
@@ -189,7 +192,7 @@ class Comparison:
             raise OutOfTime from None
 
 
-PLACES = {"python", "path", "model", "write_to", "caches", "out"}
+PLACES = {"python", "path", "model", "write_to", "caches", "out", "labels"}
 """Arguments that only this machine has; they are not written down."""
 
 
@@ -198,6 +201,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", default=["weft", "vllm"], choices=list(KINDS))
     parser.add_argument("--python", nargs="*", default=[], metavar="ENGINE=PYTHON", help="defaults to this one")
     parser.add_argument("--path", nargs="*", default=[], metavar="ENGINE=PYTHONPATH", help="defaults to this process's")
+    parser.add_argument(
+        "--more", nargs="*", default=[], metavar="LABEL=OPTIONS", help='such as weft-2="--mixed-batch-tokens 2048"'
+    )
     parser.add_argument("--model", type=Path, help="directory with a checkpoint; defaults to a new one in --write-to")
     parser.add_argument("--write-to", type=Path, default=Path("/dev/shm/weft-rivals"), help="reused if it exists")
     parser.add_argument("--preset", default="qwen3-30b-a3b", help="shape of the new checkpoint")
@@ -231,10 +237,13 @@ def arguments() -> argparse.Namespace:
     if args.dry_run:
         dry = {"engines": ["weft", "weft"], "model": embedded_model_dir(), "device": "cpu", "points": DRY_POINTS}
         vars(args).update(dry, together=True, sequences=16, tokens=256)
-    for name in ("python", "path"):
+    args.labels = [
+        name if args.engines[:at].count(name) == 0 else f"{name}-{at + 1}" for at, name in enumerate(args.engines)
+    ]
+    for name, known in (("python", list(KINDS)), ("path", list(KINDS)), ("more", args.labels)):
         pairs = [text.partition("=")[::2] for text in getattr(args, name)]
-        if wrong := [engine for engine, _ in pairs if engine not in KINDS]:
-            parser.error(f"--{name} takes ENGINE=VALUE, and {wrong[0]!r} is none of {', '.join(KINDS)}")
+        if wrong := [engine for engine, _ in pairs if engine not in known]:
+            parser.error(f"--{name} takes ENGINE=VALUE, and {wrong[0]!r} is none of {', '.join(known)}")
         setattr(args, name, dict(pairs))
     if args.ranks % args.attn_dp:
         parser.error(f"--ranks {args.ranks} is no multiple of --attn-dp {args.attn_dp}")
@@ -259,12 +268,9 @@ def main() -> None:
         if not (model / "model.safetensors.index.json").exists():
             layers = [] if args.num_layers is None else ["--num-layers", str(args.num_layers)]
             print(apart(str(Path(__file__).parent / "checkpoint.py"), str(model), "--preset", args.preset, *layers))
-    labels = [
-        name if args.engines[:at].count(name) == 0 else f"{name}-{at + 1}" for at, name in enumerate(args.engines)
-    ]
     engines = {
         label: (name, Installation(args.python.get(name, sys.executable), args.path.get(name), args.caches / name))
-        for label, name in zip(labels, args.engines, strict=True)
+        for label, name in zip(args.labels, args.engines, strict=True)
     }
     share = args.memory / (len(engines) if args.together else 1)
     own = (None, None) if args.defaults else (args.sequences, args.tokens)
@@ -273,9 +279,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     about = {"host": host, "arguments": {name: str(v) for name, v in vars(args).items() if name not in PLACES}}
     vocabulary = min(json.loads((model / "config.json").read_text())["vocab_size"], MAX_TOKEN)
-    results = Results(args.out, about, labels)
+    results = Results(args.out, about, args.labels)
     limits = args.start_limit_s, deadline
-    compared = Comparison(engines, options, args.points, args.rounds, vocabulary, results, args.out, *limits)
+    run = args.points, args.rounds, vocabulary, results, args.out, *limits
+    compared = Comparison(engines, options, args.more, *run)
     try:
         (compared.together if args.together else compared.one_after_the_other)()
     except OutOfTime:

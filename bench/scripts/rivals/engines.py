@@ -54,6 +54,7 @@ class Options:
         before: share that running engines already have.
         sequences, tokens: maximum at once, and of a step, of a group; None: the engine's default.
         cache_tokens: size of each group's cache; None: what its share of the memory can hold.
+        more: more options, as the engine takes them.
     """
 
     model: Path
@@ -66,6 +67,7 @@ class Options:
     sequences: int | None = None
     tokens: int | None = None
     cache_tokens: int | None = None
+    more: tuple[str, ...] = ()
 
     @property
     def attn_tp(self) -> int:
@@ -217,8 +219,9 @@ class RunningEngine:
     def __init__(self, kind: EngineKind, installed: Installation, options: Options, log: Path, limit_s: float):
         self._kind, self.log = kind, log
         options = replace(options, port=_free_port())
-        self.command = [installed.python, "-P", *kind.command(options)]  # -P: folders here are no modules
-        self.shown = " ".join(kind.command(replace(options, port=0))).replace(str(options.model), "MODEL")
+        self.command = [installed.python, "-P", *kind.command(options), *options.more]  # -P: folders are no modules
+        self.shown = " ".join([*kind.command(replace(options, port=0)), *options.more])
+        self.shown = self.shown.replace(str(options.model), "MODEL")
         self.url = f"http://127.0.0.1:{options.port}"
         caches = str(installed.caches.resolve())
         cores = divide(own_cores(), options.ranks)[1]

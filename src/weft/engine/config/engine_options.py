@@ -186,6 +186,9 @@ class RequestOptions(OptionGroup):
     max_batch_tokens: int | None = None
     """Rows of one step of a DP group; longer prompts are cut into chunks; omitted: 2048, or 8192 on GPUs with 12 GiB or
     more next to the weights."""
+    mixed_batch_tokens: int | None = None
+    """Rows of one step of a DP group while sequences decode; fewer keep the time between their tokens short while
+    others' prompts are read, which then takes longer; omitted: max_batch_tokens."""
     max_running: int | None = None
     """Sequences of a DP group that run at once; omitted: 64, on GPUs up to 1024, by the memory for their cache."""
     max_waiting: int = 1024
@@ -198,15 +201,21 @@ class RequestOptions(OptionGroup):
     """Send a step before the previous step's tokens are back, so that ranks never wait for the controller."""
 
     def check(self) -> None:
-        self._above_zero("max_batch_tokens", "max_running", "max_waiting", "max_choices")
+        self._above_zero("max_batch_tokens", "mixed_batch_tokens", "max_running", "max_waiting", "max_choices")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(
                 f"max_model_len is {self.max_model_len}; it must be 2 or more: a prompt and a completion of one token"
             )
-        if self.batch_tokens < self.batch_sequences:
+        for name, rows in (("max_batch_tokens", self.batch_tokens), ("mixed_batch_tokens", self.mixed_tokens)):
+            if rows < self.batch_sequences:
+                raise ValueError(
+                    f"{name}={rows} is less than max_running={self.max_running}: "
+                    "every running sequence needs a row in each step"
+                )
+        if self.mixed_tokens > self.batch_tokens:
             raise ValueError(
-                f"max_batch_tokens={self.max_batch_tokens} is less than max_running={self.max_running}: "
-                "every running sequence needs a row in each step"
+                f"mixed_batch_tokens={self.mixed_batch_tokens} is more than max_batch_tokens={self.batch_tokens}; "
+                "it limits a part of the steps"
             )
 
     @property
@@ -217,9 +226,14 @@ class RequestOptions(OptionGroup):
         return self.max_batch_tokens
 
     @property
+    def mixed_tokens(self) -> int:
+        """mixed_batch_tokens, or its default."""
+        return self.batch_tokens if self.mixed_batch_tokens is None else self.mixed_batch_tokens
+
+    @property
     def batch_sequences(self) -> int:
         """max_running, or its default."""
-        return min(BATCH_SEQUENCES, self.batch_tokens) if self.max_running is None else self.max_running
+        return min(BATCH_SEQUENCES, self.mixed_tokens) if self.max_running is None else self.max_running
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from weft.engine.output.results import EngineStats, GenerationResult, gather
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.scheduler.draft_rows import make_speculation, note_step
 from weft.engine.scheduler.scheduled import Scheduled
-from weft.engine.scheduler.scheduler import Scheduler, drafts_asked, make_schedulers
+from weft.engine.scheduler.scheduler import Scheduler, drafts_asked, make_schedulers, schedule_all
 from weft.stream.stats import StepStat
 
 T = TypeVar("T")
@@ -381,7 +381,7 @@ class Engine(ProcessBound):
 
     def _step(self) -> None:
         """Send the next step, if there is one, then collect the previous step (without overlap, this step)."""
-        scheduled = [scheduler.schedule() for scheduler in self._schedulers]
+        scheduled = schedule_all(self._schedulers)
         step = Step(self._steps + 1, tuple(s.rows for s in scheduled), *drafts_asked(self._schedulers))
         if rows := sum(step.counts):
             self._steps, self._step_rows = self._steps + 1, self._step_rows + rows

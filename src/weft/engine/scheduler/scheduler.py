@@ -1,6 +1,7 @@
 """One DP group's scheduler, which chooses the rows of the next step.
 
-A step has at most `max_batch_tokens` rows, taken in this order:
+A step has at most `max_batch_tokens` rows, or `mixed_batch_tokens` if a sequence of any DP group decodes in it, in this
+order:
 1. a decode row of each running sequence that decodes: by priority, then oldest first;
 2. prompts of running sequences, in the same order, cut to the rows that are left (chunked prefill: Sarathi-Serve,
    arXiv 2403.02310);
@@ -50,8 +51,9 @@ SCORED_COST = 8
 
 
 class Scheduler:
-    """Owner of one DP group's sequences from `add` to `finish`. max_batch_tokens, max_running: limits of a step;
-    speculation: of all DP groups, None: off.
+    """Owner of one DP group's sequences from `add` to `finish`.
+
+    max_batch_tokens, max_running, mixed_batch_tokens: limits of a step. speculation: of all DP groups; None: off.
 
     Attributes:
         drafts_next: a sequence may draft in the next step, so the tokens of all steps must be known before it.
@@ -61,9 +63,16 @@ class Scheduler:
     drafts_next, draft_count = False, 0
 
     def __init__(
-        self, caches: CacheManager, *, max_batch_tokens: int, max_running: int, speculation: Speculation | None = None
+        self,
+        caches: CacheManager,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+        mixed_batch_tokens: int | None = None,
+        speculation: Speculation | None = None,
     ):
         self.caches, self.max_batch_tokens, self.max_running = caches, max_batch_tokens, max_running
+        self.mixed_batch_tokens = mixed_batch_tokens or max_batch_tokens
         self.speculation = speculation
         # Rows of ranks' drafts behind a sequence's last token.
         self._rows_ahead = speculation.max_drafts if speculation and speculation.source is None else 0
@@ -124,12 +133,14 @@ class Scheduler:
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> Scheduled:
-        """Return the rows of the next step, which count as computed from now on. Earlier steps may still run."""
+    def schedule(self, decodes: bool = False) -> Scheduled:
+        """Return the rows of the next step, which count as computed from now on. Earlier steps may still run. decodes:
+        whether a sequence of another DP group decodes in it."""
         self._steps += 1
         if self._repeats and not (self.waiting and len(self.running) < self.max_running):
             return self._repeat()
-        budget, decoding = self.max_batch_tokens, [s for s in self.running if s.decoding]
+        decoding = [s for s in self.running if s.decoding]
+        budget = self.mixed_batch_tokens if decoding or decodes else self.max_batch_tokens
         if self.speculation is not None:
             propose(decoding, min(budget - len(self.running), self.speculation.step_drafts))
         ahead = self._rows_ahead
@@ -357,10 +368,17 @@ def make_schedulers(
             ),
             max_batch_tokens=config.batch_tokens,
             max_running=config.batch_sequences,
+            mixed_batch_tokens=config.mixed_tokens,
             speculation=drafts,
         )
         for record in records
     ]
+
+
+def schedule_all(schedulers: Seq[Scheduler]) -> list[Scheduled]:
+    """Return the rows of each DP group in the next step."""
+    decodes = any(sequence.decoding for scheduler in schedulers for sequence in scheduler.running)
+    return [scheduler.schedule(decodes) for scheduler in schedulers]
 
 
 def drafts_asked(schedulers: Seq[Scheduler]) -> tuple[int, bool]:

@@ -52,7 +52,7 @@ def choose_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> E
     specs = cached_layers(layers)
     for sequences in SEQUENCES:
         tokens = sequences * SEQUENCE_TOKENS
-        if sequences > config.batch_tokens or (config.kv_tokens is not None and tokens > config.cached_tokens):
+        if sequences > config.mixed_tokens or (config.kv_tokens is not None and tokens > config.cached_tokens):
             continue
         limited = replace(config, max_running=sequences)
         need = CacheNeed(limited, specs, kv_dtype_of(config))

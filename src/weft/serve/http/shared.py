@@ -66,6 +66,7 @@ class Shared:
             | {"lost_places": [{"node": node, "place": place} for node, place in stats.lost_places]},
             "max_running": config.batch_sequences,
             "max_batch_tokens": config.batch_tokens,
+            "mixed_batch_tokens": config.mixed_tokens,
             "kv_tokens": config.cached_tokens,
             "speculative": self._speculative(),
             "ran": [asdict(s) for s in ran],

@@ -15,11 +15,12 @@ import torch
 
 from chaos.hosts_rig import arguments, joined_hosts
 from e2e.here import weft_here
-from engine.test_agents import free_port
+from engine.test_agents import is_given, reserved_ports
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import measurement
+from weft.engine.hosts.addresses import reserve
 from weft.engine.hosts.measurement import run_over_hosts
 from weft.engine.worker.open_transports import cost_model, table_file
 from weft.planner.cost import ETHERNET, costs, host_table
@@ -45,14 +46,16 @@ def node(number: int, port: int, key: Path, **options: Any) -> EngineConfig:
 def test_hosts_are_tuned_and_plans_go_by_the_table(tmp_path: Path) -> None:
     """One rank on each of two hosts, by one size: each kind of exchange between hosts, as many as are announced."""
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
-    port, options = free_port(), [SHM.option, GLOO.option]
+    options = [SHM.option, GLOO.option]
     task = {"options": options, "sizes": SIZES, "tuning": asdict(ShmTuning())}
     elsewhere: list[Any] = []
-    config, work = node(1, port, key), tune_hosts.price
-    other = threading.Thread(target=lambda: elsewhere.extend(run_over_hosts(config, work, dict, print)))
-    other.start()
-    rows = list(run_over_hosts(node(0, port, key), tune_hosts.price, lambda: task, print))
-    other.join()
+    with reserved_ports() as port:
+        over, work = node(0, port, key), tune_hosts.price
+        config = node(1, port, key)
+        other = threading.Thread(target=lambda: elsewhere.extend(run_over_hosts(config, work, dict, print)))
+        other.start()
+        rows = list(run_over_hosts(over, work, lambda: task, print))
+        other.join()
     assert not elsewhere, "node 0 alone reports"
     mesh = tune_hosts.mesh_of(2, 1)
     assert len(rows) == tune_hosts.count(mesh, options, SIZES)
@@ -61,7 +64,7 @@ def test_hosts_are_tuned_and_plans_go_by_the_table(tmp_path: Path) -> None:
     host_table(hosts=2).parent.mkdir(parents=True)
     found = [row | {"bytes": 1000.0, "us": 7.0} for row in rows]
     table = {"local": [[8, 1]], "epilogue": [[8, 1]], "transports": {GLOO.name: found}}
-    over, alone = node(0, port, key), EngineConfig(attn_dp=2, device="cpu")
+    alone = EngineConfig(attn_dp=2, device="cpu")
     assert table_file(over) is None and cost_model(over).name == "cpu"
     host_table(hosts=2).write_text(json.dumps(table))
     assert cost_model(over).of(GLOO.name, 2).collective_us("all_reduce", 2, 1000, hosts=2) == 7.0
@@ -99,7 +102,24 @@ def test_hosts_that_measure_something_else_are_named(monkeypatch: pytest.MonkeyP
         agent = SimpleNamespace(run=lambda: None, task=task, node=1)
         monkeypatch.setattr(measurement, "_MeasurementAgent", lambda config, say, agent=agent: agent)
         with pytest.raises(EngineError, match="start the same command there as on node 1"):
-            list(run_over_hosts(node(1, free_port(), key), tune_hosts.price, dict, print))
+            list(run_over_hosts(node(1, 29600, key), tune_hosts.price, dict, print))
+
+
+def test_no_program_is_given_the_stores_port_from_the_meeting_of_hosts_to_the_end_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def announce(config: EngineConfig, task: dict[str, Any]) -> dict[str, Any]:
+        reserved.close()  # the reservation of the measurement is left
+        return task
+
+    (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
+    with reserved_ports() as port:
+        reserved = reserve(port + 1)
+    config = node(0, port, key)
+    monkeypatch.setattr(measurement, "_announce", announce)
+    monkeypatch.setattr(measurement, "run_ranks", lambda *_: iter([is_given(config.store_port)]))
+    assert list(run_over_hosts(config, tune_hosts.price, dict, print)) == [False]
+    assert is_given(config.store_port)
 
 
 def test_what_is_not_measured_over_hosts_is_refused() -> None:

@@ -9,21 +9,24 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, expected, prompts
 from engine.test_faults import wait_until
+from weft.comm import torchdist
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.startup import resolve_defaults
@@ -34,30 +37,52 @@ from weft.engine.models.config_json.fields import ModelError
 from weft.engine.output.request_output import RequestOutput
 from weft.engine.processes import rank_processes
 from weft.engine.processes.fork_client import ForkServer
+from weft.planner.spec import Mesh
 from weft.serve.cli.host_findings import between_hosts
+from weft.tune.cpu_costs import opening_of
 
 __all__ = ["expected"]
 FORK = multiprocessing.get_context("fork")
+IP_LOCAL_PORT_RANGE = 51  # of linux/in.h
 
 
-def free_port() -> int:
-    """A port that is free, and so is the next one."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
+@contextmanager
+def reserved_ports() -> Iterator[int]:
+    """Reserve a port and the next one, on which a test's processes may listen, and no other program's."""
+    with ExitStack() as stack:
+        while True:
+            port = stack.enter_context(addresses.reserve()).getsockname()[1]
+            second = stack.enter_context(socket.socket())
             with suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
+                second.bind(("", port + 1))  # alone: another test's reservation is an error
+                for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+                    second.setsockopt(socket.SOL_SOCKET, option, 1)
+                break
+        yield port
+
+
+def is_given(port: int) -> bool:
+    """Tell whether a program that listens on any port, or connects from any, gets this one: it may have no other."""
+    for ask in ("bind", "connect"):
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as asking:
+            try:
+                asking.setsockopt(socket.IPPROTO_IP, IP_LOCAL_PORT_RANGE, struct.pack("I", port << 16 | port))
+            except OSError:
+                pytest.skip("a socket's range of ports requires Linux 6.3")
+            with suppress(OSError):
+                asking.bind(("127.0.0.1", 0)) if ask == "bind" else asking.connect(server.getsockname())
+                return True
+    return False
 
 
 @pytest.fixture
-def cluster(model_dir: Path, tmp_path: Path) -> EngineConfig:
+def cluster(model_dir: Path, tmp_path: Path) -> Iterator[EngineConfig]:
     """Two hosts of two ranks, on loopback."""
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
     layout: Any = dict(attn_dp=2, attn_tp=2, ep=2, moe_tp=2, nnodes=2, device="cpu", executor="process")
-    meeting: Any = dict(master_addr="127.0.0.1", master_port=free_port(), cluster_key=key, join_timeout_s=WAIT_S)
-    return resolve_defaults(config(model_dir, **layout, **meeting))
+    with reserved_ports() as port:
+        meeting: Any = dict(master_addr="127.0.0.1", master_port=port, cluster_key=key, join_timeout_s=WAIT_S)
+        yield resolve_defaults(config(model_dir, **layout, **meeting))
 
 
 def serve(config: EngineConfig, said: Path) -> None:
@@ -366,6 +391,30 @@ def test_an_address_that_node_0_cannot_have(cluster: EngineConfig, monkeypatch: 
         Agents(replace(cluster, master_addr="a-host"))
     with pytest.raises(EngineError, match=r"--master-addr a-host is 127\.0\.1\.1 on this host, by its /etc/hosts: no"):
         HostAgent(replace(cluster, master_addr="a-host", node_rank=1), lambda line: None)
+
+
+def test_no_program_is_given_the_stores_port_while_node_0_runs(cluster: EngineConfig, tmp_path: Path) -> None:
+    """Before rank 0 listens on it, and between two of its starts: else the next start would fail."""
+    with reserved_ports() as master:
+        node0 = Agents(replace(cluster, master_port=master))
+    device, port = torch.device("cpu"), master + 1
+    rank0 = opening_of(Mesh(1, 1, 1, 1), 0, tmp_path, device, 1, {}, store=("127.0.0.1", port))
+    for _ in range(2):
+        assert not is_given(port)
+        store = torchdist._store(rank0, "127.0.0.1", port)
+        store.set("key", "value")
+        del store
+    assert not is_given(port)
+    node0.close()
+    assert is_given(port)
+
+
+def test_a_port_of_the_store_on_which_another_program_listens_is_named(cluster: EngineConfig) -> None:
+    with (
+        socket.create_server(("127.0.0.1", cluster.store_port)),
+        pytest.raises(EngineError, match=rf"port {cluster.store_port}, for the ranks' store, is taken .*--master-port"),
+    ):
+        Agents(cluster)
 
 
 def test_interfaces() -> None:

@@ -13,7 +13,7 @@ import pytest
 from support import small_model
 
 from engine.conftest import WAIT_S, byte_tokenizer, greedy_outputs
-from engine.test_agents import agent_thread, free_port
+from engine.test_agents import agent_thread, reserved_ports
 from engine.test_engine import GREEDY, config, prompts
 from planner.meshes import layouts
 from weft.engine.controller.engine import Engine
@@ -65,10 +65,11 @@ def test_greedy_tokens_are_one_hosts(model: Any, tmp_path: Path, mesh: Mesh, for
     directory, expected = model
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
     layout: Any = {name: getattr(mesh, name) for name in ("attn_dp", "attn_tp", "ep", "moe_tp", "dcp")}
-    meeting: Any = dict(master_addr="127.0.0.1", master_port=free_port(), cluster_key=key, join_timeout_s=WAIT_S)
     here = dict(executor="process", device="cpu", nnodes=hosts)
-    cluster = resolve_defaults(config(directory, **here, **layout, **FORMS[form], **meeting))
     with ExitStack() as stack:
+        port = stack.enter_context(reserved_ports())
+        meeting: Any = dict(master_addr="127.0.0.1", master_port=port, cluster_key=key, join_timeout_s=WAIT_S)
+        cluster = resolve_defaults(config(directory, **here, **layout, **FORMS[form], **meeting))
         said = [stack.enter_context(agent_thread(cluster, node)) for node in range(1, hosts)]
         with Engine(cluster) as engine:
             outputs = [result.token_ids for result in engine.generate(prompts(), GREEDY)]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_agents import free_port
+from engine.test_agents import reserved_ports
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.startup import load_tokenizer
 from weft_bench import word_problems
@@ -86,13 +86,15 @@ def test_tokens_are_one_hosts(name: str, asked: dict[str, Any], expected: list[l
     if each > GPUS:
         pytest.skip(f"needs {each} GPUs on each host; this machine has {GPUS}")
     (key := tmp_path / "cluster.key").write_text("a secret of this test\n")
-    meeting = dict(nnodes=2, master_addr="127.0.0.1", master_port=free_port(), cluster_key=str(key), interface="lo")
+    meeting = dict(nnodes=2, master_addr="127.0.0.1", cluster_key=str(key), interface="lo")
     hosts = []
-    for node in (0, 1):
-        gpus = [(node * each + i) % max(GPUS, 1) for i in range(each)]
-        environ = {"NCCL_HOSTID": f"{tmp_path.name}-{node}", "NCCL_SOCKET_IFNAME": "lo"}
-        hosts.append(Host(asked | layout | meeting | dict(node_rank=node), gpus, tmp_path / f"node-{node}", **environ))
-    found = result(hosts)
+    with reserved_ports() as port:
+        for node in (0, 1):
+            gpus = [(node * each + i) % max(GPUS, 1) for i in range(each)]
+            environ = {"NCCL_HOSTID": f"{tmp_path.name}-{node}", "NCCL_SOCKET_IFNAME": "lo"}
+            options = asked | layout | meeting | dict(node_rank=node, master_port=port)
+            hosts.append(Host(options, gpus, tmp_path / f"node-{node}", **environ))
+        found = result(hosts)
     assert found["tokens"] == expected and not found["failures"]
     by = {transport for transport in ("peer", "torchdist/nccl") if any(transport in step for step in found["steps"])}
     assert by == ({"torchdist/nccl"} if each == 1 else {"peer", "torchdist/nccl"}), found["steps"]

@@ -1,4 +1,4 @@
-"""Addresses and interfaces of hosts: by default the ones on the route to node 0."""
+"""Addresses, interfaces and ports of hosts: by default the ones on the route to node 0."""
 
 from __future__ import annotations
 
@@ -78,6 +78,37 @@ def check_interface(name: str) -> None:
     if name not in (known := interfaces()):
         listed = ", ".join(f"{other} ({', '.join(addresses)})" for other, addresses in known.items() if addresses)
         raise EngineError(f"this host has no interface {name}; it has {listed}")
+
+
+def reserve(port: int = 0) -> socket.socket:
+    """Return a socket that keeps a port, by default a free one, for a server that listens on it later. Raises OSError.
+
+    Until it is closed, Linux gives the port to no program that asks for any port or connects from any. A server that
+    sets SO_REUSEADDR or SO_REUSEPORT, as servers do, may listen on it, end, and listen again.
+    """
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    kept = socket.socket(family, socket.SOCK_STREAM)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        kept.setsockopt(socket.SOL_SOCKET, option, 1)
+    try:
+        kept.bind(("", port))
+    except OSError:
+        kept.close()
+        raise
+    return kept
+
+
+def reserve_store(config: EngineConfig) -> socket.socket:
+    """Reserve the port of the ranks' store, on which rank 0 listens later. Raises EngineError."""
+    # Why not listen on it here, and give TCPStore the socket as master_listen_fd? It would pass through the fork server
+    # into each start of rank 0, and connections would wait in it while no rank 0 runs.
+    try:
+        return reserve(config.store_port)
+    except OSError as error:
+        raise EngineError(
+            f"port {config.store_port}, for the ranks' store, is taken ({error.strerror}); choose another with "
+            "--master-port, the same on every host"
+        ) from error
 
 
 def route_to_node_0(config: EngineConfig) -> tuple[str, str]:

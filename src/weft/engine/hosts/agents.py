@@ -41,6 +41,8 @@ class Agent:
 class Agents:
     """Agents of nodes 1 to nnodes - 1, on a socket bound to `master_addr` and `master_port`.
 
+    The next port, of the ranks' store, stays reserved until `close`.
+
     config: the nodes that run ranks, which may become fewer. Methods raise EngineError in one line.
     """
 
@@ -62,6 +64,7 @@ class Agents:
         self._lost: tuple[str, tuple[int, ...]] | None = None
         self._ended: list[messages.Ended] = []
         self._number = 0
+        self._reserved = addresses.reserve_store(config)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = secured.authenticator(self._context, key)
         self.socket = secured.listening(self._context, key)
@@ -188,6 +191,7 @@ class Agents:
         self.socket.close()
         self._authenticator.stop()
         self._context.term()
+        self._reserved.close()
 
     def _send(self, agent: Agent, message: bytes) -> None:
         self.socket.send_multipart([agent.identity, message])

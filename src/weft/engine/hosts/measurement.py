@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ def run_over_hosts(
     assert config.master_addr is not None
     _, interface = addresses.route_to_node_0(config)
     node = config.node_rank or 0
-    task = _announce(config, {"work": name, **describe()}) if node == 0 else _await_task(config, name, say)
-    host = HostContext(config.mesh, interface, (config.master_addr, config.store_port), config.plugins, config.model)
-    ranks = [r for r in range(config.mesh.world) if config.mesh.host_of(r) == node]
-    yield from run_ranks(ranks, _rank, work, host, task)
+    with addresses.reserve_store(config) if node == 0 else nullcontext():
+        task = _announce(config, {"work": name, **describe()}) if node == 0 else _await_task(config, name, say)
+        store = config.master_addr, config.store_port
+        host = HostContext(config.mesh, interface, store, config.plugins, config.model)
+        ranks = [r for r in range(config.mesh.world) if config.mesh.host_of(r) == node]
+        yield from run_ranks(ranks, _rank, work, host, task)
 
 
 def _announce(config: EngineConfig, task: dict[str, Any]) -> dict[str, Any]:

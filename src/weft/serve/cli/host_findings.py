@@ -32,14 +32,8 @@ def between_hosts(config: EngineConfig) -> Iterator[Finding]:
 
 
 def _check_as_node_0(config: EngineConfig) -> Iterator[Finding]:
-    store = config.store_port
-    try:
-        opened = socket.create_server(("", store))
-    except OSError as error:
-        yield Finding("bad", f"port {store} cannot be listened on ({error.strerror})", "choose another --master-port")
-        return
-    with opened:
-        agents = Agents(config)
+    store, agents = config.store_port, Agents(config)
+    with socket.create_server(("", store)) as opened:
         yield Finding("ok", f"listening on {agents.where} and the next port; waiting for the other hosts")
         deadline, known = time.monotonic() + config.join_timeout_s, set[int]()
         while missing := set(agents.missing) - agents.refused.keys():

@@ -41,6 +41,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from weft.engine.hosts.addresses import reserve
+
 HERE = Path(__file__).resolve()
 ARMS = ("without", "with")
 TURNS = ("without", "with", "with", "without")
@@ -166,7 +168,10 @@ class Engine:
     def __post_init__(self) -> None:
         case, work = CASES[self.case], self.folder / self.case
         write_config(case.preset, work, self.options)
-        port = str(free_port())
+        # vLLM listens on this port long after its start. SGLang listens on later ones, which it derives from it and
+        # which nobody can keep for it: it tries others if they are taken, but for DP ranks.
+        self.reserved = reserve()
+        port = str(self.reserved.getsockname()[1])
         name = "weft" if self.arm == "with" else "none"
         environment = os.environ | NO_MULTICAST | {"VLLM_PLUGINS": name, "SGLANG_PLUGINS": name}
         environment |= {
@@ -236,12 +241,7 @@ class Engine:
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)
             rank.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+        self.reserved.close()
 
 
 def write_config(preset: str, folder: Path, options: argparse.Namespace) -> None:

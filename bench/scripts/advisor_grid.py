@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from weft.comm.cores import own_cores
 from weft.engine.advise.candidates import Arrival, ClientLoad, measured_servers
 from weft.engine.advise.measured_load import run_load, started_servers
 from weft.engine.assets import preset_names
+from weft.engine.hosts.addresses import reserve
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse, stop_on_sigterm
 from weft.tune.host import describe_host
@@ -139,9 +139,7 @@ def serving(commands: Sequence[str]) -> Iterator[list[str]]:
         urls = []
         for command in commands:
             arguments = shlex.split(command)[1:]
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+            port = stack.enter_context(reserve()).getsockname()[1]
             if "--port" in arguments:
                 arguments = arguments[: arguments.index("--port")]
             log = stack.enter_context(tempfile.TemporaryFile())

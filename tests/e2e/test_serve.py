@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from chaos.server_process import ServerProcess, children, forker_of
-from weft.serve.http.sockets import bind
+from weft.engine.hosts.addresses import reserve
 
 KEY = "a key that no command line shows"
 
@@ -136,8 +136,8 @@ def test_api_processes_go_with_their_server(tmp_path: Path, number: signal.Signa
 @contextmanager
 def started(stderr: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[..., tuple[int, bytes]]]]:
     """The command as a shell starts it, from its first moment, and what asks it."""
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    reserved = reserve()
+    port = reserved.getsockname()[1]
     command = [Path(sys.executable).with_name("weft"), "serve", "--port", str(port), *options]
     process = subprocess.Popen(command, stderr=stderr)
 
@@ -155,6 +155,7 @@ def started(stderr: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes
     finally:
         process.kill()
         process.wait()
+        reserved.close()
 
 
 @pytest.mark.nightly

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from chaos.__main__ import main as chaos
 from e2e.here import weft_here
+from weft.engine.hosts.addresses import reserve
 from weft.serve.cli.command import EngineArguments
 from weft.serve.cli.several_hosts import first_host, with_launcher
 
@@ -40,13 +40,13 @@ def test_launchers_fill_in_what_is_left_out(environ: dict[str, str], capsys: pyt
 @pytest.mark.nightly
 def test_what_torchrun_sets() -> None:
     """Two hosts of torchrun itself, each with one process, which says what it understands."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     say = "import os; from weft.serve.cli.several_hosts import launcher; print(launcher(os.environ))"
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--no-python", sys.executable, "-c", say]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = sorted(process.communicate(timeout=300)[0].strip() for process in both)
+    with reserve() as reserved:
+        endpoint = f"127.0.0.1:{reserved.getsockname()[1]}"
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--no-python", sys.executable, "-c", say]
+        both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+        said = sorted(process.communicate(timeout=300)[0].strip() for process in both)
     for node, text in enumerate(said):
         assert re.fullmatch(rf"Launcher\(name='torchrun', nnodes=2, node={node}, master='[^']+'\)", text), text
 

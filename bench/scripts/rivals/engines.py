@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -22,6 +21,7 @@ from bundle import NO_MULTICAST
 from weft.comm.cores import own_cores
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.cpu_shares import divide
+from weft.engine.hosts.addresses import reserve
 from weft.engine.kv.cache import token_bytes
 from weft.engine.models.load import build_model
 from weft.engine.models.registry import load_config
@@ -218,7 +218,8 @@ class RunningEngine:
 
     def __init__(self, kind: EngineKind, installed: Installation, options: Options, log: Path, limit_s: float):
         self._kind, self.log = kind, log
-        options = replace(options, port=_free_port())
+        self._reserved = reserve()
+        options = replace(options, port=self._reserved.getsockname()[1])
         self.command = [installed.python, "-P", *kind.command(options), *options.more]  # -P: folders are no modules
         self.shown = " ".join([*kind.command(replace(options, port=0)), *options.more])
         self.shown = self.shown.replace(str(options.model), "MODEL")
@@ -277,10 +278,4 @@ class RunningEngine:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+        self._reserved.close()

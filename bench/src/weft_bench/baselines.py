@@ -90,6 +90,7 @@ class DeepSpeed:
     name = "deepspeed"
 
     def __init__(self, world: int, rank: int, directory: Path, barrier: Callable[[], None]):
+        # Nobody listens on this port: DeepSpeed only names its segments by it.
         port = str(20000 + sum(str(directory).encode()) * 7919 % 20000)
         os.environ |= {"LOCAL_SIZE": str(world), "WORLD_SIZE": str(world)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import IO, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from weft.engine.hosts.addresses import reserve
 from weft.planner.show import columns, size_text
 from weft.serve.cli.command import UserError, stop_on_sigterm
 
@@ -66,13 +66,10 @@ class Command:
             raise UserError(f"questions is {self.questions}; it must be 1 or more")
         if self.model == "smollm2" and self.dcp > 1:
             raise UserError("--dcp 2 is of the embedded model; drop it or --model smollm2")
-        with tempfile.TemporaryFile() as log:  # log of the server, shown only after a failure
-            return self._run(Console(highlight=False), log)
+        with reserve() as reserved, tempfile.TemporaryFile() as log:  # of the server, shown only after a failure
+            return self._run(Console(highlight=False), reserved.getsockname()[1], log)
 
-    def _run(self, console: Console, log: IO[bytes]) -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def _run(self, console: Console, port: int, log: IO[bytes]) -> int:
         layout = "--attn-dp 2 --attn-tp 2 --ep 2 --moe-tp 2"
         if self.dcp > 1:
             layout = f"--attn-tp 8 --dcp {self.dcp} --ep 2 --moe-tp 4"

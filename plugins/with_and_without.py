@@ -53,6 +53,8 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 CARRIED = re.compile(rb"weft-\w+ carries group ([^\s,]+)")
+REPLY = "with_and_without: a reply follows"
+"""Line in a rank's log before each of its replies."""
 TINY = {"num_hidden_layers": 3, "hidden_size": 512, "moe_intermediate_size": 128, "num_experts": 8, "vocab_size": 4096}
 """Fields of config.json that are smaller in the model for comparing tokens."""
 
@@ -155,7 +157,8 @@ def measured(engines: dict[str, list[Engine]], options: argparse.Namespace) -> I
 @dataclass
 class Engine:
     """Engine of a case. vLLM has a process for each DP rank. A line from a process says that it started, or what it
-    measured; a line to it starts its turn. groups: those that the plug-in carries, by the log."""
+    measured; a line to it starts its turn. groups: those that the plug-in carries, by the logs. replies_in_logs: of
+    each rank, the replies that its log has come to."""
 
     case: str
     arm: str
@@ -164,6 +167,7 @@ class Engine:
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     channels: list[socket.socket] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
+    replies_in_logs: list[threading.Semaphore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         case, work = CASES[self.case], self.folder / self.case
@@ -200,22 +204,28 @@ class Engine:
                         stderr=subprocess.STDOUT,
                     )
                 )
-            threading.Thread(target=self._pass_on, args=[self.ranks[-1].stdout], daemon=True).start()
+            self.replies_in_logs.append(replies := threading.Semaphore(0))
+            threading.Thread(target=self._pass_on, args=[self.ranks[-1].stdout, replies], daemon=True).start()
             self.channels.append(ours)
 
-    def _pass_on(self, log: IO[bytes]) -> None:
-        """Write the log to stderr as it comes, and note the groups that it names."""
+    def _pass_on(self, log: IO[bytes], replies: threading.Semaphore) -> None:
+        """Write the log to stderr as it comes, and note the groups that it names and the replies."""
         last = b""
         while part := os.read(log.fileno(), 1 << 16):
             sys.stderr.buffer.write(part)
             sys.stderr.buffer.flush()
             *lines, last = (last + part).split(b"\n")
             self.groups |= {name.decode() for line in lines for name in CARRIED.findall(line)}
+            for _ in range(lines.count(REPLY.encode())):
+                replies.release()
 
     def reply(self, seconds: float) -> list[dict[str, Any]]:
-        """Return a line of each rank. Raises RuntimeError if one ends, or sends none for `seconds`."""
+        """Return a line of each rank, once `groups` has all that precedes it in the rank's log.
+
+        Raises RuntimeError if one ends, or sends none for `seconds`, or if the log has none by then.
+        """
         replies = []
-        for channel in self.channels:
+        for channel, in_log in zip(self.channels, self.replies_in_logs, strict=True):
             channel.settimeout(max(0.1, seconds))
             try:
                 line = channel.makefile().readline()
@@ -223,6 +233,9 @@ class Engine:
                 line = ""
             if not line:
                 raise RuntimeError(f"the engine {self.arm} the plug-in ended, or sent nothing for {seconds:.0f} s")
+            if not in_log.acquire(timeout=max(0.1, seconds)):
+                missing = f"the line {REPLY!r} is missing in its log after {seconds:.0f} s"
+                raise RuntimeError(f"the engine {self.arm} the plug-in sent a reply, but {missing}")
             replies.append(json.loads(line))
         return replies
 
@@ -298,9 +311,13 @@ def run_rank(options: argparse.Namespace) -> None:
                 result["logprobs"].append(logprobs)
         return result
 
-    channel.sendall(b"{}\n")
+    def reply(found: dict[str, Any]) -> None:
+        print(f"\n{REPLY}", flush=True)  # on a line of its own, after what other processes have left there
+        channel.sendall(json.dumps(found).encode() + b"\n")
+
+    reply({})
     for _ in channel.makefile():
-        channel.sendall(json.dumps(measure()).encode() + b"\n")
+        reply(measure())
 
 
 def busy_ms(folder: Path) -> float:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
+import threading
 import tomllib
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -128,6 +131,25 @@ def test_a_plug_in_that_carries_nothing_is_no_comparison(
     ]
     [(_, found)] = script.measured({"tp": pair}, SimpleNamespace(start_s=1.0, what="tokens"))
     assert found["passed"] == passed and found["equal"] == 1 and ("error" in found) != passed
+
+
+def test_a_reply_waits_for_the_groups_that_precede_it_in_the_log(script: Any) -> None:
+    ours, theirs = socket.socketpair()
+    log, written = map(open, os.pipe(), ("rb", "wb"))
+    engine = object.__new__(script.Engine)  # without a process
+    engine.arm, engine.channels, engine.groups = "with", [ours], set()
+    engine.replies_in_logs = [replies := threading.Semaphore(0)]
+    with ours, theirs, log:
+        theirs.sendall(b"{}\n")
+        with pytest.raises(RuntimeError, match=f"sent a reply, but the line '{script.REPLY}' is missing in its log"):
+            engine.reply(0.1)
+        theirs.sendall(b"{}\n")
+        with written:
+            written.write(f"INFO weft-vllm carries group tp:0, calls\nhalf a line\n{script.REPLY}\n".encode())
+        reader = threading.Thread(target=engine._pass_on, args=[log, replies])
+        reader.start()
+        assert engine.reply(60) == [{}] and engine.groups == {"tp:0"}
+        reader.join()
 
 
 def test_tokens_that_differ_end_with_an_error(script: Any) -> None:

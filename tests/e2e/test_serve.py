@@ -133,6 +133,24 @@ def test_api_processes_go_with_their_server(tmp_path: Path, number: signal.Signa
             server.get("/health")
 
 
+@pytest.mark.parametrize("api_servers", [pytest.param("1", marks=pytest.mark.nightly), "2"])
+def test_a_signal_for_all_processes_is_one_for_the_server(tmp_path: Path, api_servers: str) -> None:
+    """Each other process gets signals of both kinds before the server gets one, as systemd may send them."""
+    with serving(tmp_path, "--drain-s", "1000", "--api-servers", api_servers) as server:
+        others = {*children(server.pid), *server.ranks().values()}
+        assert others > {*api_processes(server), *server.ranks().values()}
+        with streaming(server, n=2) as output:
+            for pid in others:
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGINT)
+            server.process.send_signal(signal.SIGTERM)
+            said = [line for line in output.read().splitlines() if line]
+        assert said[-1] == b"data: [DONE]" and b"error" not in said[-2]
+        assert sum(b'"finish_reason":"length"' in line for line in said) == 2
+        assert server.process.wait(60) == 0
+        assert not any(server.left_behind().values())
+
+
 @contextmanager
 def started(stderr: Any, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Callable[..., tuple[int, bytes]]]]:
     """The command as a shell starts it, from its first moment, and what asks it."""

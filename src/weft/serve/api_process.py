@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,10 @@ class ApiServer(run.Server):
         self.config.backlog = 1
         self._engine = engine
 
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]  # not a generator's
+        """Leave signals ignored."""
+        return nullcontext()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.serve(asyncio.get_running_loop(), self.stop)
         await super().startup(sockets)
@@ -40,6 +46,8 @@ class ApiServer(run.Server):
 
 def main(path: str, number: str, descriptor: str) -> int:
     """Serve until the engine's process says so, and return the exit code."""
+    for each in (signal.SIGTERM, signal.SIGINT):  # a unit's processes all get it: the engine's passes it on
+        signal.signal(each, signal.SIG_IGN)
     process = int(number)
     connection = RankSocket(Path(path), process)
 

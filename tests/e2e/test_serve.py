@@ -147,6 +147,7 @@ def test_a_signal_for_all_processes_is_one_for_the_server(tmp_path: Path, api_se
             said = [line for line in output.read().splitlines() if line]
         assert said[-1] == b"data: [DONE]" and b"error" not in said[-2]
         assert sum(b'"finish_reason":"length"' in line for line in said) == 2
+        assert "was killed by signal" not in server.log.read_text()
         assert server.process.wait(60) == 0
         assert not any(server.left_behind().values())
 

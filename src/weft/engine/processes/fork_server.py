@@ -40,6 +40,8 @@ from weft.engine.worker import rank
 def main(root: Path, controller: int) -> None:
     """Fork ranks until standard input or the controller ends."""
     name_thread("weft-forks")
+    for number in (signal.SIGTERM, signal.SIGINT):  # ranks end with the controller, also if a whole unit is to end
+        signal.signal(number, signal.SIG_IGN)
     children: dict[int, int] = {}  # pidfd → pid
     pending = b""
     _say({"ready": True})

@@ -93,6 +93,7 @@ def test_node_0_ends_once_its_agents_have_left(
     heard, decode = list[FromAgent](), agents.messages.decode_from_agent
     monkeypatch.setattr(agents.messages, "decode_from_agent", lambda frame: heard.append(decode(frame)) or heard[-1])
     member.say(*[Alive()] * 50)
+    member.socket.send_multipart([b"no", b"message"])
     ending = threading.Thread(target=node0.close)
     ending.start()
     assert isinstance(member.hears(), Leave)

@@ -183,8 +183,8 @@ class Agents:
         # A TCP socket that is closed with unread data resets its connection, and the agent loses the request.
         waiting, deadline = {agent.identity for agent in self._agents.values()}, time.monotonic() + LEAVE_S
         while waiting and self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-            identity, frame = self.socket.recv_multipart()
-            with suppress(ValueError, msgspec.DecodeError):  # of another version
+            with suppress(ValueError, msgspec.DecodeError):  # no message, or of another version
+                identity, frame = self.socket.recv_multipart()
                 if isinstance(messages.decode_from_agent(frame), messages.Left):
                     waiting.discard(identity)
         self._agents.clear()

@@ -67,8 +67,8 @@ def weft(name: str, *arguments: str) -> Command:
 
 
 def reproduce(name: str, layers: int, *options: str) -> Command:
-    """Return the measurement of a pull request, with a model's first layers, one round."""
-    figures = ("--num-layers", str(layers), "--rounds", "1", "--json", f"{{out}}/{name}.jsonl")
+    """Return the measurement of a pull request, with a model's first layers, one round, engines started at once."""
+    figures = ("--num-layers", str(layers), "--at-once", "--rounds", "1", "--json", f"{{out}}/{name}.jsonl")
     return weft(name, "reproduce", name, *figures, *options)
 
 
@@ -201,8 +201,8 @@ PARTS = {
     **{
         f"reproduce-{name}": Part(f"pull request {name} on four GPUs", 4, (reproduce(name, layers, *options),))
         for name, layers, *options in (
-            ("mixed", 16),
-            ("reduce-scatterv", 12),
+            ("mixed", 12),
+            ("reduce-scatterv", 6),
             ("deferred", 16),
             ("dcp", 3, "--variants", "triton:"),
         )

@@ -51,22 +51,12 @@ class OutputPart:
         return "".join(self.pieces)
 
 
-class PartOpened(msgspec.Struct):
+class PartEvent(msgspec.Struct):  # a NamedTuple takes four times as long to make, for each token
+    """Event of a part: it opens, grows by a text, or closes."""
+
+    kind: Literal["opens", "grows", "closes"]
     part: OutputPart
-
-
-class Delta(msgspec.Struct):  # a NamedTuple takes four times as long to make, for each token
-    """Additional text of the open part."""
-
-    part: OutputPart
-    text: str
-
-
-class PartClosed(msgspec.Struct):
-    part: OutputPart
-
-
-PartEvent = PartOpened | Delta | PartClosed
+    text: str = ""
 
 
 class ParsedOutput:
@@ -138,25 +128,21 @@ class ParsedOutput:
         number = sum(part.kind == kind for part in self.parts)
         closed, self._open = self.closed(), OutputPart(kind, len(self.parts), number, call)
         self.parts.append(self._open)
-        return [*closed, PartOpened(self._open)]
+        return [*closed, PartEvent("opens", self._open)]
 
     def _more(self, kind: PartKind, text: str) -> list[PartEvent]:
         """Add text to the open part, or to a new one if the kind differs."""
         if not text:
             return []
-        part = self._open
-        events: list[PartEvent] = []
-        if part is None or part.kind != kind:
-            events = self.opened(kind)
-            part = self.parts[-1]
+        events = [] if self._open and self._open.kind == kind else self.opened(kind)
+        part = self.parts[-1]
         part.pieces.append(text)
-        events.append(Delta(part, text))
-        return events
+        return [*events, PartEvent("grows", part, text)]
 
     def closed(self) -> list[PartEvent]:
         """Close the open part and return the events."""
         part, self._open = self._open, None
-        return [PartClosed(part)] if part else []
+        return [PartEvent("closes", part)] if part else []
 
 
 class Reply(ABC):

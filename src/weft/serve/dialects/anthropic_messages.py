@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from weft.engine.messages.request import Output
 from weft.serve.chat.chats import ChatRequest, Effort, TextPart, chat_of, only_text, text_of, thinking
-from weft.serve.chat.parsed_output import Delta, OutputPart, PartClosed, PartEvent, PartKind, PartOpened, Reply
+from weft.serve.chat.parsed_output import OutputPart, PartEvent, PartKind, Reply
 from weft.serve.chat.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Metadata, OutputRequest, Text, Texts, limited_to
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.dialects.items import ChatMessages
@@ -264,13 +264,13 @@ class MessageReply(Reply):
             unended: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             yield typed_event("message_start", message=self._body() | unended)
         for event in events:
-            _, kind, field = BLOCKS[event.part.kind]
-            match event:
-                case PartOpened(part):
+            part, (_, kind, field) = event.part, BLOCKS[event.part.kind]
+            match event.kind:
+                case "opens":
                     yield typed_event("content_block_start", index=part.at, content_block=_block(part, ""))
-                case Delta(part, text):
-                    yield typed_event("content_block_delta", index=part.at, delta={"type": kind, field: text})
-                case PartClosed(part):
+                case "grows":
+                    yield typed_event("content_block_delta", index=part.at, delta={"type": kind, field: event.text})
+                case "closes":
                     yield typed_event("content_block_stop", index=part.at)
 
     def end(self) -> list[bytes]:

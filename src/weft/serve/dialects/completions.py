@@ -15,7 +15,7 @@ from fastapi.responses import Response
 
 from weft.engine.messages.request import Output, SamplingParams, TokenLogprob
 from weft.serve.chat.chats import ChatRequest
-from weft.serve.chat.parsed_output import Delta, ParsedOutput, PartEvent, PartKind, PartOpened, Reply
+from weft.serve.chat.parsed_output import ParsedOutput, PartEvent, PartKind, Reply
 from weft.serve.chat.protocol import CommonRequest, CompletionRequest, StreamOptions
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.http.bodies import JsonRoute, work_on
@@ -250,14 +250,14 @@ def _delta(events: Sequence[PartEvent]) -> dict[str, Any]:
     delta: dict[str, Any] = {"content": "", "reasoning_content": "", "reasoning": "", "tool_calls": []}
     calls: list[dict[str, Any]] = delta["tool_calls"]
     for part_event in events:
-        part = part_event.part
-        if isinstance(part_event, Delta) and part.call is None:
+        part, text = part_event.part, part_event.text
+        if part.call is None:
             for name in TEXT_FIELDS[part.kind]:
-                delta[name] += part_event.text
-        elif isinstance(part_event, Delta):
+                delta[name] += text
+        elif part_event.kind == "opens":
+            calls.append({"index": part.number} | part.call.plain())
+        elif text:
             if not calls:  # it continues a call of an earlier increment
                 calls.append({"index": part.number, "function": {"arguments": ""}})
-            calls[-1]["function"]["arguments"] += part_event.text
-        elif isinstance(part_event, PartOpened) and part.call is not None:
-            calls.append({"index": part.number} | part.call.plain())
+            calls[-1]["function"]["arguments"] += text
     return {name: value for name, value in delta.items() if value}

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from weft.engine.messages.request import Output
 from weft.serve.chat.chats import ChatRequest, chat_of
-from weft.serve.chat.parsed_output import Delta, OutputPart, PartClosed, PartEvent, PartKind, PartOpened, Reply
+from weft.serve.chat.parsed_output import OutputPart, PartEvent, PartKind, Reply
 from weft.serve.chat.protocol import (
     HARMLESS,
     MAX_ITEMS,
@@ -216,15 +216,15 @@ class ResponseReply(Reply):
             place = {"item_id": f"{prefix}_{part.id}", "output_index": part.at}
             place |= {} if part.call else {"content_index": 0}
             logprobs: dict[str, Any] = {"logprobs": []} if part.kind == "text" else {}
-            match event:
-                case PartOpened():
+            match event.kind:
+                case "opens":
                     item = _item(part, closed=False)
                     yield self._event("response.output_item.added", output_index=part.at, item=item)
                     if not part.call:
                         yield self._event("response.content_part.added", **place, part=_content(part, ""))
-                case Delta(_, text):
-                    yield self._event(f"response.{name}.delta", **place, delta=text, **logprobs)
-                case PartClosed():
+                case "grows":
+                    yield self._event(f"response.{name}.delta", **place, delta=event.text, **logprobs)
+                case "closes":
                     if part.call:
                         yield self._event(f"response.{name}.done", **place, arguments=part.text, name=part.call.name)
                     else:

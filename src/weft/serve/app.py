@@ -20,7 +20,7 @@ from weft.serve.dialects import anthropic_messages, completions, extras, respons
 from weft.serve.http import errors
 from weft.serve.http.bodies import LARGE_AT_ONCE, SLOW_AT_ONCE
 from weft.serve.http.engine_client import EngineClient
-from weft.serve.http.errors import ApiError
+from weft.serve.http.errors import ApiError, bad_field
 from weft.serve.http.guard import Guard
 from weft.serve.http.options import Options
 
@@ -129,7 +129,7 @@ def _step_routes(service: Service) -> APIRouter:
     @made.get("/weft/plan")
     async def plan(tokens: int = 1) -> Response:
         if not 0 <= tokens <= MAX_PLANNED:
-            raise ApiError(400, f"tokens is {tokens}; it must be between 0 and {MAX_PLANNED}", param="tokens")
+            raise bad_field("tokens", f" is {tokens}; it must be between 0 and {MAX_PLANNED}")
         return PlainTextResponse(await shared.ask("plan", tokens))
 
     @made.get("/weft/report")
@@ -141,8 +141,7 @@ def _step_routes(service: Service) -> APIRouter:
         if service.options.profile_dir is None:
             raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
         if not MIN_STEPS <= steps <= MAX_WATCHED:
-            limits = f"between {MIN_STEPS} and {MAX_WATCHED}"
-            raise ApiError(400, f"steps is {steps}; it must be {limits}", param="steps")
+            raise bad_field("steps", f" is {steps}; it must be between {MIN_STEPS} and {MAX_WATCHED}")
         return await shared.ask("profile", steps)
 
     return made

@@ -15,7 +15,7 @@ from weft.serve.chat.protocol import MAX_ITEMS, MAX_NAMED, CommonRequest, Text, 
 from weft.serve.chat.templates import Templates
 from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
 from weft.serve.http.bodies import Body
-from weft.serve.http.errors import ApiError, Names, client_names, field_errors
+from weft.serve.http.errors import ApiError, Names, bad_field, client_names, field_errors
 
 OUR_ARGUMENTS = {"conversation", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "chat_template"}
 OUR_ARGUMENTS |= {"continue_final_message"}
@@ -103,9 +103,8 @@ def _call(call: ToolCall, place: str) -> dict[str, Any]:
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}")
     except (msgspec.DecodeError, RecursionError) as error:
-        param = f"{place}.function.arguments"
-        message = f"{param}: the arguments of a call of {call.function.name} are not JSON: {error}"
-        raise ApiError(400, message, param=param) from error
+        rest = f": the arguments of a call of {call.function.name} are not JSON: {error}"
+        raise bad_field(f"{place}.function.arguments", rest) from error
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -240,19 +239,14 @@ class ChatRequest(CommonRequest):
     def refuse_unsupported(self, place: str = "") -> None:
         super().refuse_unsupported(place)
         if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-        if (
-            self.continue_final_message
-            and "add_generation_prompt" in self.model_fields_set
-            and self.add_generation_prompt
-        ):
-            message = "continue_final_message and add_generation_prompt exclude each other; leave one out"
-            raise ApiError(400, message, param="continue_final_message")
+            raise bad_field("top_logprobs", " needs logprobs to be true")
+        both = self.continue_final_message and self.add_generation_prompt
+        if both and "add_generation_prompt" in self.model_fields_set:
+            raise bad_field("continue_final_message", " and add_generation_prompt exclude each other; leave one out")
         if reserved := OUR_ARGUMENTS & set(self.chat_template_kwargs):
-            message = f"chat_template_kwargs cannot set {sorted(reserved)[0]}"
-            raise ApiError(400, message, param="chat_template_kwargs")
+            raise bad_field("chat_template_kwargs", f" cannot set {min(reserved)}")
         if self.must_call and not self.tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+            raise bad_field("tool_choice", " needs tools")
         if unknown := (self.allowed or set()) - {tool.function.name for tool in self.tools}:
             raise _not_a_tool(min(unknown))
 
@@ -290,8 +284,8 @@ class ChatRequest(CommonRequest):
             return form.grammar(functions, several, named, among_text=among_text, any_whitespace=any_whitespace)
         except ValueError as error:
             at = next((at for at, tool in enumerate(self.tools) if tool.function.strict), 0)
-            message = f"tools.{at}.function.strict is not supported with this tokenizer: {error}; leave it out"
-            raise ApiError(400, message, param=f"tools.{at}.function.strict") from error
+            rest = f" is not supported with this tokenizer: {error}; leave it out"
+            raise bad_field(f"tools.{at}.function.strict", rest) from error
 
     def template(self, tokenizer: Any) -> str:
         """Return the request's chat template or the model's; empty if neither exists."""
@@ -328,8 +322,8 @@ class ChatRequest(CommonRequest):
             return {}
         if form is not None and form.channels:
             if self.reasoning_effort == "none":
-                message = "reasoning_effort is 'none', but this model always thinks; use low, medium or high"
-                raise ApiError(400, message, param="reasoning_effort")
+                rest = " is 'none', but this model always thinks; use low, medium or high"
+                raise bad_field("reasoning_effort", rest)
             return {"reasoning_effort": GPT_OSS_EFFORTS[self.reasoning_effort]}
         thinks = {} if self.reasoning_effort != "none" else thinking(False)
         return {"reasoning_effort": self.reasoning_effort} | thinks
@@ -344,8 +338,7 @@ class ChatRequest(CommonRequest):
             if message.tool_calls and not (dropped or (role == "assistant" and shape.calls)):
                 field, what, dropped = f"messages.{at}.tool_calls", f"calls in {what}", True
             if dropped:
-                message_ = f"{field}: this model's chat template leaves {what} out of the prompt; send none"
-                raise ApiError(400, message_, param=field)
+                raise bad_field(field, f": this model's chat template leaves {what} out of the prompt; send none")
 
 
 def thinking(on: bool) -> dict[str, bool]:
@@ -354,7 +347,7 @@ def thinking(on: bool) -> dict[str, bool]:
 
 
 def _not_a_tool(name: str) -> ApiError:
-    return ApiError(400, f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+    return bad_field("tool_choice", f" names {name!r}, which is not among the tools")
 
 
 def chat_of(body: Body, names: Names, **own: Any) -> ChatRequest:

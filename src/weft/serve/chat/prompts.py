@@ -11,7 +11,7 @@ from weft.engine.controller.engine import Engine
 from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.protocol import CommonRequest, CompletionRequest
 from weft.serve.chat.templates import Templates
-from weft.serve.http.errors import ApiError
+from weft.serve.http.errors import ApiError, bad_field
 from weft.serve.http.remote_engine import RemoteEngine
 
 SPARE_TOKENS = 64
@@ -39,7 +39,7 @@ class Prompts:
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             prompt = [prompt]
         if not prompt:
-            raise ApiError(400, "prompt is empty; give one or more", param="prompt")
+            raise bad_field("prompt", " is empty; give one or more")
         self.check_choices(len(prompt) * body.n, "prompt" if body.n == 1 else "n")
         max_tokens, special = self._kept(body), body.add_special_tokens
         if max_tokens is None:
@@ -58,8 +58,8 @@ class Prompts:
         """Return a chat's messages and tools, rendered by the chat template."""
         self.check_choices(body.n, "n")
         if body.chat_template is not None and not self._takes_templates:
-            message = "chat_template is not accepted here; start weft serve with --trust-request-chat-template"
-            raise ApiError(400, message, param="chat_template")
+            rest = " is not accepted here; start weft serve with --trust-request-chat-template"
+            raise bad_field("chat_template", rest)
         untruncated = self._kept(body) is None
         if untruncated and (count := len(body.messages)) > self._engine.max_model_len:  # each has at least one token
             raise self._too_long(f"{count} messages", "messages")
@@ -79,15 +79,14 @@ class Prompts:
         """Return the text of a client's tokens."""
         vocabulary = self._engine.text_processor.vocabulary
         if not all(0 <= token < vocabulary for token in tokens):  # the tokenizer fails on some others
-            raise ApiError(400, f"prompt: its tokens must be between 0 and {vocabulary - 1}", param="prompt")
+            raise bad_field("prompt", f": its tokens must be between 0 and {vocabulary - 1}")
         return str(self._tokenizer.decode(tokens))
 
     def check_choices(self, count: int, param: str) -> None:
         """Raise ApiError 400 for more choices than the engine accepts."""
         limit = self._engine.config.max_choices
         if count > limit:
-            message = f"{param}: the request has {count} choices (prompts × n); at most {limit} are allowed"
-            raise ApiError(400, message, param=param)
+            raise bad_field(param, f": the request has {count} choices (prompts × n); at most {limit} are allowed")
 
     def check_length(self, characters: int, param: str, prompts: int = 1) -> None:
         """Raise ApiError 400 of `param` if `characters` in `prompts` cannot fit: encoding takes 100 times that."""

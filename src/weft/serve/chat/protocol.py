@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from weft.engine.messages.request import SamplingParams
 from weft.engine.output.text_processor import TextProcessor
 from weft.serve.http.bodies import Body
-from weft.serve.http.errors import ApiError, of_value
+from weft.serve.http.errors import bad_field, of_value
 
 MAX_ITEMS = 2**16
 """Maximum messages of a chat, items of a response, choices of a grammar, tokens of a mask or to detokenise."""
@@ -131,11 +131,11 @@ class SamplingFields(OutputRequest):
         """Return the engine's parameters: fields of the same names, and `more`. ApiError 400 for a bad value."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOPS:
-            raise ApiError(400, f"stop: {len(stop)} strings are given; at most {MAX_STOPS}", param="stop")
+            raise bad_field("stop", f": {len(stop)} strings are given; at most {MAX_STOPS}")
         if (longest := max(map(len, stop), default=0)) > MAX_STOP_TEXT:
-            raise ApiError(400, f"stop: a string of {longest} characters; at most {MAX_STOP_TEXT}", param="stop")
+            raise bad_field("stop", f": a string of {longest} characters; at most {MAX_STOP_TEXT}")
         if (characters := sum(map(len, self.bad_words))) > MAX_WORDS_TEXT:
-            raise ApiError(400, f"bad_words: {characters} characters; at most {MAX_WORDS_TEXT}", param="bad_words")
+            raise bad_field("bad_words", f": {characters} characters; at most {MAX_WORDS_TEXT}")
         params: dict[str, Any] = dict(text_processor.defaults)
         for name in SamplingFields.model_fields.keys() & SamplingParams.__dataclass_fields__.keys():
             if (value := getattr(self, name)) is not None:
@@ -228,8 +228,7 @@ class CompletionRequest(CommonRequest):
         super().refuse_unsupported(place)
         if self.best_of not in (None, self.n):
             side = "above" if self.best_of > self.n else "below"
-            message = f"best_of={self.best_of} {side} n={self.n} is not supported; leave it out"
-            raise ApiError(400, message, param="best_of")
+            raise bad_field("best_of", f"={self.best_of} {side} n={self.n} is not supported; leave it out")
 
 
 class TokenizeRequest(Body):

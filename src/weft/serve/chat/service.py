@@ -24,7 +24,7 @@ from weft.serve.chat.templates import Templates
 from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser
 from weft.serve.http.engine_client import EngineClient
-from weft.serve.http.errors import ApiError, client_names
+from weft.serve.http.errors import ApiError, bad_field, client_names
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.remote_engine import RemoteEngine
@@ -117,8 +117,7 @@ class Service:
         bare = not body.must_call and grammar_of(body) is not None
         if form and form.channels:
             if not body.separate_reasoning:
-                message = "separate_reasoning must be true: the output of this model has a channel for it"
-                raise ApiError(400, message, param="separate_reasoning")
+                raise bad_field("separate_reasoning", " must be true: the output of this model has a channel for it")
             begun = prompt.rpartition(ChannelParser.START)[2] if body.continue_final_message else ""
             return OutputSyntax(None if bare else form, None, begun=begun)  # a request's grammar has no channels
         begun = body.messages[-1].text if body.continue_final_message else ""
@@ -171,7 +170,7 @@ class Service:
         """Raise ApiError 400 or 404 for an unsupported request."""
         self.check_model(body.model)
         if body.stream_options and not body.stream:
-            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+            raise bad_field("stream_options", " needs stream to be true")
         body.refuse_unsupported()
 
     def params(
@@ -197,7 +196,7 @@ class Service:
             compiled = grammars.compiled(grammar) if grammar else None
         except ValueError as error:
             field = self._name_field(body, requested)
-            raise ApiError(400, f"{field}: {error}", param=field) from error
+            raise bad_field(field, f": {error}") from error
         return body.sampling(self.engine.text_processor, grammar=compiled, **more)
 
     def _name_field(self, body: CommonRequest, asked: RequestedGrammar | None) -> str:

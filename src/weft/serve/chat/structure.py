@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from weft.engine.grammar.grammar import Kind, grammar
 from weft.serve.chat.protocol import GrammarFields, ResponseFormat
-from weft.serve.http.errors import ApiError
+from weft.serve.http.errors import ApiError, bad_field
 
 ANY_OBJECT = {"type": "object"}
 SCHEMA_FIELD = "response_format.json_schema.schema"
@@ -55,23 +55,23 @@ def grammar_of(body: GrammarFields, *, any_whitespace: bool = False) -> Requeste
         raise ApiError(400, f"{names} ask for two grammars; ask for one", param=requests[1][0])
     [(name, kind, what)] = requests
     if what == []:
-        raise ApiError(400, f"{name} has no choice; give one or more", param=name)
+        raise bad_field(name, " has no choice; give one or more")
     try:
         return RequestedGrammar(grammar(kind, what, any_whitespace=any_whitespace), name)
     except ValueError as error:
-        raise ApiError(400, f"{name}: {str(error).splitlines()[0]}", param=name) from error
+        raise bad_field(name, f": {str(error).splitlines()[0]}") from error
 
 
 def _response_format(form: ResponseFormat) -> list[tuple[str, Kind, Any]]:
     if form.type == "json_schema":
         if form.json_schema is None or form.json_schema.schema_ is None:
-            message = f"{SCHEMA_FIELD}: the type json_schema needs a schema; give one, or use the type json_object"
-            raise ApiError(400, message, param=SCHEMA_FIELD)
+            rest = ": the type json_schema needs a schema; give one, or use the type json_object"
+            raise bad_field(SCHEMA_FIELD, rest)
         return [(SCHEMA_FIELD, "json", form.json_schema.schema_)]
     if form.type not in ("text", "json_object"):
-        message = f"response_format.type: {form.type!r} is not supported; use text, json_object or json_schema"
-        raise ApiError(400, message, param="response_format.type")
+        rest = f": {form.type!r} is not supported; use text, json_object or json_schema"
+        raise bad_field("response_format.type", rest)
     if form.json_schema is not None:
-        message = f"response_format.json_schema has no meaning for the type {form.type}; use the type json_schema"
-        raise ApiError(400, message, param="response_format.json_schema")
+        rest = f" has no meaning for the type {form.type}; use the type json_schema"
+        raise bad_field("response_format.json_schema", rest)
     return [("response_format", "json", ANY_OBJECT)] if form.type == "json_object" else []

@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.engine.grammar.child_process import ChildProcess
 from weft.serve.chat.message_shape import Message, MessageShape
-from weft.serve.http.errors import ApiError
+from weft.serve.http.errors import ApiError, bad_field
 
 RENDER_S = 2.0
 """Maximum seconds to render a prompt; also to wait for other prompts, for a request's own template."""
@@ -68,7 +68,7 @@ class Templates:
     def _made(self, what: str, asked: Mapping[str, Any], limit_s: float = RENDER_S) -> Any:
         result = self._result(what, asked, limit_s, limit_s)
         if "error" in result:
-            raise ApiError(400, f"chat_template: {result['error']}", param="chat_template")
+            raise bad_field("chat_template", f": {result['error']}")
         return result[what]
 
     def _result(self, what: str, asked: Mapping[str, Any], limit_s: float, wait_s: float) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from weft.serve.chat.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Metadata, 
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.dialects.items import ChatMessages
 from weft.serve.http.bodies import Body, JsonRoute, work_on
-from weft.serve.http.errors import AnthropicBody, ApiError, anthropic_body, client_names, described
+from weft.serve.http.errors import AnthropicBody, ApiError, anthropic_body, bad_field, client_names, described
 from weft.serve.http.wire import json_response, typed_event
 
 BLOCKS: dict[PartKind, tuple[str, str, str]] = {
@@ -144,7 +144,7 @@ class ToolChoice(Body):
         if self.type != "tool":
             return {"any": "required"}.get(self.type, self.type)
         if self.name is None:
-            raise ApiError(400, "tool_choice.name: the tool's name is needed", param="tool_choice.name")
+            raise bad_field("tool_choice.name", ": the tool's name is needed")
         return {"type": "function", "function": {"name": self.name}}
 
 

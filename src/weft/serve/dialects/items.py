@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from weft.serve.chat.chats import Effort, TextPart, only_text, text_of
 from weft.serve.chat.protocol import JsonSchema, Text
 from weft.serve.http.bodies import Body
-from weft.serve.http.errors import ApiError, field_errors
+from weft.serve.http.errors import bad_field, field_errors
 
 
 class TextFormat(JsonSchema):
@@ -155,7 +155,7 @@ def _continues(last: dict[str, Any], message: dict[str, Any]) -> bool:
 def _checked(value: dict[str, Any], place: str) -> Item:
     kind = value.get("type") or "message"
     if not isinstance(kind, str) or kind not in ITEMS:
-        raise ApiError(400, f"{place}.type: an input of type {kind!r} is not supported", param=f"{place}.type")
+        raise bad_field(f"{place}.type", f": an input of type {kind!r} is not supported")
     try:
         item = ITEMS[kind].model_validate(value)
     except ValidationError as error:

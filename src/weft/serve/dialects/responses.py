@@ -29,7 +29,7 @@ from weft.serve.chat.protocol import (
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.dialects.items import ChatMessages, Include, ReasoningConfig, TextConfig
 from weft.serve.http.bodies import JsonRoute, work_on
-from weft.serve.http.errors import ApiError
+from weft.serve.http.errors import ApiError, bad_field
 from weft.serve.http.remote_engine import RemoteEngine
 from weft.serve.http.shared import Shared
 from weft.serve.http.wire import typed_event
@@ -119,7 +119,7 @@ class ResponsesRequest(SharedRequest, OutputRequest):
             body["tools"] = [_nested(tool, "function") for tool in self.tools]
             body["tool_choice"] = self._tool_choice()
         elif self.tool_choice not in ("none", "auto"):
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+            raise bad_field("tool_choice", " needs tools")
         if self.text.format is not None:
             form = self.text.format.model_dump(by_alias=True, exclude_unset=True)
             kind = form.pop("type")
@@ -151,7 +151,7 @@ def router(service: Service) -> APIRouter:
         """Return the items of the previous response."""
         if store is None and (body.store or body.previous_response_id is not None):
             name = "store" if body.store else "previous_response_id"
-            raise ApiError(400, f"{name} is not supported here; start weft serve with --max-stored-mb", param=name)
+            raise bad_field(name, " is not supported here; start weft serve with --max-stored-mb")
         if store is None or (previous := body.previous_response_id) is None:
             return ()
         if (found := await store.ask("stored", previous)) is None:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from weft.serve.http.errors import ApiError, field_errors
+from weft.serve.http.errors import ApiError, bad_field, field_errors
 
 T = TypeVar("T")
 QUICK = 2**16
@@ -72,7 +72,7 @@ class Body(BaseModel):
         further = self.model_extra or {}
         for name, value in further.items():
             if not self.open and name not in self.harmless and value not in self.neutral.get(name, ()):
-                raise ApiError(400, f"{place}{name} is not supported; leave it out", param=f"{place}{name}")
+                raise bad_field(place + name, " is not supported; leave it out")
         for name in self.model_fields_set - further.keys():
             value = getattr(self, name)
             if isinstance(value, Body):

@@ -109,6 +109,11 @@ class ApiError(Exception):
         return JSONResponse(body, status_code=self.status, headers=self.headers)
 
 
+def bad_field(field: str, rest: str) -> ApiError:
+    """Return the ApiError of a field at fault, with a line that begins with its name."""
+    return ApiError(400, field + rest, param=field)
+
+
 @contextmanager
 def client_names(names: Names) -> Iterator[None]:
     """Rename the fields of ApiErrors raised in this context to the client's names."""
@@ -176,7 +181,7 @@ def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiErro
     field = _field(problems[0], body)
     messages = [p["msg"] for p in problems if _field(p, body) == field]
     field = place + field
-    return ApiError(400, f"{field}: {' or '.join(dict.fromkeys(messages))}", param=field)
+    return bad_field(field, f": {' or '.join(dict.fromkeys(messages))}")
 
 
 def _field(problem: dict[str, Any], value: Any) -> str:

@@ -17,9 +17,8 @@ from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.parsed_output import ParsedOutput, Reply, respond
 from weft.serve.chat.parsers import EndingParser, parser
 from weft.serve.chat.prompts import Prompts
-from weft.serve.chat.protocol import CommonRequest
+from weft.serve.chat.protocol import CommonRequest, RequestedGrammar, grammar_of
 from weft.serve.chat.reasoning import BEGIN, END, ReasoningFilter, ReasoningSplitter, Start, after_reasoning, start_of
-from weft.serve.chat.structure import RequestedGrammar, grammar_of
 from weft.serve.chat.templates import Templates
 from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser

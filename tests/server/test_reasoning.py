@@ -17,8 +17,7 @@ from server.test_tools import CALL, TOOLS
 from weft.engine.grammar.grammar import Grammars, grammar
 from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.parsed_output import ParsedOutput
-from weft.serve.chat.parsers import parser
-from weft.serve.chat.reasoning import ReasoningSplitter, Start, after_reasoning, start_of
+from weft.serve.chat.parsers import ReasoningSplitter, Start, after_reasoning, parser, start_of
 from weft.serve.chat.service import Service
 from weft.serve.chat.tool_formats import TOOL_FORMATS
 from weft.serve.chat.tools import OutputDelta

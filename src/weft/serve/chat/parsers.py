@@ -1,13 +1,20 @@
-"""Parsers of streamed outputs, and the ends of outputs."""
+"""Parsers of streamed outputs by others: of thoughts, between <think> and </think> at the start, which are not part of
+the text or its grammar, and of the ends of outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Literal
 
+from weft.engine.grammar.grammar import followed
 from weft.engine.output.detokenizer import begun
 from weft.serve.chat.tool_formats import ToolFormat
-from weft.serve.chat.tool_grammars import Functions
-from weft.serve.chat.tools import CallParser, ChannelParser, OutputDelta, Parser, TextParser
+from weft.serve.chat.tool_grammars import Functions, literals
+from weft.serve.chat.tools import CallParser, ChannelParser, OutputDelta, Parser, TextParser, any_of
+
+BEGIN, END = "<think>", "</think>"
+Start = Literal["inside", "free"]
+"""Start of an output: inside a thought that the prompt opens, or free to begin with a thought."""
 
 
 def parser(
@@ -17,6 +24,9 @@ def parser(
     *,
     one_call: bool = False,
     bare: bool = False,
+    begun: str = "",
+    start: Start | None = None,
+    thoughts: bool = True,
 ) -> Parser:
     """Return the parser of one output.
 
@@ -26,41 +36,55 @@ def parser(
         hidden: special tokens that no client sees; each arrives in one piece.
         one_call: the output ends with its first call.
         bare: calls are at the beginning or nowhere; tags in other outputs are text.
+        begun: message with its header that the output continues, in a form with channels.
+        start: start of the output if it may have a thought.
+        thoughts: the parts include the thought.
     """
-    if form is None:
-        return TextParser(hidden)
-    if form.channels:
-        return ChannelParser(functions, one_call)
-    calls = CallParser(form, functions, hidden, one_call)
-    return BareParser(calls, form.begin, hidden) if bare else calls
+    made: Parser = TextParser(hidden)
+    if form is not None and form.channels:
+        made = ChannelParser(functions, one_call)
+        made.push(begun, last=False)
+    elif form is not None:
+        calls = CallParser(form, functions, hidden, one_call)
+        made = BareParser(calls, form.begin, hidden) if bare else calls
+    if start:
+        made = ReasoningSplitter(made, start, hidden)
+    return made if thoughts else ReasoningFilter(made)
 
 
-class BareParser:
-    """Parser that reads an output by `calls` after the mark `begin`, otherwise as text without the tokens `hidden`."""
+class OuterParser:
+    """Parser that passes an output, or a part of it, on to an inner parser."""
 
-    def __init__(self, calls: Parser, begin: str, hidden: Collection[str]):
-        self._calls, self._begin, self._text = calls, begin, TextParser(hidden)
-        self._held, self._parser = "", None
-
-    _parser: Parser | None
+    def __init__(self, inner: Parser):
+        self._inner = inner
 
     @property
     def ended(self) -> bool:
-        return self._parser is not None and self._parser.ended
+        """See `Parser`."""
+        return self._inner.ended
+
+
+class BareParser(OuterParser):
+    """Parser that reads an output by `calls` after the mark `begin`, otherwise as text without the tokens `hidden`."""
+
+    def __init__(self, calls: Parser, begin: str, hidden: Collection[str]):
+        super().__init__(calls)
+        self._begin, self._hidden = begin, hidden
+        self._held: str | None = ""  # the output up to its mark; None once it is known
 
     def push(self, text: str, last: bool) -> OutputDelta:
-        if self._parser is None:
+        if self._held is not None:
             self._held += text
             start = self._held.lstrip()
             if not last and self._begin.startswith(start):
                 return OutputDelta()
-            calls = len(start) > len(self._begin) and start.startswith(self._begin)
-            self._parser = self._calls if calls else self._text
-            text = self._held
-        return self._parser.push(text, last)
+            if start == self._begin or not start.startswith(self._begin):
+                self._inner = TextParser(self._hidden)
+            text, self._held = self._held, None
+        return self._inner.push(text, last)
 
 
-class EndingParser:
+class EndingParser(OuterParser):
     """Parser that ends an output at its first call, or at a stop string in its text, not in a thought or a call.
 
     Args:
@@ -74,7 +98,8 @@ class EndingParser:
     """
 
     def __init__(self, inner: Parser, stop: Sequence[str], keep_stop: bool = False, min_tokens: int = 0):
-        self._inner, self._stop, self._keep_stop, self._to_come = inner, stop, keep_stop, min_tokens
+        super().__init__(inner)
+        self._stop, self._keep_stop, self._to_come = stop, keep_stop, min_tokens
         self._held = ""  # end of the text that may become a stop string
         self.end: str | None = None
 
@@ -103,3 +128,72 @@ class EndingParser:
         """Return the string that ends the output, or None; see `weft.engine.messages.request.SamplingParams.watch`."""
         self.push(text, last=False)
         return self.end
+
+
+def start_of(prompt: str, continued: str = "") -> Start | None:
+    """Return the start of an output; None if the prompt allows no thought. continued: the message to continue."""
+    if continued:
+        return "inside" if continued.rfind(BEGIN) > continued.rfind(END) else None
+    end = prompt.rstrip()
+    if end.endswith(BEGIN):
+        return "inside"
+    return None if end.endswith(END) else "free"
+
+
+def after_reasoning(grammar: str, start: Start, named: Collection[str]) -> str:
+    """Return the grammar of an output that follows `grammar` after its thought, if any. named: see `Grammars.named`."""
+    literal = literals({BEGIN, END} & set(named))
+    # If the end is a token that no text matches, it ends the text by itself.
+    inside = f"inside: /(?s:.*)/ {END}" if END in named else f'inside[suffix="{END}"]: /(?s:.*)/'
+    thought = "thought" if start == "inside" else f"({literal(BEGIN)} thought)?"
+    return followed(f"start: {thought} @output\nthought: inside /\\n{{0,2}}/\n{inside}\n", grammar)
+
+
+class ReasoningSplitter(OuterParser):
+    """Parser that splits off the thought and passes the rest to the inner parser, without line breaks in between.
+
+    hidden: special tokens that no client sees; each arrives in one piece.
+    """
+
+    def __init__(self, inner: Parser, start: Start, hidden: Collection[str] = ()):
+        super().__init__(inner)
+        self._hidden = any_of(hidden)
+        self._without: Literal["inside", "content"] = "inside" if start == "inside" else "content"
+        self._state: Literal["free", "inside", "behind", "content"] = "free"
+        self._held = ""
+        self._thought = False  # True once the thought has text
+
+    def push(self, text: str, last: bool) -> OutputDelta:
+        self._held += text
+        parts = OutputDelta()
+        if self._state == "free":
+            beginning = self._held.lstrip()
+            if beginning.startswith(BEGIN):
+                self._state, self._held = "inside", beginning.removeprefix(BEGIN)
+            elif last or not BEGIN.startswith(beginning):
+                self._state = self._without
+        if self._state == "inside":
+            thought, end, rest = self._held.partition(END)
+            kept = 0 if end or last else begun(thought, END)
+            sure = thought[: len(thought) - kept].rstrip("\n")
+            self._held = rest if end else thought[len(sure) :]
+            if end:
+                self._state = "behind"
+            sure = self._hidden.sub("", sure if self._thought else sure.lstrip("\n"))
+            self._thought = self._thought or bool(sure)
+            parts = OutputDelta(thought=sure)
+        if self._state == "behind":
+            self._held = self._held.lstrip("\n")
+            if self._held:
+                self._state = "content"
+        if self._state == "content" or last:
+            content, self._held = ("" if self._state == "inside" else self._held), ""
+            parts += self._inner.push(content, last)
+        return parts
+
+
+class ReasoningFilter(OuterParser):
+    """Parser that drops the thought of an output."""
+
+    def push(self, text: str, last: bool) -> OutputDelta:
+        return self._inner.push(text, last)._replace(thought="")

@@ -15,10 +15,9 @@ from weft.engine.grammar.grammar import either, json_grammar
 from weft.engine.messages.request import SamplingParams, Sharing
 from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.parsed_output import ParsedOutput, Reply, respond
-from weft.serve.chat.parsers import EndingParser, parser
+from weft.serve.chat.parsers import BEGIN, END, EndingParser, Start, after_reasoning, parser, start_of
 from weft.serve.chat.prompts import Prompts
 from weft.serve.chat.protocol import CommonRequest, RequestedGrammar, grammar_of
-from weft.serve.chat.reasoning import BEGIN, END, ReasoningFilter, ReasoningSplitter, Start, after_reasoning, start_of
 from weft.serve.chat.templates import Templates
 from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser
@@ -136,19 +135,11 @@ class Service:
 
     def _parsers(self, body: ChatRequest, parts: OutputSyntax) -> Callable[[], Parser] | None:
         """Return the function that makes a choice's parser; None if all is text."""
-        form, start, bare, begun = parts
         hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
-
-        def made() -> Parser:
-            one_call = not body.parallel_tool_calls
-            output_parser = parser(form, body.offered, hidden, one_call=one_call, bare=bare)
-            if begun:
-                output_parser.push(begun, last=False)
-            if start:
-                output_parser = ReasoningSplitter(output_parser, start, hidden)
-            return output_parser if body.include_reasoning else ReasoningFilter(output_parser)
-
-        return made if form or start else None
+        form, start, bare, begun = parts
+        made = partial(parser, form, body.offered, hidden, start=start, bare=bare, begun=begun)
+        one_call = not body.parallel_tool_calls
+        return partial(made, one_call=one_call, thoughts=body.include_reasoning) if form or start else None
 
     def _chat_params(self, body: ChatRequest, parts: OutputSyntax) -> SamplingParams:
         logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form

@@ -16,7 +16,7 @@ from weft.engine.controller.profiling import MIN_STEPS
 from weft.engine.models.config_json.fields import ModelError
 from weft.serve.chat.service import Service
 from weft.serve.chat.templates import Templates
-from weft.serve.dialects import anthropic_messages, completions, extras, responses, router_routes
+from weft.serve.dialects import anthropic_messages, completions, extras, responses
 from weft.serve.http import errors
 from weft.serve.http.bodies import LARGE_AT_ONCE, SLOW_AT_ONCE
 from weft.serve.http.engine_client import EngineClient
@@ -65,10 +65,9 @@ def create_app(
     templates = templates or Templates(engine.tokenizer.special_tokens_map)
     _probe(engine.tokenizer, templates)
     service = Service(engine_client, options.served_model_name or (model_name,), templates, options)
-    for api in (completions, responses, anthropic_messages, extras, router_routes):
-        app.include_router(api.router(service))
-    app.include_router(_status_routes(service))
-    app.include_router(_step_routes(service))
+    apis = (completions.router, responses.router, anthropic_messages.router, extras.router, extras.balancer_router)
+    for router in (*apis, _status_routes, _step_routes):
+        app.include_router(router(service))
     nowhere = {"type": "http", "path": "", "root_path": "", "method": "GET", "headers": []}
     for route in app.router.routes:
         route.matches(nowhere)  # FastAPI prepares a route at its first use: now, not in a burst of requests

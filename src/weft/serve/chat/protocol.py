@@ -250,7 +250,7 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
         "separate_reasoning": (True,),
         "stream_reasoning": (True,),
         "include_reasoning": (True,),
-        "data_parallel_rank": (0,),  # `weft.serve.dialects.router_routes` reports one rank
+        "data_parallel_rank": (0,),  # `weft.serve.dialects.extras` reports one rank
     }
 
     @property

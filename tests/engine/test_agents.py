@@ -38,7 +38,7 @@ from weft.engine.output.request_output import RequestOutput
 from weft.engine.processes import rank_processes
 from weft.engine.processes.fork_client import ForkServer
 from weft.planner.spec import Mesh
-from weft.serve.cli.host_findings import between_hosts
+from weft.serve.cli.cmd_doctor import between_hosts
 from weft.tune.cpu_costs import opening_of
 
 __all__ = ["expected"]

@@ -9,24 +9,41 @@ import platform
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from weft import __version__
 from weft.comm.cores import own_cores
 from weft.kernels.build import BUILT, CPU_KERNELS, MODEL_KERNELS, nvcc
 from weft.serve.cli.command import ModelDir, Revision, model_dir, user_errors
-from weft.serve.cli.findings import Finding
 from weft.serve.cli.several_hosts import SeveralHosts, config_over_hosts
 
 SHARED_MEMORY = 2**30
 """Sufficient bytes of /dev/shm for the ranks of a host; containers often get 64 MiB."""
 DESCRIPTORS = 4096
 OLD_TABLE_DAYS = 30
+MAX_CLOCK_S, REACH_S = 1.0, 5.0
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "apache-tvm-ffi", "uvicorn", "fastapi")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check. why: consequence and remedy, unless the level is ok."""
+
+    level: Literal["ok", "slow", "bad"]
+    what: str
+    why: str = ""
+
+    @classmethod
+    def of(cls, fine: bool, what: str, why: str) -> Finding:
+        """Return a finding about `what`: of level ok if it is `fine`, else slow, for the reason `why`."""
+        return cls("ok", what) if fine else cls("slow", what, why)
 
 
 @dataclass(frozen=True)
@@ -60,11 +77,7 @@ class Command:
         with user_errors():
             directory = model_dir(self.model, revision=self.revision)
             config = config_over_hosts(self.cluster, model=directory)
-        if config is None:
-            return iter(())
-        from weft.serve.cli.host_findings import between_hosts
-
-        return between_hosts(config)
+        return iter(()) if config is None else between_hosts(config)
 
 
 def examine() -> Iterator[Finding]:
@@ -102,8 +115,8 @@ def processor(cpuinfo: str, cores: int, load: float) -> Iterator[Finding]:
     lines = (line.split(":", 1)[1] for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
     flags = set(next(lines, "").split())
     best = next((name for name in ("avx512f", "avx2", "asimd") if name in flags), None)
-    why = "" if best else "no vector instructions that Weft's kernels know: sums of transport shm take scalar ones"
-    yield Finding("ok" if best else "slow", f"{cores} cores, {best or 'scalar'}", why)
+    why = "no vector instructions that Weft's kernels know: sums of transport shm take scalar ones"
+    yield Finding.of(best is not None, f"{cores} cores, {best or 'scalar'}", why)
     if load > 0.5 * cores:
         why = "others use the cores: ranks wait for one another, and measurements mean nothing"
         yield Finding("slow", f"load {load:.1f} on {cores} cores", why)
@@ -126,17 +139,14 @@ def memory(shared: Path) -> Finding:
         return Finding("bad", f"no {shared}", "transport shm has no memory to share; use --transport gloo")
     free = shutil.disk_usage(shared).free
     why = "a large step may not fit; give the container more, such as docker run --shm-size 4g"
-    enough = free >= SHARED_MEMORY
-    return Finding("ok" if enough else "slow", f"{free / 2**20:,.0f} MiB free in {shared}", "" if enough else why)
+    return Finding.of(free >= SHARED_MEMORY, f"{free / 2**20:,.0f} MiB free in {shared}", why)
 
 
 def descriptors(hard: int) -> Finding:
     """Return the finding about open files. hard: the process's hard limit."""
-    enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS
-    what = f"{'any number of' if hard == resource.RLIM_INFINITY else hard} open files"
-    return Finding(
-        "ok" if enough else "slow", what, "" if enough else "fewer clients at once; raise it with ulimit -Hn"
-    )
+    unlimited = hard == resource.RLIM_INFINITY
+    what = f"{'any number of' if unlimited else hard} open files"
+    return Finding.of(unlimited or hard >= DESCRIPTORS, what, "fewer clients at once; raise it with ulimit -Hn")
 
 
 def compiler(*names: str) -> Finding:
@@ -186,8 +196,8 @@ def links(matrix: str) -> Iterator[Finding]:
                 joined.setdefault(kind, []).append(f"{row[0]}–{other[0]}")
     for kind, pairs in joined.items():
         fast = kind.startswith("NV")
-        why = "" if fast else "collectives between them go over PCI Express: prefer layouts with few of them"
-        yield Finding("ok" if fast else "slow", f"{'NVLink' if fast else 'no NVLink'} ({kind}) {', '.join(pairs)}", why)
+        why = "collectives between them go over PCI Express: prefer layouts with few of them"
+        yield Finding.of(fast, f"{'NVLink' if fast else 'no NVLink'} ({kind}) {', '.join(pairs)}", why)
 
 
 def table(gpus: bool = False) -> Finding:
@@ -206,5 +216,81 @@ def table(gpus: bool = False) -> Finding:
         return Finding("bad", f"{path} cannot be used", f"{error}; run weft tune again")
     days = (time.time() - path.stat().st_mtime) / 86400
     why = "the host may have changed since; run weft tune again"
-    old = days > OLD_TABLE_DAYS
-    return Finding("slow" if old else "ok", f"{path}, measured {days:.0f} days ago", why if old else "")
+    return Finding.of(days <= OLD_TABLE_DAYS, f"{path}, measured {days:.0f} days ago", why)
+
+
+def between_hosts(config: Any) -> Iterator[Finding]:
+    """Join the other hosts like the agents of ranks, yield the findings, and leave. No rank is started.
+
+    config: the EngineConfig of this host.
+    """
+    from weft.engine.config.config import EngineError
+    from weft.engine.hosts import addresses
+
+    try:
+        address, interface = addresses.route_to_node_0(config)
+        source = addresses.source_address(address, config.master_port)
+        yield Finding("ok", f"interface {interface}, address {source}, on the way to {config.master_addr} ({address})")
+        if PORT_RANGE.is_file():
+            low, high = PORT_RANGE.read_text().split()
+            yield Finding("ok", f"gloo takes any port from {low} to {high} here: they must be open to the other hosts")
+        yield from _check_as_agent(config) if config.node_rank else _check_as_node_0(config)
+    except EngineError as error:
+        yield Finding("bad", f"node {config.node_rank or 0} of {config.mesh.hosts}", str(error))
+
+
+def _check_as_node_0(config: Any) -> Iterator[Finding]:
+    from weft.engine.hosts.agents import Agents
+
+    store, agents = config.store_port, Agents(config)
+    with socket.create_server(("", store)) as opened:
+        yield Finding("ok", f"listening on {agents.where} and the next port; waiting for the other hosts")
+        deadline, known = time.monotonic() + config.join_timeout_s, set[int]()
+        while missing := set(agents.missing) - agents.refused.keys():
+            if agents.socket.poll(100):
+                agents.receive()
+            for node in set(agents.clocks) - known:
+                known.add(node)
+                yield _clock(node, agents.clocks[node])
+            if time.monotonic() > deadline:
+                why = "start weft doctor there with its --node-rank, and see what it says"
+                yield Finding("bad", f"node {', '.join(map(str, sorted(missing)))} did not come", why)
+                break
+        yield from (Finding("bad", f"node {node} is refused", why) for node, why in agents.refused.items())
+        opened.settimeout(REACH_S)
+        try:
+            for _ in agents.clocks:
+                opened.accept()[0].close()
+        except TimeoutError:
+            yield Finding(
+                "bad", f"not every host reaches port {store} here", "a firewall? Ranks of all hosts connect to it"
+            )
+        agents.close()
+
+
+def _clock(node: int, ahead: float) -> Finding:
+    what = f"node {node} is there, with the same versions and model; its clock is {ahead:+.2f} s off"
+    return Finding.of(abs(ahead) <= MAX_CLOCK_S, what, "logs of both hosts do not fit each other: set the clocks")
+
+
+def _check_as_agent(config: Any) -> Iterator[Finding]:
+    from weft.engine.hosts.agent import HostAgent
+
+    said: list[str] = []
+    unreached: list[str] = []
+    store = config.store_port
+
+    def say(line: str) -> None:
+        said.append(line)
+        if "joined" in line:
+            try:
+                socket.create_connection((config.master_addr, store), timeout=REACH_S).close()
+            except OSError as error:
+                unreached.append(f"{config.master_addr}:{store} cannot be reached: {error}")
+
+    agent = HostAgent(config, say)
+    yield Finding("ok", "joining node 0")
+    agent.run()
+    yield from (Finding("bad", what, "a firewall? Ranks of all hosts connect to it") for what in unreached)
+    if not unreached:
+        yield Finding("ok", f"node 0 has the same versions and model, and is reached at {store} too")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from weft.serve.cli.command_table import CommandEntry
-from weft.serve.cli.main import run_command
+from weft.serve.cli.main import CommandEntry, run_command
 
 
 def main(arguments: list[str]) -> int:

@@ -161,7 +161,7 @@ def test_an_agent_ends_with_its_input(tmp_path: Path) -> None:
     config = EngineConfig(attn_tp=2, nnodes=2, device="cpu", node_rank=0, master_addr="127.0.0.1", cluster_key=tmp_path)
     values = config.to_dict() | {"cluster_key": "0123456789abcdef", "model": None, "node_rank": 1}
     agent = subprocess.Popen(
-        [sys.executable, "-m", "weft.serve.cli.ray_agent"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "weft.serve.cli.ray_hosts"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert agent.stdin is not None and agent.stderr is not None
     print(json.dumps(values), file=agent.stdin, flush=True)
@@ -189,7 +189,7 @@ def test_a_ray_cluster_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
             said = two.communicate()[0]
             assert two.returncode == 0, said
             assert "node 1: joined 10.77.0.1:29600" in said and "node 1: node 0 has ended" in said
-            assert not re.search(r"weft\.cli\.ray_agent|weft\.engine", second.run("ps", "-eo", "args"))
+            assert not re.search(r"weft\.serve\.cli\.ray_hosts|weft\.engine", second.run("ps", "-eo", "args"))
             code, alone, _ = weft_here(*PROMPT, "--attn-tp", "2", "--device", "cpu")
             assert code == 0 and alone.strip() in said
     except PermissionError as error:

@@ -278,11 +278,7 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
 
 def stop_on_sigterm() -> None:
     """Let SIGTERM end the command like Ctrl-C, so that everything it has started is stopped first."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class StopSignals:

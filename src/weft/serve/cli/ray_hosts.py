@@ -1,4 +1,4 @@
-"""`--ray`: agents of all other hosts, started on the Ray cluster of this host.
+"""`--ray`: agents of all other hosts, started on the Ray cluster of this host by `python -m weft.serve.cli.ray_hosts`.
 
 Ray starts one agent per host and forwards its output; agents otherwise run as if started by hand. An agent lives as
 long as the actor that has started it, and the actor as long as this process.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,8 @@ from types import TracebackType
 from typing import Any
 
 from weft.engine.assets import embedded_model_dir
+from weft.planner.spec import LayoutError
+from weft.serve.cli.several_hosts import run_agent
 
 MISSING = "--ray requires the package ray on every host: pip install 'weft[ray]'"
 LEAVE_S, FAILED_S = 10.0, 1.0
@@ -128,7 +132,7 @@ class Agent:
     def run(self, first: str) -> int:
         """Run the agent until it exits and return its exit code; restart it if it was killed."""
         while True:
-            command = [sys.executable, "-m", "weft.serve.cli.ray_agent"]
+            command = [sys.executable, "-m", "weft.serve.cli.ray_hosts"]
             with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
                 assert process.stdin is not None
                 with suppress(BrokenPipeError):
@@ -145,3 +149,33 @@ def _new_key() -> Path:
     atexit.register(folder.cleanup)
     (key := Path(folder.name) / "cluster.key").write_text(secrets.token_hex(32))
     return key
+
+
+def main() -> int:
+    """Run an agent by the first line of the standard input, until that is closed. Return the exit code."""
+    from weft.engine.config.config import EngineConfig, EngineError
+    from weft.engine.models.config_json.fields import ModelError
+
+    values = json.loads(sys.stdin.readline())
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threading.Thread(target=_exit_with_input, daemon=True).start()
+    with tempfile.TemporaryDirectory(prefix="weft-ray-") as folder:
+        (key := Path(folder) / "cluster.key").write_text(values["cluster_key"])
+        model = values["model"] or str(embedded_model_dir())
+        try:
+            return run_agent(EngineConfig.from_dict(values | {"cluster_key": str(key), "model": model}))
+        except (EngineError, ModelError, LayoutError) as error:
+            print(f"weft: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+
+
+def _exit_with_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

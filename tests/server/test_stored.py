@@ -11,7 +11,7 @@ import pytest
 from server.conftest import QuietEngine, Served, serve
 from server.test_responses import FIXED, FLAT
 from server.test_tools import TEMPLATE
-from weft.serve.http.stored import MAX_RESPONSES, Store
+from weft.serve.http.shared import MAX_RESPONSES, Store
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -72,10 +72,23 @@ def create_app(
     for route in app.router.routes:
         route.matches(nowhere)  # FastAPI prepares a route at its first use: now, not in a burst of requests
     if options.otlp_traces_endpoint is not None:
-        from weft.serve.http.tracing import trace
-
-        trace(app, options.otlp_traces_endpoint)
+        _trace(app, options.otlp_traces_endpoint)
     return app
+
+
+def _trace(app: FastAPI, endpoint: str) -> None:
+    """Send a span of each request, except probes and scrapes, to a collector; it continues the client's traceparent."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    named = Resource({SERVICE_NAME: "weft"}).merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=named)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    excluded: dict[str, Any] = {"excluded_urls": "/health$,/metrics$", "exclude_spans": ["receive", "send"]}
+    FastAPIInstrumentor.instrument_app(app, tracer_provider=provider, **excluded)
 
 
 def _probe(tokenizer: Any, templates: Templates) -> None:

@@ -1,11 +1,12 @@
-"""Prometheus metrics: the engine's values, read on each scrape, and latencies, observed per token."""
+"""Prometheus metrics: the engine's values, read on each scrape, and latencies, observed per token; also under vLLM's
+names, for dashboards and routers made for vLLM."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -14,7 +15,6 @@ from prometheus_client.utils import floatToGoString
 
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.api_messages import Observed
-from weft.serve.http.vllm_metrics import VllmCollector
 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -37,6 +37,55 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "weft_request_generated_tokens": ("Tokens sampled for a request", TOKENS),
 }
 """Name of each histogram of requests, with its text and its buckets."""
+
+
+LabelledValues = Iterable[tuple[dict[str, str], float]]
+"""Labels of a metric's values, each with its value."""
+
+VLLM_NAMES = {
+    "vllm:num_requests_running": "weft_requests_running",
+    "vllm:num_requests_waiting": "weft_requests_waiting",
+    "vllm:kv_cache_usage_perc": "weft_kv_cache_used_ratio",
+    "vllm:num_preemptions": "weft_preemptions",
+    "vllm:prompt_tokens": "weft_prompt_tokens",
+    "vllm:generation_tokens": "weft_generated_tokens",
+    "vllm:prefix_cache_queries": "weft_prompt_tokens",
+    "vllm:prefix_cache_hits": "weft_prefix_cached_tokens",
+    "vllm:prompt_tokens_cached": "weft_prefix_cached_tokens",
+    "vllm:request_success": "weft_requests",
+    "vllm:time_to_first_token_seconds": "weft_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "weft_inter_token_latency_seconds",
+    "vllm:time_per_output_token_seconds": "weft_inter_token_latency_seconds",  # its older name
+    "vllm:e2e_request_latency_seconds": "weft_request_seconds",
+    "vllm:request_queue_time_seconds": "weft_request_queue_seconds",
+    "vllm:request_prefill_time_seconds": "weft_request_prefill_seconds",
+    "vllm:request_decode_time_seconds": "weft_request_decode_seconds",
+    "vllm:request_prompt_tokens": "weft_request_prompt_tokens",
+    "vllm:request_generation_tokens": "weft_request_generated_tokens",
+    "vllm:request_max_num_generation_tokens": "weft_request_max_generated_tokens",
+    "vllm:request_inference_time_seconds": "weft_request_inference_seconds",
+    "vllm:request_time_per_output_token_seconds": "weft_request_time_per_output_token_seconds",
+    "vllm:request_prefill_kv_computed_tokens": "weft_request_computed_tokens",
+    "vllm:request_params_n": "weft_request_choices",
+    "vllm:request_params_max_tokens": "weft_request_max_tokens",
+    "vllm:iteration_tokens_total": "weft_step_rows",
+    "vllm:spec_decode_num_drafts": "weft_draft_rows",
+    "vllm:spec_decode_num_draft_tokens": "weft_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "weft_accepted_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "weft_accepted_draft_tokens_per_position",
+}
+"""vLLM's name → Weft's name of a metric. All have the label `model_name`."""
+REASONS = {"stop": "stop", "length": "length", "error": "error"}
+REASONS |= {"abort": "abort", "timeout": "abort", "client_left": "abort"}
+"""Weft's outcome of a request → vLLM's `finished_reason`. Refused requests have none."""
+
+
+def labelled(kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, rows: LabelledValues) -> Metric:
+    """Return the metric `name` of a `kind`, explained by `text`, with a value for each set of labels (`rows`)."""
+    metric = kind(name, text)
+    for labels, value in rows:
+        metric.add_sample(name + "_total" * (kind is CounterMetricFamily), labels, value)
+    return metric
 
 
 class Tally:
@@ -129,10 +178,8 @@ class Observations:
             bounds_of = [*map(floatToGoString, bounds), "+Inf"]
             buckets = list(zip(bounds_of, map(float, itertools.accumulate(tally.counts)), strict=True))
             yield HistogramMetricFamily(name, text, buckets=buckets, sum_value=tally.sum)
-        requests = CounterMetricFamily("weft_requests", "Requests that have ended, by outcome", labels=["outcome"])
-        for outcome, count in self._outcomes.items():
-            requests.add_metric([outcome], count)
-        yield requests
+        ended = (({"outcome": outcome}, count) for outcome, count in self._outcomes.items())
+        yield labelled(CounterMetricFamily, "weft_requests", "Requests that have ended, by outcome", ended)
 
 
 class Metrics(Observations, Collector):
@@ -163,14 +210,12 @@ class Metrics(Observations, Collector):
             ("weft_max_batch_tokens", "Rows of one step of a DP group, at most", config.batch_tokens),
         ):
             yield GaugeMetricFamily(name, text, value=value)
-        used = GaugeMetricFamily("weft_kv_cache_used_ratio", "Share of the cache that sequences hold", labels=["group"])
-        for group, (pages, total) in enumerate(zip(s.kv_used, s.kv_total, strict=True)):
-            used.add_metric([str(group)], pages / total)
-        yield used
-        tokens = GaugeMetricFamily("weft_kv_cache_tokens", "Tokens that the cache holds", labels=["group"])
-        for group in range(len(s.kv_total)):
-            tokens.add_metric([str(group)], config.cached_tokens)
-        yield tokens
+        groups = [{"group": str(group)} for group in range(len(s.kv_total))]
+        used = ((group, used / total) for group, used, total in zip(groups, s.kv_used, s.kv_total, strict=True))
+        capacity = ((group, config.cached_tokens) for group in groups)
+        text = "Share of the cache that sequences hold"
+        yield labelled(GaugeMetricFamily, "weft_kv_cache_used_ratio", text, used)
+        yield labelled(GaugeMetricFamily, "weft_kv_cache_tokens", "Tokens that the cache holds", capacity)
         for name, text, total in (
             ("weft_prompt_tokens", "Prompt tokens taken in", s.prompt_tokens),
             ("weft_prefix_cached_tokens", "Prompt tokens found in the prefix cache", s.cached_tokens),
@@ -194,33 +239,74 @@ class Metrics(Observations, Collector):
         yield from self._communication()
 
     def _drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> Iterator[Metric]:
-        rows = drafted[0] if drafted else 0
         for name, text, total in (
-            ("weft_draft_rows", "Decode rows with drafts", rows),
+            ("weft_draft_rows", "Decode rows with drafts", drafted[0] if drafted else 0),
             ("weft_draft_tokens", "Drafts", sum(drafted)),
             ("weft_accepted_draft_tokens", "Drafts that were accepted", sum(accepted)),
         ):
             yield CounterMetricFamily(name, text, value=total)
         text = "Drafts that were accepted, by position in their row"
-        by_position = CounterMetricFamily("weft_accepted_draft_tokens_per_position", text, labels=["position"])
-        for position, count in enumerate(accepted):
-            by_position.add_metric([str(position)], count)
-        yield by_position
+        rows = (({"position": str(position)}, count) for position, count in enumerate(accepted))
+        yield labelled(CounterMetricFamily, "weft_accepted_draft_tokens_per_position", text, rows)
 
     def _communication(self) -> Iterator[Metric]:
-        labels = ["read", "step"]
-        calls = CounterMetricFamily("weft_collective_calls", "Collectives of rank 0 by planned step", labels=labels)
-        moved = CounterMetricFamily("weft_collective_bytes", "Bytes received by the busiest rank", labels=labels)
-        seconds = CounterMetricFamily("weft_collective_seconds", "Time in them, waiting included", labels=labels)
-        plans = CounterMetricFamily(
-            "weft_plan_seconds", "Time in collectives, of the plan and of the naive one", labels=["plan", "by"]
-        )
         ran, naive = self._engine.last_comm_report()
-        for plan, stats in (("followed", ran), ("naive", naive)):
-            plans.add_metric([plan, "measured"], sum(s.seconds for s in stats))
-            plans.add_metric([plan, "predicted"], sum(s.predicted for s in stats))
-        for stat in ran:
-            calls.add_metric([stat.site, stat.step], stat.count)
-            moved.add_metric([stat.site, stat.step], stat.bytes)
-            seconds.add_metric([stat.site, stat.step], stat.seconds)
-        yield from (calls, moved, seconds, plans)
+        for name, text, field in (
+            ("weft_collective_calls", "Collectives of rank 0 by planned step", "count"),
+            ("weft_collective_bytes", "Bytes received by the busiest rank", "bytes"),
+            ("weft_collective_seconds", "Time in them, waiting included", "seconds"),
+        ):
+            rows = (({"read": stat.site, "step": stat.step}, getattr(stat, field)) for stat in ran)
+            yield labelled(CounterMetricFamily, name, text, rows)
+        times = (
+            ({"plan": plan, "by": by}, sum(getattr(stat, field) for stat in stats))
+            for plan, stats in (("followed", ran), ("naive", naive))
+            for by, field in (("measured", "seconds"), ("predicted", "predicted"))
+        )
+        text = "Time in collectives, of the plan and of the naive one"
+        yield labelled(CounterMetricFamily, "weft_plan_seconds", text, times)
+
+
+class VllmCollector(Collector):
+    """Collector of a registry's metrics, followed by vLLM's names. vLLM's values of a server cover all DP groups."""
+
+    def __init__(self, ours: Collector, engine: Engine, model_name: str):
+        self._ours, self._engine, self._labels = ours, engine, {"model_name": model_name}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics; each value is read once, so that both names agree."""
+        families = {family.name: family for family in self._ours.collect()}
+        yield from families.values()
+        for name, source in VLLM_NAMES.items():
+            yield self._renamed(name, families[source])
+        yield self._cache_config()
+        states = {state: float(state == "awake") for state in ("awake", "weights_offloaded", "discard_all")}
+        rows = ((self._labels | {"sleep_state": state}, value) for state, value in states.items())
+        yield labelled(GaugeMetricFamily, "vllm:engine_sleep_state", "It never sleeps", rows)
+
+    def _renamed(self, name: str, own: Metric) -> Metric:
+        metric = Metric(name, own.documentation, own.type)
+        if own.name == "weft_requests":
+            counts = dict.fromkeys(REASONS.values(), 0.0)
+            for sample in own.samples:
+                reason = REASONS.get(sample.labels["outcome"])
+                if reason is not None and sample.name.endswith("_total"):
+                    counts[reason] += sample.value
+            for reason, count in counts.items():
+                metric.add_sample(f"{name}_total", self._labels | {"finished_reason": reason}, count)
+        elif own.name == "weft_kv_cache_used_ratio":  # groups have caches of one size
+            metric.add_sample(name, self._labels, sum(s.value for s in own.samples) / len(own.samples))
+        else:
+            for sample in own.samples:
+                suffix = sample.name.removeprefix(own.name)
+                metric.add_sample(name + suffix, sample.labels | self._labels, sample.value)
+        return metric
+
+    def _cache_config(self) -> Metric:
+        config = self._engine.config
+        labels = self._labels | {
+            "block_size": str(config.interleave.span),
+            "num_gpu_blocks": str(sum(self._engine.stats().kv_total)),
+            "enable_prefix_caching": str(config.prefix_cache),
+        }
+        return labelled(GaugeMetricFamily, "vllm:cache_config_info", "Tokens of a page, and pages", [(labels, 1)])

@@ -30,8 +30,6 @@ from weft.serve.chat.service import ChatJob, Service
 from weft.serve.dialects.items import ChatMessages, Include, ReasoningConfig, TextConfig
 from weft.serve.http.bodies import JsonRoute, work_on
 from weft.serve.http.errors import ApiError, bad_field
-from weft.serve.http.remote_engine import RemoteEngine
-from weft.serve.http.shared import Shared
 from weft.serve.http.wire import typed_event
 
 ITEMS: dict[PartKind, tuple[str, str, str]] = {
@@ -144,17 +142,16 @@ def _nested(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
-    routes, shared = APIRouter(route_class=JsonRoute), service.shared
-    store = shared if service.options.max_stored_bytes else None
+    routes, shared, stores = APIRouter(route_class=JsonRoute), service.shared, service.options.max_stored_bytes > 0
 
     async def earlier(body: ResponsesRequest) -> tuple[bytes, ...]:
         """Return the items of the previous response."""
-        if store is None and (body.store or body.previous_response_id is not None):
+        if not stores and (body.store or body.previous_response_id is not None):
             name = "store" if body.store else "previous_response_id"
             raise bad_field(name, " is not supported here; start weft serve with --max-stored-mb")
-        if store is None or (previous := body.previous_response_id) is None:
+        if (previous := body.previous_response_id) is None:
             return ()
-        if (found := await store.ask("stored", previous)) is None:
+        if (found := await shared.ask("stored", previous)) is None:
             raise _unknown(400, previous, "previous_response_id", "previous_response_not_found")
         return tuple(found[1])
 
@@ -165,18 +162,18 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         job, items = await work_on(request, partial(prepared, await earlier(body)), body)
-        reply = ResponseReply(service, job, body, items, None if body.store is False else store)
+        reply = ResponseReply(service, job, body, items, stores and body.store is not False)
         return await service.respond_chat(request, job, reply)
 
     @routes.get("/v1/responses/{response_id}", response_model=None)
     async def stored(response_id: str) -> Response:
-        if store is None or (found := await store.ask("stored", response_id)) is None:
+        if not stores or (found := await shared.ask("stored", response_id)) is None:
             raise _unknown(404, response_id, "response_id")
         return Response(found[0], media_type="application/json")
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
-        if store is None or not await store.ask("delete", response_id):
+        if not stores or not await shared.ask("delete", response_id):
             raise _unknown(404, response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 
@@ -189,19 +186,12 @@ class ResponseReply(Reply):
     Args:
         body: the request.
         before: items of the conversation up to the output, in JSON arrays.
-        store: store of the whole response; None: it is not stored.
+        stores: store the whole response.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        job: ChatJob,
-        body: ResponsesRequest,
-        before: tuple[bytes, ...],
-        store: Shared | RemoteEngine | None,
-    ):
+    def __init__(self, service: Service, job: ChatJob, body: ResponsesRequest, before: tuple[bytes, ...], stores: bool):
         super().__init__(service.model_name, [job.prompt], job.outputs())
-        self._asked, self._before, self._store = body, before, store
+        self._shared, self._asked, self._before, self._stores = service.shared, body, before, stores
         self._id, self._created, self._number = f"resp_{uuid.uuid4().hex}", int(time.time()), 0
 
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
@@ -236,9 +226,9 @@ class ResponseReply(Reply):
         output = self.outputs[0]
         self._last = [] if output.parts else [*output.opened("text"), *output.closed()]  # an output without parts
         self._ended = self._body()
-        if self._store is not None and output.finished:
+        if self._stores and output.finished:
             items = (*self._before, _json(self._ended["output"]))
-            await self._store.ask("store", self._id, _json(self._ended), items)
+            await self._shared.ask("store", self._id, _json(self._ended), items)
 
     def end(self) -> Iterator[bytes]:
         yield from self.increment(0, self.outputs[0].whole, self._last, False)
@@ -265,7 +255,7 @@ class ResponseReply(Reply):
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "model": self.model,
             "output": [_item(part) for part in output.parts],
-            "store": self._store is not None,
+            "store": self._stores,
             "text": {"format": {"type": "text"}} | request.text.model_dump(exclude_unset=True),
             "reasoning": {"effort": request.reasoning.effort, "summary": None},
             "usage": {

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from weft.serve.cli.command import StopSignals
+from weft.serve.cli.cmd_serve import StopSignals
 from weft.serve.http.loading import MAX_CLIENTS, Loading
 from weft.serve.http.options import Options
 from weft.serve.http.run import Server

@@ -13,14 +13,7 @@ import tyro
 from transformers.utils import logging as transformers_logging
 
 from weft.comm.transport import offer_of
-from weft.comm.transport_registry import (
-    PEER,
-    REFERENCE,
-    TransportName,
-    automatic,
-    check_serves,
-    transports,
-)
+from weft.comm.transport_registry import PEER, REFERENCE, TransportName, automatic, check_serves, transports
 from weft.engine.advise.step_prices import draft_prices
 from weft.engine.config.engine_options import LayoutOptions, SpeculationOptions
 from weft.engine.controller.startup import check_draft_layer, check_draft_model
@@ -80,8 +73,7 @@ class Command:
     tokens: str = "1,64,4096"
     """Comma-separated numbers of tokens per DP group; each number gets a plan."""
     transport: Annotated[
-        tuple[TransportName, ...],
-        tyro.conf.arg(help=f"Transports to plan with, one or more; omitted: {AUTOMATIC}."),
+        tuple[TransportName, ...], tyro.conf.arg(help=f"Transports to plan with, one or more; omitted: {AUTOMATIC}.")
     ] = ()
     cost: str = "auto"
     """Cost table: FILE.json of weft tune, h200x4 (measured on four H200s), cpu, cpu-gloo, cpu-shm, h100-nvlink,

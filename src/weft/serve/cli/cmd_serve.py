@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
-from weft.serve.cli.command import (
-    EngineArguments,
-    ModelDir,
-    StopSignals,
-    UserError,
-    WithRay,
-    engine_config,
-    model_name,
-    user_errors,
-)
+from weft.serve.cli.command import EngineArguments, ModelDir, UserError, WithRay, engine_config, model_name, user_errors
 from weft.serve.cli.ray_hosts import agents
 from weft.serve.cli.several_hosts import run_agent
 from weft.serve.cli.start import LayoutChoice, start_engine, with_layout
@@ -28,6 +22,38 @@ from weft.serve.http import log
 from weft.serve.http.loading import Loading
 from weft.serve.http.options import LogLevel, Options
 from weft.serve.http.sockets import bind, bind_unix
+
+
+class StopSignals:
+    """Context manager that handles SIGTERM and SIGINT of a process that stops with exit code 0, in the main thread.
+
+    The first signal raises KeyboardInterrupt, so that everything that was started is stopped, and later signals do
+    nothing. Once `stop` is set, each signal calls `stop` instead.
+
+    Attributes:
+        stop: ends the serving process in order.
+        asked: whether KeyboardInterrupt was raised; a destructor may have swallowed it.
+    """
+
+    def __init__(self) -> None:
+        self.stop: Callable[[], None] | None = None
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stop is not None:
+            self.stop()
+        elif not self.asked:
+            self.asked = True
+            raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -98,7 +124,7 @@ class Command:
                 self._api_processes(config, listener) as processes,
                 start_engine(config, kv_events) as engine,
             ):
-                return self._serve_engine(engine, processes, listener, loading, options, signals)
+                return self._serve_engine(engine, processes, loading, options, signals)
 
     def _api_processes(self, config: Any, listener: socket.socket) -> Any:
         """Return the started API processes, in a context of their own; None if the engine's process serves itself."""
@@ -112,13 +138,7 @@ class Command:
         return nullcontext() if count == 1 else ApiProcesses(count, listener)
 
     def _serve_engine(
-        self,
-        engine: Any,
-        processes: Any,
-        listener: socket.socket,
-        loading: Loading,
-        options: Options,
-        signals: StopSignals,
+        self, engine: Any, processes: Any, loading: Loading, options: Options, signals: StopSignals
     ) -> int:
         # These import torch, which takes seconds: options are checked and the port is bound before.
         from weft.engine.config.config import EngineError
@@ -148,8 +168,8 @@ class Command:
         if signals.asked:
             return 0
         loading.shutdown()
-        self._print_summary(engine, name, listener, products_line(engine.config, engine.model_config))
-        server.run(sockets=[listener])
+        self._print_summary(engine, name, loading.socket, products_line(engine.config, engine.model_config))
+        server.run(sockets=[loading.socket])
         if engine.error is not None:
             raise EngineError(engine.error)
         return 0

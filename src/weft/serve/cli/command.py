@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
@@ -279,35 +278,3 @@ def engine_config(model: Path | None, engine: EngineArguments, *, ray: bool = Fa
 def stop_on_sigterm() -> None:
     """Let SIGTERM end the command like Ctrl-C, so that everything it has started is stopped first."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-class StopSignals:
-    """Context manager that handles SIGTERM and SIGINT of a process that stops with exit code 0, in the main thread.
-
-    The first signal raises KeyboardInterrupt, so that everything that was started is stopped, and later signals do
-    nothing. Once `stop` is set, each signal calls `stop` instead.
-
-    Attributes:
-        stop: ends the serving process in order.
-        asked: whether KeyboardInterrupt was raised; a destructor may have swallowed it.
-    """
-
-    def __init__(self) -> None:
-        self.stop: Callable[[], None] | None = None
-        self.asked = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stop is not None:
-            self.stop()
-        elif not self.asked:
-            self.asked = True
-            raise KeyboardInterrupt

@@ -13,16 +13,7 @@ import regex
 
 from weft.engine.grammar.grammar import schema_text
 from weft.serve.chat.tool_arguments import NAME, SPACE, Tags
-from weft.serve.chat.tool_grammars import (
-    Functions,
-    Literal,
-    Schema,
-    calls_schema,
-    headed_call,
-    literals,
-    quoted,
-    tagged_call,
-)
+from weft.serve.chat.tool_grammars import CallRules, Functions, literals, quoted
 
 TEXT = "TEXT: /(.|\\n)+/\n"
 """Lark terminal that matches everything except special tokens."""
@@ -65,7 +56,7 @@ class ToolFormat:
     """
 
     marks: tuple[str, ...]
-    call: Callable[[Functions, Literal, Schema], str]
+    call: Callable[[CallRules], str]
     opening: str = ""
     begin: str = ""
     end: str = ""
@@ -118,7 +109,7 @@ class ToolFormat:
         if several and not self.channels:
             calls += f" ({literal(self.between)} call)~0..{MAX_CALLS - 1}"
         calls = f"{literal(self.head)} {calls} {literal(self.tail)}"
-        rules = self.call(functions, literal, partial(schema_text, any_whitespace=any_whitespace))
+        rules = self.call(CallRules(functions, literal, partial(schema_text, any_whitespace=any_whitespace)))
         if not among_text:
             return f"start: {calls}\n{rules}"
         if self.channels:
@@ -148,16 +139,16 @@ JSON_CALL = (
 )
 
 
-def _json_call(functions: Functions, literal: Literal, schema: Schema) -> str:
-    around = literal("<tool_call>\n"), literal("\n</tool_call>")
-    return f"call: {around[0]} body {around[1]}\nbody: %json {schema(calls_schema(functions, 'arguments'))}\n"
+def _json_call(rules: CallRules) -> str:
+    around = rules.literal("<tool_call>\n"), rules.literal("\n</tool_call>")
+    return f"call: {around[0]} body {around[1]}\nbody: {rules.object('arguments')}"
 
 
 # Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several with ; between, as the whole output
 
 
-def _bare_call(functions: Functions, literal: Literal, schema: Schema) -> str:
-    return f"call: %json {schema(calls_schema(functions, 'parameters'))}\n"
+def _bare_call(rules: CallRules) -> str:
+    return f"call: {rules.object('parameters')}"
 
 
 # Qwen3-Coder, Qwen3.5, Step-3.5: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>
@@ -173,11 +164,12 @@ XML = Tags(
 )
 
 
-def _xml_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+def _xml_call(rules: CallRules) -> str:
+    literal = rules.literal
     around = literal("<tool_call>\n"), literal("</function>\n</tool_call>")
     parameter = literal("<parameter="), literal(">\n"), literal("</parameter>\n")
-    names = [literal(f"<function={f['name']}>\n") for f in functions]
-    return tagged_call(functions, literal, schema, names, around, parameter, line=True)
+    names = [literal(f"<function={f['name']}>\n") for f in rules.functions]
+    return rules.tagged(names, around, parameter, end="\n")
 
 
 # GLM-4.5 to 4.7: <tool_call>NAME, <arg_key>KEY</arg_key>, <arg_value>VALUE</arg_value>, …</tool_call>
@@ -192,14 +184,13 @@ GLM = Tags(
 )
 
 
-def _glm_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+def _glm_call(rules: CallRules) -> str:
+    literal = rules.literal
     line = ' "\\n"? '  # GLM-4.5 writes line breaks, GLM-4.7 does not
     around = literal("<tool_call>"), literal("</tool_call>") + line
     between = literal("</arg_key>") + line + literal("<arg_value>")
-    names = [literal(f["name"]) + line for f in functions]
-    return tagged_call(
-        functions, literal, schema, names, around, (literal("<arg_key>"), between, literal("</arg_value>") + line)
-    )
+    names = [literal(f["name"]) + line for f in rules.functions]
+    return rules.tagged(names, around, (literal("<arg_key>"), between, literal("</arg_value>") + line))
 
 
 # MiniMax-M2: <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>…</invoke>…
@@ -214,10 +205,11 @@ MINIMAX = Tags(
 )
 
 
-def _minimax_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+def _minimax_call(rules: CallRules) -> str:
+    literal = rules.literal
     parameter = literal('<parameter name="'), literal('">'), literal("</parameter>\n")
-    names = [literal(f'<invoke name="{f["name"]}">\n') for f in functions]
-    return tagged_call(functions, literal, schema, names, ('""', literal("</invoke>\n")), parameter)
+    names = [literal(f'<invoke name="{f["name"]}">\n') for f in rules.functions]
+    return rules.tagged(names, ('""', literal("</invoke>\n")), parameter)
 
 
 # DeepSeek: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, JSON in a fence (V3), or NAME<｜tool▁sep｜>JSON (V3.1)
@@ -228,14 +220,12 @@ DEEPSEEK_CALL = (
 )
 
 
-def _deepseek_call(before: str, between: str, after: str) -> Callable[[Functions, Literal, Schema], str]:
-    return lambda functions, literal, schema: headed_call(
-        functions,
-        literal,
-        schema,
-        lambda name: literal(f"<｜tool▁call▁begin｜>{before}{name}{between}"),
-        after + "<｜tool▁call▁end｜>",
-    )
+def _deepseek_call(before: str, between: str, after: str) -> Callable[[CallRules], str]:
+    def call(rules: CallRules) -> str:
+        begin = f"<｜tool▁call▁begin｜>{before}"
+        return rules.headed(lambda name: rules.literal(f"{begin}{name}{between}"), f"{after}<｜tool▁call▁end｜>")
+
+    return call
 
 
 # Kimi-K2: <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON<|tool_call_end|>
@@ -246,22 +236,20 @@ KIMI_CALL = (
 )
 
 
-def _kimi_call(functions: Functions, literal: Literal, schema: Schema) -> str:
+def _kimi_call(rules: CallRules) -> str:
     def head(name: str) -> str:
-        begin = literal(f"<|tool_call_begin|>functions.{name}:")
-        return f"{begin} /[0-9]{{1,3}}/ {literal('<|tool_call_argument_begin|>')}"
+        begin = rules.literal(f"<|tool_call_begin|>functions.{name}:")
+        return f"{begin} /[0-9]{{1,3}}/ {rules.literal('<|tool_call_argument_begin|>')}"
 
-    return headed_call(functions, literal, schema, head, "<|tool_call_end|>")
+    return rules.headed(head, "<|tool_call_end|>")
 
 
 # GPT-OSS ("harmony"): <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>
 
 
-def _harmony_call(functions: Functions, literal: Literal, schema: Schema) -> str:
-    def head(name: str) -> str:
-        return literal(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")
-
-    return headed_call(functions, literal, schema, head, "")
+def _harmony_call(rules: CallRules) -> str:
+    begin, end = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
+    return rules.headed(lambda name: rules.literal(f"{begin}{name}{end}"), "")
 
 
 _MANY = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")

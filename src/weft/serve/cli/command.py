@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from tyro import constructors
 
 from weft.comm.transport_registry import AUTO, REFERENCE, TransportChoice, TransportName, transports
 from weft.engine.assets import embedded_model_dir, preset_dir
@@ -143,7 +136,7 @@ def parse(command: type[T], name: str, arguments: list[str], default: T | None =
     return parsed
 
 
-def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
+def _registry(arguments: Sequence[str]) -> constructors.ConstructorRegistry:
     """Return tyro's rules for names of transports and attention backends, also from --plugins, and for option groups.
 
     Raises UserError.
@@ -156,18 +149,18 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
         TransportChoice: (AUTO, *known),
         BackendChoice: (ANY_BACKEND, *attention),
     }
-    result, reading = ConstructorRegistry(), list[Any]()
+    result, reading = constructors.ConstructorRegistry(), list[Any]()
 
     @result.primitive_rule
-    def choose(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    def choose(asked: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec[Any] | None:
         if asked.type not in names:
             return None
         literal: Any = Literal.__getitem__(names[asked.type])
-        as_literal = PrimitiveTypeInfo.make(literal, asked.markers)
-        return ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
+        as_literal = constructors.PrimitiveTypeInfo.make(literal, asked.markers)
+        return constructors.ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
 
     @result.struct_rule
-    def in_groups(asked: StructTypeInfo) -> StructConstructorSpec | None:
+    def in_groups(asked: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
         if asked.type is not EngineArguments:
             return None
         default = asked.default if isinstance(asked.default, EngineArguments) else EngineArguments()
@@ -175,20 +168,20 @@ def _registry(arguments: Sequence[str]) -> ConstructorRegistry:
         for group in EngineArguments.groups():
             heading = tyro.conf.arg(name=group.__name__.removesuffix("Options").lower(), prefix_name=False)
             shown: Any = Annotated[group, heading]
-            fields.append(StructFieldSpec(group.__name__, shown, group.of(default)))
-        return StructConstructorSpec(joined, tuple(fields))
+            fields.append(constructors.StructFieldSpec(group.__name__, shown, group.of(default)))
+        return constructors.StructConstructorSpec(joined, tuple(fields))
 
     def joined(**groups: OptionGroup) -> EngineArguments:
         return EngineArguments(**{name: value for group in groups.values() for name, value in vars(group).items()})
 
     @result.struct_rule
-    def with_paragraphs(asked: StructTypeInfo) -> StructConstructorSpec | None:
+    def with_paragraphs(asked: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
         if asked.type in reading:  # use tyro's own rule, which keeps the line ends of a docstring
             return None
         reading.append(asked.type)
-        spec = ConstructorRegistry.get_struct_spec(asked)
+        spec = constructors.ConstructorRegistry.get_struct_spec(asked)
         reading.pop()
-        if not isinstance(spec, StructConstructorSpec):
+        if not isinstance(spec, constructors.StructConstructorSpec):
             return None
         fields = (dataclasses.replace(field, helptext=partial(_paragraph, field.helptext)) for field in spec.fields)
         return dataclasses.replace(spec, fields=tuple(fields))

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 
+from weft.serve.cli.command import requested_format
 from weft.serve.http.log import (
     BURST,
     MAX_UNWRITTEN,
@@ -18,7 +19,6 @@ from weft.serve.http.log import (
     LogStream,
     RateLimit,
     print_error,
-    requested_format,
     stderr_as_log,
 )
 

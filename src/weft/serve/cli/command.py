@@ -29,7 +29,7 @@ from weft.serve.cli.other_engines import hint, renamed
 from weft.serve.cli.progress import startup_progress
 from weft.serve.cli.ray_hosts import node_0
 from weft.serve.cli.several_hosts import with_launcher
-from weft.serve.http.log import LogStream, requested_format
+from weft.serve.http.log import LogFormat, LogStream
 
 T = TypeVar("T")
 
@@ -197,8 +197,13 @@ def _paragraph(text: str | Callable[[], str | None] | None) -> str | None:
 def _value_of(option: str, arguments: Sequence[str]) -> list[str]:
     """Return the values of one option before the others are parsed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(option, nargs="*", default=[], dest="values")
+    parser.add_argument(option, f"--{option[2:].replace('-', '_')}", nargs="*", default=[], dest="values")
     return list(parser.parse_known_args(arguments)[0].values)
+
+
+def requested_format(arguments: Sequence[str]) -> LogFormat:
+    """Return the log format of a command line before it is parsed, so that its errors have this format too."""
+    return "json" if _value_of("--log-format", arguments)[:1] == ["json"] else "text"
 
 
 def check_writable(path: Path, option: str) -> None:

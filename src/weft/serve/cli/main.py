@@ -11,8 +11,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from weft.planner.spec import LayoutError, PlacementError
-from weft.serve.cli.command import UserError, parse
-from weft.serve.http.log import print_error, requested_format, stderr_as_log
+from weft.serve.cli.command import UserError, parse, requested_format
+from weft.serve.http.log import print_error, stderr_as_log
 
 COMMANDS = {
     "serve": "serve a model over HTTP with OpenAI's API",

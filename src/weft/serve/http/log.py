@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -13,7 +12,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TextIO
 
 from weft.serve.http.options import LogLevel
@@ -166,15 +165,6 @@ def print_error(error: object) -> None:
         sys.stderr.fail(line)
     else:
         print(line, file=sys.stderr)
-
-
-def requested_format(arguments: Sequence[str]) -> LogFormat:
-    """Return the log format of a command line before it is parsed, so that its errors have this format too."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--log-format", "--log_format", default="text")
-    with contextlib.suppress(argparse.ArgumentError):
-        return "json" if parser.parse_known_args(arguments)[0].log_format == "json" else "text"
-    return "text"
 
 
 @contextlib.contextmanager

@@ -100,8 +100,7 @@ class InputMessage(Body):
         for at, block in enumerate(self.content):
             if isinstance(block, ToolResult):
                 result = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text_of(block.content)}
-                made.add(result, f"{place}.content.{at}")
-                made.names[f"messages.{len(made.made) - 1}.role"] = f"{place}.content.{at}"
+                made.add(result, f"{place}.content.{at}", "role")
             elif isinstance(block, ToolUse):
                 function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
                 message.setdefault("tool_calls", []).append({"id": block.id, "function": function})
@@ -188,7 +187,7 @@ class CountRequest(Body):
         self.refuse_unsupported()
         messages = ChatMessages()
         if self.system:
-            messages.add({"role": "system", "content": text_of(self.system)}, "system", whole=True)
+            messages.add({"role": "system", "content": text_of(self.system)}, "system", "role", "content")
         for at, message in enumerate(self.messages):
             message.add_to(messages, f"messages.{at}")
         body |= {"messages": messages.made, "tools": [tool.plain() for tool in self.tools]}
@@ -230,9 +229,6 @@ def router(service: Service) -> APIRouter:
     """Return the routes of messages and of their count."""
     routes = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
 
-    def prepared(body: MessagesRequest) -> ChatJob:
-        return service.chat_job(body.chat())
-
     def counted(body: CountRequest) -> int:
         service.check_model(body.model)
         chat = body.chat()
@@ -241,7 +237,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
-        job = await work_on(request, prepared, body)
+        job = await work_on(request, lambda body: service.chat_job(body.chat()), body)
         return await service.respond_chat(request, job, MessageReply(service, job, body))
 
     @routes.post("/v1/messages/count_tokens", response_model=None)

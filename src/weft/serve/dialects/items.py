@@ -117,10 +117,10 @@ class ChatMessages:
         self.made: list[dict[str, Any]] = []
         self.names: dict[str, str] = {}
 
-    def add(self, message: dict[str, Any], place: str, *, whole: bool = False) -> None:
-        """Append a `message`. place: in the request; whole: the place is the message's text, without fields."""
+    def add(self, message: dict[str, Any], place: str, *parts: str) -> None:
+        """Append a `message`. place: in the request; parts: fields of the message that are not in this place."""
         field = f"messages.{len(self.made)}"
-        self.names |= {field: place} | ({f"{field}.{name}": place for name in ("role", "content")} if whole else {})
+        self.names |= {field: place} | {f"{field}.{name}": place for name in parts}
         self.made.append(message)
 
     def add_items(self, items: Sequence[dict[str, Any]], place: str) -> None:
@@ -136,9 +136,7 @@ class ChatMessages:
                 for name in message.keys() - {"role"}:
                     self.made[-1].setdefault(name, []).extend(message[name])
             else:
-                self.add(message, path)
-                if not isinstance(item, InputMessage):
-                    self.names[f"messages.{len(self.made) - 1}.role"] = path
+                self.add(message, path, *([] if isinstance(item, InputMessage) else ["role"]))
             if "tool_calls" in message:
                 calls = f"messages.{len(self.made) - 1}.tool_calls"
                 self.names |= {calls: path, f"{calls}.{len(self.made[-1]['tool_calls']) - 1}.function": path}

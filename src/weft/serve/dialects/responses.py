@@ -100,11 +100,11 @@ class ResponsesRequest(SharedRequest, OutputRequest):
         self.refuse_unsupported()
         messages = ChatMessages()
         if self.instructions:
-            messages.add({"role": "system", "content": self.instructions}, "instructions", whole=True)
+            messages.add({"role": "system", "content": self.instructions}, "instructions", "role", "content")
         for items in before:
             messages.add_items(json.loads(items), "previous_response_id")
         if isinstance(self.input, str):
-            messages.add({"role": "user", "content": self.input}, "input", whole=True)
+            messages.add({"role": "user", "content": self.input}, "input", "role", "content")
         else:
             messages.add_items(self.input, "input")
         body: dict[str, Any] = {

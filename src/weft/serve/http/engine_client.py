@@ -17,7 +17,7 @@ from starlette.requests import Request
 from weft.engine.config.config import EngineError, QueueFull
 from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import FAIR_SHARE, Output, SamplingParams, Sharing
-from weft.engine.output.request_output import OutputCallback, RequestOutput
+from weft.engine.output.request_output import RequestOutput
 from weft.serve.http.errors import ApiError, of_value
 from weft.serve.http.metrics import Observations
 from weft.serve.http.record import Record
@@ -36,7 +36,6 @@ MIN_UNREAD = 8 * MAX_UNREAD
 WHOLE = ("stop", "length", "abort")
 """Ends that may be read together with tokens before them."""
 OUTCOMES = {400: "refused", 408: "client_slow", 429: "queue_full", 504: "timeout"}
-Job = tuple[Sequence[int], SamplingParams, OutputCallback]
 
 
 @dataclass(slots=True)
@@ -206,14 +205,14 @@ class EngineClient:
                 pass
             increments.end(None)
 
-        def callback(choice: int) -> OutputCallback:
-            return partial(self._arrive, loop, increments, choice)
-
-        jobs = [(prompt, each, callback(i)) for i, (prompt, each) in enumerate(zip(prompts, params, strict=True))]
+        pairs = enumerate(zip(prompts, params, strict=True))
+        jobs = [(prompt, each, partial(self._arrive, loop, increments, choice)) for choice, (prompt, each) in pairs]
         running = increments.running
 
         def submit() -> None:
-            running.update(enumerate(self._submit(jobs, sharing, record.id)))  # here: the caller may be cancelled
+            with refusals():
+                ids = self.engine.submit_all(jobs, sharing=sharing, timeout_s=self.timeout_s, name=record.id)
+            running.update(enumerate(ids))  # here: the caller may be cancelled
 
         watcher = asyncio.create_task(watch())
         self._live.add(increments)
@@ -266,10 +265,6 @@ class EngineClient:
     def _cancel(self, increments: IncrementQueue) -> None:
         for request_id in increments.running.values():
             self.engine.cancel(request_id)
-
-    def _submit(self, jobs: Sequence[Job], sharing: Sharing, name: str) -> list[int]:
-        with refusals():
-            return self.engine.submit_all(jobs, sharing=sharing, timeout_s=self.timeout_s, name=name)
 
 
 @contextlib.contextmanager

@@ -46,13 +46,9 @@ class Prompts:
             self.check_length(sum(len(p) for p in prompt if isinstance(p, str)), "prompt", len(prompt))
         return [self._tokens(p, max_tokens, special) for p in prompt]
 
-    def of_chat(self, body: ChatRequest) -> list[int]:
-        """Return the tokens of a chat's messages and tools, rendered by the chat template."""
-        return self.of_chat_text(self.chat_text(body), body)
-
-    def of_chat_text(self, text: str, body: ChatRequest) -> list[int]:
-        """Return the tokens of a result of `chat_text`."""
-        return self._tokens(text, self._kept(body), body.add_special_tokens)
+    def of_chat(self, body: ChatRequest, text: str | None = None) -> list[int]:
+        """Return the tokens of a chat's messages and tools. text: result of `chat_text`, if it is there already."""
+        return self._tokens(self.chat_text(body) if text is None else text, self._kept(body), body.add_special_tokens)
 
     def chat_text(self, body: ChatRequest) -> str:
         """Return a chat's messages and tools, rendered by the chat template."""

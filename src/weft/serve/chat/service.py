@@ -103,7 +103,7 @@ class Service:
                 ended = partial(self._ending, parsers, params)
                 params = replace(params, stop=(), watch=lambda: ended().watch)
                 parsers = ended
-            return ChatJob(body, self.prompts.of_chat_text(text, body), params, parsers)
+            return ChatJob(body, self.prompts.of_chat(body, text), params, parsers)
 
     @staticmethod
     def _ending(parsers: Callable[[], Parser], params: SamplingParams) -> EndingParser:

@@ -84,8 +84,13 @@ def measure_api() -> ApiTimes:
         server = Server(create_app(client, "weft", options), client, options)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
-        port = bound.getsockname()[1]
-        found = _split(lambda tokens: _cpu_us(port, ROUNDS, tokens))
+
+        def cpu_us(tokens: int) -> float:
+            arguments, before = (bound.getsockname()[1], ROUNDS, CLIENTS, tokens), time.process_time()
+            subprocess.run([sys.executable, "-c", CLIENT, *map(str, arguments)], check=True)
+            return (time.process_time() - before) * 1e6 / (ROUNDS * CLIENTS)
+
+        found = _split(cpu_us)
         server.stop()
         thread.join()
     return found
@@ -98,10 +103,3 @@ def _split(cpu_us: Callable[[int], float]) -> ApiTimes:
     few, many = map(min, zip(*pairs, strict=True))  # other work of the host only adds
     token_us = max(0.0, many - few) / TOKENS
     return ApiTimes(max(0.0, few - token_us), token_us)
-
-
-def _cpu_us(port: int, rounds: int, tokens: int) -> float:
-    """Return the µs of CPU time of this process for a request with this number of output tokens."""
-    before = time.process_time()
-    subprocess.run([sys.executable, "-c", CLIENT, *map(str, (port, rounds, CLIENTS, tokens))], check=True)
-    return (time.process_time() - before) * 1e6 / (rounds * CLIENTS)

@@ -111,7 +111,11 @@ class Command:
         options = replace(self.http, api_key=self._key(), profile_dir=self._profile_folder())
         with user_errors():
             options.check()
-            kv_events = self._kv_events()
+            kv_events = None
+            if self.kv_events_config is not None:
+                from weft.engine.controller.event_publisher import KvEventsConfig
+
+                kv_events = KvEventsConfig.parse(self.kv_events_config)
         config = engine_config(self.model, self.engine, ray=self.ray)
         if config.node_rank:
             return run_agent(config)
@@ -201,13 +205,6 @@ class Command:
         ]
         for line in filter(None, lines):
             print(line, file=sys.stderr, flush=True)
-
-    def _kv_events(self) -> Any:
-        if self.kv_events_config is None:
-            return None
-        from weft.engine.controller.event_publisher import KvEventsConfig
-
-        return KvEventsConfig.parse(self.kv_events_config)
 
     def _key(self) -> str | None:
         """Return the API key, stripped: a secret in a file often ends in a newline, which no client can send."""

@@ -104,10 +104,6 @@ class Command:
         print(text if self.json else f"{out}: {sum(map(len, entries.values()))} times of {', '.join(entries)}")
         return 0
 
-    def measure_gpus(self, ranks: list[int], options: list[str], sizes: list[int]) -> dict[str, Any]:
-        """Return the cost table of these numbers of `ranks`, transports (`options`) and message `sizes` in bytes."""
-        return self._collect(self._on_gpus(ranks, options, sizes))
-
     def _hosts(self) -> Any:
         """Return the EngineConfig of ranks on several hosts; None for one host. Raises UserError."""
         with user_errors():
@@ -166,7 +162,8 @@ class Command:
 def tune_first(world: int) -> None:
     """Measure `world` GPUs in seconds, with few sizes, if a start finds no table for them. Prints the table's path."""
     options = [entry.option for entry in automatic(transports(), "cuda", world)]
-    table = Command(device="cuda").measure_gpus([world], options, GPU_SIZES[::3])
+    tune = Command(device="cuda")
+    table = tune._collect(tune._on_gpus([world], options, GPU_SIZES[::3]))
     path = host_table(gpus=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -31,8 +31,6 @@ GROUPS = {
 """Headings of `weft --help`, with the first words of their commands; the last one also has all other commands."""
 EXTRAS = {"serve": "serve"}
 """Extra of weft with the packages that a command imports in addition to weft[engine]."""
-OF_BENCH = ("bench", "profile", "reproduce", "eval", "demo")
-"""First words of the commands of weft-bench, for the error if it is not installed."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,8 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
 
 
 def _unknown(name: str, known: list[str]) -> str:
-    if name in OF_BENCH and not any(command.split()[0] == name for command in known):
+    listed = any(name in words for words in GROUPS.values())
+    if listed and not any(command.split()[0] == name for command in known):
         return f"{name} is a command of weft-bench; pip install 'weft[bench]'"
     return f"no command {name!r}; one of {', '.join(known)}"
 

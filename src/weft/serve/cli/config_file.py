@@ -55,7 +55,9 @@ def _arguments(name: str, kinds: Mapping[str, Any], node: yaml.Node) -> list[str
     if node.tag == "tag:yaml.org,2002:null":
         return []
     if kinds[name] is bool:
-        return [f"--{name}" if _truth(node, name) else f"--no-{name}"]
+        if not isinstance(value := _loaded(node, name), bool):
+            raise ValueError(f"{name} is {value!r}; it must be true or false")
+        return [f"--{name}" if value else f"--no-{name}"]
     if not isinstance(node, yaml.SequenceNode):
         text = _text(node, name)
         if name == MODEL:
@@ -92,12 +94,6 @@ def _text(node: yaml.Node, name: str) -> str:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} cannot be written as JSON: {' '.join(str(error).split())}") from error
-
-
-def _truth(node: yaml.Node, name: str) -> bool:
-    if not isinstance(value := _loaded(node, name), bool):
-        raise ValueError(f"{name} is {value!r}; it must be true or false")
-    return value
 
 
 def _loaded(node: yaml.Node, name: str) -> Any:

@@ -194,6 +194,27 @@ class ChatRequest(CommonRequest):
     separate_reasoning: bool = True
     _names: Names = PrivateAttr(default_factory=dict)
 
+    @classmethod
+    def of(cls, body: Body, names: Names, **own: Any) -> ChatRequest:
+        """Return the chat of another endpoint's request. ApiError 400.
+
+        Args:
+            body: request; the chat takes over fields of the same name.
+            names: checked name → that endpoint's name of a field.
+            own: further fields of the chat.
+        """
+        names_of_both = type(body).model_fields.keys() & cls.model_fields.keys()
+        fields = {name: getattr(body, name) for name in names_of_both & body.model_fields_set} | own
+        tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(own.get("tools", ())))}
+        names = tools | dict(names)
+        with client_names(names):
+            try:
+                chat = cls.model_validate(fields)
+            except ValidationError as error:
+                raise field_errors(error.errors(include_url=False), fields) from error
+        chat._names = names
+        return chat
+
     @cached_property
     def offered(self) -> list[dict[str, Any]]:
         """Functions that the output may call."""
@@ -250,11 +271,6 @@ class ChatRequest(CommonRequest):
         if unknown := (self.allowed or set()) - {tool.function.name for tool in self.tools}:
             raise _not_a_tool(min(unknown))
 
-    @property
-    def strict(self) -> bool:
-        """True if one function is strict: then all calls in the output follow the functions' schemas."""
-        return any(function.strict for function in self._functions)
-
     def calls_grammar(
         self, form: ToolFormat | None, grammars: Grammars, *, bare: bool = False, any_whitespace: bool = False
     ) -> str | None:
@@ -267,7 +283,8 @@ class ChatRequest(CommonRequest):
                 excluded, as nothing distinguishes them from text.
             any_whitespace: of JSON, as in `weft.engine.grammar.grammar.schema_text`.
         """
-        if form is None or not self.offered or not (self.must_call or self.strict or bare):
+        strict = any(function.strict for function in self._functions)  # then all calls follow their schemas
+        if form is None or not self.offered or not (self.must_call or strict or bare):
             return None
         if bare and not (self.must_call or form.begin):
             return None
@@ -348,22 +365,3 @@ def thinking(on: bool) -> dict[str, bool]:
 
 def _not_a_tool(name: str) -> ApiError:
     return bad_field("tool_choice", f" names {name!r}, which is not among the tools")
-
-
-def chat_of(body: Body, names: Names, **own: Any) -> ChatRequest:
-    """Return the chat of another endpoint's request. ApiError 400.
-
-    Args:
-        body: request; the chat takes over fields of the same name.
-        names: checked name → that endpoint's name of a field.
-        own: further fields of the chat.
-    """
-    names_of_both = type(body).model_fields.keys() & ChatRequest.model_fields.keys()
-    shared = {name: getattr(body, name) for name in names_of_both & body.model_fields_set}
-    with client_names(names):
-        try:
-            chat = ChatRequest.model_validate(shared | own)
-        except ValidationError as error:
-            raise field_errors(error.errors(include_url=False), shared | own) from error
-    chat._names = names
-    return chat

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import from_json
 
 from weft.engine.messages.request import Output
-from weft.serve.chat.chats import ChatRequest, Effort, TextPart, chat_of, only_text, text_of, thinking
+from weft.serve.chat.chats import ChatRequest, Effort, TextPart, only_text, text_of, thinking
 from weft.serve.chat.parsed_output import OutputPart, PartEvent, PartKind, Reply
 from weft.serve.chat.protocol import MAX_ITEMS, MAX_NAMED, MAX_STOPS, Metadata, OutputRequest, Text, Texts, limited_to
 from weft.serve.chat.service import ChatJob, Service
@@ -204,9 +204,8 @@ class CountRequest(Body):
             if output.format is not None:
                 schema = {"name": "output", "schema": output.format.schema_}
                 body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
-        schemas = {f"{tool}.parameters": f"{name}.input_schema" for tool, name in tools.items()}
-        return chat_of(self, FIELDS | tools | schemas | messages.names, **body)
+        schemas = {f"tools.{at}.function.parameters": f"tools.{at}.input_schema" for at in range(len(self.tools))}
+        return ChatRequest.of(self, FIELDS | schemas | messages.names, **body)
 
 
 class MessagesRequest(CountRequest, OutputRequest):

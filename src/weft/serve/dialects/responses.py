@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from weft.engine.messages.request import Output
-from weft.serve.chat.chats import ChatRequest, chat_of
+from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.parsed_output import OutputPart, PartEvent, PartKind, Reply
 from weft.serve.chat.protocol import (
     HARMLESS,
@@ -122,8 +122,7 @@ class ResponsesRequest(SharedRequest, OutputRequest):
             form = self.text.format.model_dump(by_alias=True, exclude_unset=True)
             kind = form.pop("type")
             body["response_format"] = {"type": kind} | ({"json_schema": form} if kind == "json_schema" else form)
-        tools = {f"tools.{at}.function": f"tools.{at}" for at in range(len(self.tools))}
-        return chat_of(self, FIELDS | tools | messages.names, **body)
+        return ChatRequest.of(self, FIELDS | messages.names, **body)
 
     def _tool_choice(self) -> Any:
         """Return tool_choice in a chat's shape, with the fields next to the type in an object."""

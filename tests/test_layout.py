@@ -100,7 +100,6 @@ KEPT = {
     "weft_bench/commands/cmd_profile.py": "draw",
     "serve/http/loading.py": "listener",  # a listening socket
     "serve/http/run.py": "listener",
-    "serve/http/sockets.py": "listener",
     "serve/cli/cmd_serve.py": "listener",
     "serve/http/api_processes.py": "listener",
     "serve/api_process.py": "listener",

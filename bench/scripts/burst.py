@@ -44,10 +44,10 @@ from weft.serve import app
 from weft.serve.http import run
 from weft.serve.http.api_processes import ApiProcesses
 from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.loading import bind
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.shared import Shared
-from weft.serve.http.sockets import bind
 from weft_bench.trees import alternate, copy_of, run_python
 
 

@@ -27,10 +27,10 @@ from weft.engine.output.text_processor import TextProcessor
 from weft.serve.app import create_app
 from weft.serve.chat.templates import Templates
 from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.loading import bind
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.run import Server
-from weft.serve.http.sockets import bind
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 

@@ -26,10 +26,10 @@ from server.conftest import Served, serve
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.controller.engine import Engine
 from weft.serve.http.api_processes import ApiProcess, ApiProcesses
+from weft.serve.http.loading import bind
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.shared import Shared
-from weft.serve.http.sockets import bind
 
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEXT: dict[str, Any] = {"prompt": "abc", "max_tokens": 24, "temperature": 0, "ignore_eos": True}

@@ -19,9 +19,9 @@ import pytest
 from engine.conftest import WAIT_S
 from server.conftest import QuietEngine, Served, output, serve
 from weft.engine.controller.engine import Engine
+from weft.serve.http.loading import bind
 from weft.serve.http.options import Options
 from weft.serve.http.run import Server
-from weft.serve.http.sockets import bind
 
 
 @pytest.fixture
@@ -226,14 +226,14 @@ def test_who_reads_nothing_is_closed() -> None:
 FEW_DESCRIPTORS = """
 import resource, types
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from weft.serve.http import log, run, sockets
+from weft.serve.http import loading, log, run
 from weft.serve.http.options import Options
 async def app(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body", "body": b""})
 log.configure("text")
 engine_client = types.SimpleNamespace(live=0, close=lambda: None)
-listener = sockets.bind("127.0.0.1", 0)
+listener = loading.bind("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 run.Server(app, engine_client, Options()).run(sockets=[listener])
 """

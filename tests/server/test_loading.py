@@ -18,10 +18,9 @@ import httpx
 import pytest
 
 from weft.serve.cli.cmd_serve import StopSignals
-from weft.serve.http.loading import MAX_CLIENTS, Loading
+from weft.serve.http.loading import MAX_CLIENTS, Loading, bind
 from weft.serve.http.options import Options
 from weft.serve.http.run import Server
-from weft.serve.http.sockets import bind
 
 
 @contextmanager

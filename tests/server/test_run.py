@@ -27,8 +27,8 @@ from server.conftest import Served, serve
 from weft.engine.controller.engine import Engine
 from weft.serve.cli import cmd_serve
 from weft.serve.http import log, run
+from weft.serve.http.loading import bind_unix
 from weft.serve.http.options import Options
-from weft.serve.http.sockets import bind_unix
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "guide" / "deploy.md"
 

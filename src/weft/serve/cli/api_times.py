@@ -17,10 +17,10 @@ from weft.engine.hosts.digests import source_version
 from weft.planner.cost import cache_folder
 from weft.serve.app import create_app
 from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.loading import bind
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.run import Server
-from weft.serve.http.sockets import bind
 from weft.tune.host import describe_host
 
 CLIENTS, ROUNDS, TOKENS = 4, 8, 32

@@ -19,9 +19,8 @@ from weft.serve.cli.ray_hosts import agents
 from weft.serve.cli.several_hosts import run_agent
 from weft.serve.cli.start import LayoutChoice, start_engine, with_layout
 from weft.serve.http import log
-from weft.serve.http.loading import Loading
+from weft.serve.http.loading import Loading, bind, bind_unix
 from weft.serve.http.options import LogLevel, Options
-from weft.serve.http.sockets import bind, bind_unix
 
 
 class StopSignals:

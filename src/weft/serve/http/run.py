@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 
 from weft.serve.http.connections import ACCEPTED_AT_ONCE, connection_class
 from weft.serve.http.engine_client import EngineClient
+from weft.serve.http.loading import QUEUED_BY_KERNEL
 from weft.serve.http.options import Options
-from weft.serve.http.sockets import QUEUED_BY_KERNEL
 
 FAREWELL_S = 2.0
 """Seconds for clients to read their last bytes."""

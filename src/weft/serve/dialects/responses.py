@@ -141,7 +141,7 @@ def _nested(item: dict[str, Any], name: str) -> dict[str, Any]:
 
 def router(service: Service) -> APIRouter:
     """Return the routes of responses."""
-    routes, shared, stores = APIRouter(route_class=JsonRoute), service.shared, service.options.max_stored_bytes > 0
+    routes, shared, stores = APIRouter(route_class=JsonRoute), service.shared, service.options.max_stored_mb > 0
 
     async def earlier(body: ResponsesRequest) -> tuple[bytes, ...]:
         """Return the items of the previous response."""
@@ -166,13 +166,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/responses/{response_id}", response_model=None)
     async def stored(response_id: str) -> Response:
-        if not stores or (found := await shared.ask("stored", response_id)) is None:
+        if (found := await shared.ask("stored", response_id)) is None:
             raise _unknown(404, response_id, "response_id")
         return Response(found[0], media_type="application/json")
 
     @routes.delete("/v1/responses/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
-        if not stores or not await shared.ask("delete", response_id):
+        if not await shared.ask("delete", response_id):
             raise _unknown(404, response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 

@@ -151,28 +151,25 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 def install(app: FastAPI) -> None:
     """Give each expected error the client's shape; see `weft.serve.http.record.as_api_error` for unexpected ones."""
 
-    def refuse(request: Request, error: ApiError) -> JSONResponse:
+    @app.exception_handler(ApiError)
+    async def refuse(request: Request, error: ApiError) -> JSONResponse:
         request.state.refusal = error  # for the log
         return error.response(route_path(request.scope))
 
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return refuse(request, error)
-
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return refuse(request, field_errors(error.errors(), error.body))
+        return await refuse(request, field_errors(error.errors(), error.body))
 
     @app.exception_handler(EngineError)
     async def engine_failed(request: Request, error: EngineError) -> JSONResponse:
-        return refuse(request, ApiError(503, str(error)))
+        return await refuse(request, ApiError(503, str(error)))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is no path {request.url.path} here; GET /openapi.json lists all paths"
-        return refuse(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+        return await refuse(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 def field_errors(problems: Sequence[Any], body: Any, place: str = "") -> ApiError:

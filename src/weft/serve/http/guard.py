@@ -38,6 +38,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: Options, metrics: Observations):
         self._app, self._options, self._metrics = app, options, metrics
+        self._max_body = int(options.max_body_mb * 2**20)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +49,7 @@ class Guard:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 
-        left = self._options.max_body_bytes
+        left = self._max_body
         unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
         begun, path = False, route_path(scope)
 
@@ -108,7 +109,7 @@ class Guard:
                 message = "wrong or missing API key; send it as 'Authorization: Bearer KEY'"
                 return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get("content-length", "")
-        return self._too_large() if length.isdigit() and int(length) > self._options.max_body_bytes else None
+        return self._too_large() if length.isdigit() and int(length) > self._max_body else None
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the request is larger than {self._options.max_body_bytes} bytes, the limit here")
+        return ApiError(413, f"the request is larger than {self._max_body} bytes, the limit here")

@@ -13,7 +13,6 @@ from weft.engine.config.engine_options import PlainValues
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 ReasoningParser = Literal["auto", "think", "off"]
-"""Split off thoughts between <think> tags if the chat template or the tokenizer has the tags, always, or never."""
 
 HEADER_TEXT = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 """Text that every client can send in a header unchanged."""
@@ -75,14 +74,6 @@ class Options(PlainValues):
     profile_dir: Path | None = None
     """Folder for traces of ranks' steps, which POST /weft/profile?steps=20 records and weft profile --read prints;
     omitted: that endpoint is off."""
-
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mb * 2**20)
-
-    @property
-    def max_stored_bytes(self) -> int:
-        return int(self.max_stored_mb * 2**20)
 
     @property
     def tls(self) -> ssl.SSLContext | None:

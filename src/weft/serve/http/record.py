@@ -85,13 +85,12 @@ class Record:
         seconds = time.perf_counter() - self._began
         outputs = [o for o in self._outputs if o is not None]
         queued = max((o.queue_s for o in outputs), default=0.0)
-        generated = sum(o.completion_tokens for o in outputs)
+        generated = [o.completion_tokens for o in outputs]
         cached = sum(o.cached_tokens for o in outputs)
         self._metrics.request(self.outcome, seconds, queued)
         if self._first is not None:
             first, last = self._first - self._began, max(self._last) - self._began
-            token_counts = [o.completion_tokens for o in outputs]
-            self._metrics.tokens(self._prompt_tokens, cached, token_counts, max(0.0, first - queued), last - first)
+            self._metrics.tokens(self._prompt_tokens, cached, generated, max(0.0, first - queued), last - first)
         fields: dict[str, Any] = {
             "id": self.id,
             "path": self._path,
@@ -99,7 +98,7 @@ class Record:
             "choices": len(self._outputs),
             "prompt_tokens": self._prompt_tokens,
             "cached_tokens": cached,
-            "completion_tokens": generated,
+            "completion_tokens": sum(generated),
             "queue_s": round(queued, 4),
             "first_token_s": None if self._first is None else round(self._first - self._began, 4),
             "total_s": round(seconds, 4),

@@ -70,7 +70,7 @@ class Shared:
 
     def __init__(self, engine: Engine, metrics: Metrics, options: Options, model_name: str):
         self.engine, self.metrics, self._options, self._model_name = engine, metrics, options, model_name
-        self._store, self._recording = Store(options.max_stored_bytes), threading.Lock()
+        self._store, self._recording = Store(int(options.max_stored_mb * 2**20)), threading.Lock()
         self.quick: dict[str, Callable[..., Any]] = {
             "metrics": self._metrics,
             "load": self._load,

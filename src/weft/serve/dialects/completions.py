@@ -51,12 +51,8 @@ async def complete(service: Service, body: CompletionRequest, request: Request) 
         service.check(body)
         prompts = service.prompts.of_completion(body)
         scored = [k for k in (body.prompt_logprobs, body.logprobs if body.echo else None) if k is not None]
-        more: dict[str, Any] = {
-            "max_tokens": body.max_tokens,
-            "logprobs": body.logprobs,
-            "prompt_logprobs": max(scored, default=None),
-        }
-        return service.params(body, **more), CompletionReply(service, prompts, body)
+        tables: dict[str, Any] = {"logprobs": body.logprobs, "prompt_logprobs": max(scored, default=None)}
+        return service.params(body, max_tokens=body.max_tokens, **tables), CompletionReply(service, prompts, body)
 
     params, reply = await work_on(request, prepared, body)
     return await service.respond(request, body, params, reply)
@@ -152,13 +148,8 @@ class CompletionReply(ChoicesReply):
             logprobs = self._table(index, echoed, output.logprobs, self._limit)
             if output.finish_reason:  # a stop string may have removed the text of some tokens
                 logprobs["text_offset"] = [min(at, self._returned[index]) for at in logprobs["text_offset"]]
-        body = {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+        body: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs}
+        body |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
         if requested.return_token_ids:
             body["token_ids"] = output.token_ids
             if begins:

@@ -100,10 +100,6 @@ class LogStream(io.TextIOBase):
             with self._lock:
                 self._lost += 1
 
-    def fail(self, line: str) -> None:
-        """Queue a line about the error that ends the process."""
-        self.put(self._in_format(line, logging.ERROR))
-
     def drain(self) -> None:
         """Wait until all lines are written, for at most `FLUSH_S` seconds."""
         if self._begun:
@@ -162,7 +158,7 @@ def print_error(error: object) -> None:
     """Print the error that ends a command as one line."""
     line = f"weft: {error}"
     if isinstance(sys.stderr, LogStream):
-        sys.stderr.fail(line)
+        sys.stderr.put(sys.stderr._in_format(line, logging.ERROR))
     else:
         print(line, file=sys.stderr)
 

@@ -28,6 +28,7 @@ SHARED_MEMORY = 2**30
 DESCRIPTORS = 4096
 OLD_TABLE_DAYS = 30
 MAX_CLOCK_S, REACH_S = 1.0, 5.0
+FIREWALL = "a firewall? Ranks of all hosts connect to it"
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PACKAGES = ("torch", "transformers", "tokenizers", "llguidance", "apache-tvm-ffi", "uvicorn", "fastapi")
 
@@ -262,9 +263,7 @@ def _check_as_node_0(config: Any) -> Iterator[Finding]:
             for _ in agents.clocks:
                 opened.accept()[0].close()
         except TimeoutError:
-            yield Finding(
-                "bad", f"not every host reaches port {store} here", "a firewall? Ranks of all hosts connect to it"
-            )
+            yield Finding("bad", f"not every host reaches port {store} here", FIREWALL)
         agents.close()
 
 
@@ -291,6 +290,6 @@ def _check_as_agent(config: Any) -> Iterator[Finding]:
     agent = HostAgent(config, say)
     yield Finding("ok", "joining node 0")
     agent.run()
-    yield from (Finding("bad", what, "a firewall? Ranks of all hosts connect to it") for what in unreached)
+    yield from (Finding("bad", what, FIREWALL) for what in unreached)
     if not unreached:
         yield Finding("ok", f"node 0 has the same versions and model, and is reached at {store} too")

@@ -57,14 +57,9 @@ class Command:
         if config.node_rank:
             stop_on_sigterm()
             return run_agent(config)
+        names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
         with user_errors():
-            params = SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                seed=self.seed,
-            )
+            params = SamplingParams(**{name: getattr(self, name) for name in names})
         config = with_layout(config, self.layout)
         with agents(config, self.ray), start_engine(config) as engine:
             prompts = [self._tokens(engine.tokenizer, text) for text in self.prompt]

@@ -459,6 +459,13 @@ def test_a_missing_package_is_named_with_the_extra_that_has_it(monkeypatch: pyte
     assert [err.split("the package ")[1] for *_, err in found] == [f"opentelemetry; pip install {x}\n" for x in what]
 
 
+def test_a_command_of_weft_bench_is_known_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serve.cli.main.entry_points", lambda group: ())
+    for name in ("bench", "demo", "eval", "profile", "reproduce"):
+        assert weft_here(name) == (2, "", f"weft: {name} is a command of weft-bench; pip install 'weft[bench]'\n")
+    assert weft_here("nothing")[2].startswith("weft: no command 'nothing'; one of serve, generate, plan, ")
+
+
 def test_the_bar_moves_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It swings as long as nothing can be counted, and then fills."""
     totals: list[float | None] = []

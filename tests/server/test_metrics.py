@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.conftest import Served
+from weft.engine.output.results import EngineStats
+from weft.serve.http.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "weft.json"
 
@@ -138,3 +141,28 @@ def test_the_dashboard_asks_for_what_is_exported(families: dict[str, Metric]) ->
     for expression in asked:
         names = set(re.findall(r"\b(?:weft_|vllm:)\w+", expression))
         assert names and names <= exported, expression
+
+
+def test_labels_tell_values_of_a_metric_apart() -> None:
+    followed = [
+        SimpleNamespace(site=site, step="move", count=number, bytes=10 * number, seconds=0.5, predicted=0.25)
+        for number, site in enumerate(("attn", "moe"), start=1)
+    ]
+    counts = (0, 0, (3, 4), (10, 20), *[0] * 7, (1,), 0, 0, 0.0, 0)
+    stats = EngineStats(*counts, drafted=(5, 3), accepted=(4, 1))
+    mesh = SimpleNamespace(world=2)
+    engine: Any = SimpleNamespace(
+        stats=lambda: stats,
+        config=SimpleNamespace(mesh=mesh, batch_sequences=8, batch_tokens=64, cached_tokens=160),
+        healthy=True,
+        kv_events=None,
+        last_comm_report=lambda: (followed, followed[:1]),
+    )
+    found = {family.name: family for family in Metrics(engine).collect()}
+    assert values(found["weft_collective_calls"], "_total") == {("attn", "move"): 1, ("moe", "move"): 2}
+    assert values(found["weft_collective_bytes"], "_total") == {("attn", "move"): 10, ("moe", "move"): 20}
+    assert values(found["weft_collective_seconds"], "_total", read="moe") == {("move",): 0.5}
+    assert values(found["weft_plan_seconds"], "_total", plan="followed") == {("measured",): 1.0, ("predicted",): 0.5}
+    assert values(found["weft_plan_seconds"], "_total", plan="naive") == {("measured",): 0.5, ("predicted",): 0.25}
+    assert values(found["weft_kv_cache_used_ratio"]) == {("0",): 0.3, ("1",): 0.2}
+    assert values(found["weft_accepted_draft_tokens_per_position"], "_total") == {("0",): 4, ("1",): 1}

@@ -64,6 +64,12 @@ def parse(
     return parts.thought + parts.text, [(c.name, loaded(c.arguments)) for c in parts.calls]
 
 
+def test_a_mark_alone_is_text_where_calls_come_first() -> None:
+    marked = parser(HERMES, bare=True)
+    assert marked.push("<tool_", last=False) == OutputDelta()
+    assert marked.push("call>", last=True) == OutputDelta("<tool_call>")
+
+
 def loaded(arguments: str) -> Any:
     try:
         return json.loads(arguments)

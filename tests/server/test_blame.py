@@ -11,6 +11,8 @@ from server.test_message_shape import GPT_OSS, QWEN_3
 from weft.engine.grammar.grammar import grammar
 from weft.engine.messages.request import ContextExceeded, SamplingParams
 from weft.engine.output.request_output import prepare
+from weft.serve.dialects.anthropic_messages import MessagesRequest
+from weft.serve.dialects.responses import ResponsesRequest
 
 P, H, R, M = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER: Any = [{"role": "user", "content": "hi"}]
@@ -116,3 +118,15 @@ def test_a_context_overflow_in_openais_words(quiet: QuietEngine) -> None:
         said = str(error.value)
         assert said.startswith(f"This model's maximum context length is 100 tokens. However, you {words}")
         assert advice in said and error.value.field == ("max_tokens" if output else "prompt")
+
+
+def test_translated_messages_have_the_clients_places() -> None:
+    items = [{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": "b"}]
+    names = ResponsesRequest.model_validate({"input": items}).chat().names
+    assert names["messages.1.role"] == names["messages.1"] == "input.1"
+    assert names["messages.0"] == "input.0" and "messages.0.role" not in names  # an item has a role too
+    results = [{"type": "tool_result", "tool_use_id": "t", "content": "b"}]
+    body = {"system": "s", "messages": [{"role": "user", "content": results}], "max_tokens": 1}
+    names = MessagesRequest.model_validate(body).chat().names
+    assert names["messages.0.content"] == names["messages.0.role"] == names["messages.0"] == "system"
+    assert names["messages.1.role"] == names["messages.1"] == "messages.0.content.0"

@@ -62,7 +62,8 @@ def test_what_routers_ask(served: Served) -> None:
             assert (said["served_model_name"], said["dp_size"]) == ("small", 1)
             assert said["model_path"] == said["tokenizer_path"] == str(served.engine.config.model)
         for name in ("model_info", "get_model_info"):
-            assert http.get(name).json()["is_generation"] is True
+            model = http.get(name).json()
+            assert model["is_generation"] is True and model["model_path"] == said["model_path"]
         sampled = served.engine.stats().generated_tokens
         assert http.get("/health_generate").status_code == 200
         assert served.engine.stats().generated_tokens == sampled + 1

@@ -1,5 +1,7 @@
-"""Parsers of streamed outputs by others: of thoughts, between <think> and </think> at the start, which are not part of
-the text or its grammar, and of the ends of outputs."""
+"""Parsers of streamed outputs that wrap others: around a thought, around calls without a mark, and around ends.
+
+A thought stands between <think> and </think> at the start, and is not part of the text or its grammar.
+"""
 
 from __future__ import annotations
 

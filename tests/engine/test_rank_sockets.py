@@ -28,13 +28,10 @@ def path(tmp_path: Path) -> Path:
     return folder / "ranks"
 
 
-@pytest.fixture(params=["blocking", "polled by libuv"])
-def ends(path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[RankSockets, list[RankSocket]]]:
-    """Both ends. libuv, under uvloop, makes the sockets that it polls non-blocking."""
+@pytest.fixture
+def ends(path: Path) -> Iterator[tuple[RankSockets, list[RankSocket]]]:
     sockets = RankSockets(path, (4, 5))
     ranks = [RankSocket(path, rank) for rank in (5, 4)]  # in any order
-    for rank in ranks:
-        os.set_blocking(rank.fileno(), request.param == "blocking")
     for rank in ranks:
         rank.send(b"ready")
     assert [next_of(sockets), next_of(sockets)] == [b"ready"] * 2

@@ -17,6 +17,7 @@ import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -59,6 +60,20 @@ def test_no_collection_looks_through_what_was_there_at_the_start_and_threads_get
     sizes = f"{limits.batch_sequences:,} sequences, {limits.batch_tokens:,} tokens a step"
     said = capsys.readouterr().err
     assert f"a DP group: {sizes}, {limits.cached_tokens:,} tokens in the cache\na rank: 1 thread(s), any core\n" in said
+
+
+def test_the_event_loop_is_asyncios_also_where_uvloop_is_installed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvloop makes the sockets of API processes non-blocking; a large message was cut then."""
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("uvloop runs the server")
+
+    stand_in = SimpleNamespace(new_event_loop=refuse, EventLoopPolicy=refuse, Loop=refuse)
+    monkeypatch.setitem(sys.modules, "uvloop", stand_in)
+    for served in serve(engine):
+        assert httpx.get(f"{served.url}/health").status_code == 200
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from weft.comm.unix_sockets import address_of
 
-T = TypeVar("T")
 SOCKET = "ranks"
 """Name of the listening socket in the ranks' folder."""
 PACKET = 1 << 16
@@ -45,8 +42,6 @@ def _packet(connected: socket.socket) -> bytes:
 class RankSocket:
     """A rank's end of the connection, with blocking methods. One thread may send while another receives.
 
-    Methods block also after an event loop has made the socket non-blocking, as libuv does with sockets that it polls.
-
     path: listening socket of the other end. rank: sent as the first message.
     """
 
@@ -64,12 +59,12 @@ class RankSocket:
         """Send a message; drop it if the other end is gone."""
         with suppress(ConnectionError):
             for packet in _packets(message):
-                self._blocking(partial(self._socket.send, packet), select.POLLOUT)
+                self._socket.send(packet)
 
     def receive(self) -> bytes:
         """Return the next message. Raises EOFError if the other end is gone."""
         parts = []
-        while packet := self._blocking(partial(_packet, self._socket), select.POLLIN):
+        while packet := _packet(self._socket):
             parts.append(packet[1:])
             if packet[:1] == LAST:
                 return b"".join(parts)
@@ -78,16 +73,6 @@ class RankSocket:
     def close(self) -> None:
         """Close the socket. The other end can still read all sent messages."""
         self._socket.close()
-
-    def _blocking(self, call: Callable[[], T], event: int) -> T:
-        """Return the result of a call, once the socket lets it be made. event: of `select.poll`."""
-        while True:
-            try:
-                return call()
-            except BlockingIOError:
-                poll = select.poll()
-                poll.register(self._socket, event)
-                poll.poll()
 
 
 @dataclass

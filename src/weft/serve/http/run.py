@@ -41,6 +41,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: ASGIApp, engine_client: EngineClient, options: Options):
         config = uvicorn.Config(
             app,
+            loop="asyncio",  # also where uvloop is installed: connections and API processes rely on asyncio's sockets
             http=connection_class(options),
             ws="none",
             timeout_keep_alive=options.idle_timeout_s,  # type: ignore[arg-type]  # it takes fractions too

@@ -164,10 +164,10 @@ def test_newcomers_do_not_hold_up_steps(world: World, monkeypatch: pytest.Monkey
         )  # how often a step has been scheduled, and had been when each newcomer was given to a group
         schedule, add = Scheduler.schedule, Scheduler.add
 
-        def counted(scheduler: Scheduler) -> Scheduled:
+        def counted(scheduler: Scheduler, decodes: bool) -> Scheduled:
             nonlocal number
             number += 1
-            return schedule(scheduler)
+            return schedule(scheduler, decodes)
 
         def noted(scheduler: Scheduler, newcomer: Sequence) -> None:
             taken.append(number)

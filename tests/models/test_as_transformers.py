@@ -153,7 +153,7 @@ def test_deepseek_v2s_defaults_lack_one_value_alone() -> None:
     with pytest.raises(ModelError, match="needs a value for 'num_experts_per_tok'"):
         read_config(DeepseekV2Config().to_dict())
     config = read_config(DeepseekV2Config(num_experts_per_tok=6).to_dict())
-    assert config.moe.routing.k == 6 and config.moe.routing.groups == 1 and config.dense_layers == 0
+    assert config.moe.routing.k == 6 and config.moe.routing.groups == 1 and not config.mlp_layers
 
 
 def written(values: dict[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from weft.engine.models.families import qwen
+from weft.engine.models.families.shared_layers import GroupedQueryConfig
 
 @dataclass(frozen=True)
-class Homemade(qwen.QwenConfig):
+class Homemade(GroupedQueryConfig):
     pass
 
 def read(fields):
@@ -118,7 +119,7 @@ def test_a_plugin_with_a_model_that_cannot_be_built_is_named(homemade: Path) -> 
     broken = PLUGIN.replace("    pass", "    def build(self, b):\n        return self.nothing(b)")
     (homemade / "family.py").write_text(broken)
     config = EngineConfig(model=homemade, plugins=(str(homemade / "family.py"),))
-    file = rf"^{homemade}/config\.json: plugin {homemade}/family\.py, line 10"
+    file = rf"^{homemade}/config\.json: plugin {homemade}/family\.py, line 11"
     with pytest.raises(ModelError, match=rf"{file}, builds no model from config\.json: At"):
         check_plans(config, config.read_model())
 

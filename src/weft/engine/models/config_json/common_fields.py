@@ -63,18 +63,17 @@ class Rope:
 
 def common_fields(
     fields: Fields,
-    head_dim: int,
-    rope_dim: int | None = None,
-    interleaved: bool = False,
+    head_dim: int | None = None,
+    part: float = 1.0,
     rope: Rope | None = None,
     eps: float | None = None,
 ) -> dict[str, Any]:
     """Read the fields of ModelConfig itself. Raises ModelError.
 
     Args:
-        rope_dim: number of a head's elements that are rotated; None: all.
-        interleaved: as in `Rope`.
-        rope: rotary embedding of a family that does not read it from `rope_parameters`.
+        head_dim: elements of a head; None: by its field, or the hidden size divided by the heads.
+        part: fraction of a head's elements that is rotated.
+        rope: rotary embedding, unless these and `rope_parameters` describe it.
         eps: default of the norms' epsilon.
     """
     fields.only("hidden_act", "silu")
@@ -89,8 +88,10 @@ def common_fields(
     kv_heads = fields.size("num_key_value_heads", heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}")
+    if head_dim is None:
+        head_dim = fields.size("head_dim", fields.size("hidden_size") // heads)
     if rope is None:
-        rope = rope_of(fields.section("rope_parameters"), rope_dim or head_dim, max_position, interleaved)
+        rope = rope_of(fields.section("rope_parameters"), int(head_dim * part), max_position, part=part)
     return dict(
         family=fields.family,
         vocab_size=fields.size("vocab_size"),
@@ -123,11 +124,9 @@ def check_layer_types(fields: Fields, kinds: Sequence[str], *supported: str) -> 
             raise ModelError(f"layer type {kind!r} is not supported for {fields.family!r}; supported: {names}")
 
 
-def rope_of(
-    parameters: Fields, dim: int, max_position: int, interleaved: bool = False, part: float | None = None
-) -> Rope:
+def rope_of(parameters: Fields, dim: int, max_position: int, interleaved: bool = False, part: float = 1.0) -> Rope:
     """Return the rotary embedding of a section of parameters in transformers' names. Raises ModelError. dim: elements
-    of a head that are rotated. part: their fraction, if the family reads `partial_rotary_factor`."""
+    of a head that are rotated. part: their fraction."""
     kind = parameters.get("type", "default")
     kind = parameters.get("rope_type", kind)
     if not isinstance(kind, str) or kind not in ROPES:
@@ -137,7 +136,7 @@ def rope_of(
             f"rotary embeddings rotate pairs of elements, but {dim} elements of a head are to be rotated; supported: "
             f"2 to {MAX_ROTATED}"
         )
-    parameters.only("partial_rotary_factor", 1.0 if part is None else part)
+    parameters.only("partial_rotary_factor", part)
     found: dict[str, Any] = {"rope_type": kind, "rope_theta": parameters.number("rope_theta", low=TINY)}
     if "truncate" in ROPES[kind]:
         found["truncate"] = parameters.flag("truncate", True)

@@ -9,9 +9,9 @@ from torch import Tensor
 from weft.engine.attention.caches import StepCaches
 from weft.engine.attention.projections import Absorbed, LatentSplit
 from weft.engine.kv.cache_spec import Latent
-from weft.engine.models.config_json.common_fields import common_fields
+from weft.engine.models.config_json.common_fields import common_fields, rope_of
 from weft.engine.models.config_json.fields import Fields
-from weft.engine.models.families.first_dense import FirstDenseConfig, first_dense_fields
+from weft.engine.models.families.shared_layers import FirstDenseConfig, first_dense_fields
 from weft.engine.models.layers.basic import Builder, ColumnLinear, HeadNorm, Layer, Out, RMSNorm, RowLinear
 from weft.engine.models.layers.decoder import on_group_rows
 from weft.engine.models.layers.rotary import RotaryTable
@@ -38,8 +38,8 @@ class DeepseekConfig(FirstDenseConfig):
     rope_dim: int
     value_dim: int
 
-    def attention(self, b: Builder, path: str) -> Layer:
-        return LatentAttention(b, path, self)
+    def attention(self, b: Builder, path: str, index: int) -> Layer:
+        return LatentAttention(b, f"{path}.self_attn", self)
 
 
 def read(fields: Fields) -> DeepseekConfig:
@@ -61,8 +61,9 @@ def read(fields: Fields) -> DeepseekConfig:
     fields.only("qk_head_dim", nope + rope)
     fields.only("head_dim", rope)  # transformers' meaning of head_dim
     grouped = v3 or fields.get("topk_method", "greedy") != "greedy"
+    parameters, max_position = fields.section("rope_parameters"), fields.size("max_position_embeddings")
     return DeepseekConfig(
-        **common_fields(fields, nope + rope, rope, interleaved=interleaved),
+        **common_fields(fields, nope + rope, rope=rope_of(parameters, rope, max_position, interleaved)),
         **first_dense_fields(fields, sigmoid=v3, grouped=grouped),
         q_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
         kv_rank=fields.size("kv_lora_rank"),

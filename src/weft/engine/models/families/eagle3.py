@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from weft.engine.models.config_json.common_fields import common_fields
 from weft.engine.models.config_json.fields import Fields, ModelError
+from weft.engine.models.families.shared_layers import heads_of
 from weft.engine.models.layers.attention import Heads
 from weft.engine.models.layers.basic import Builder
 from weft.engine.models.layers.decoder import DecoderConfig
@@ -63,11 +64,10 @@ def read(fields: Fields) -> Eagle3Config:
     # SGLang's numbers are of the layers with these outputs, vLLM's of the layers with these inputs.
     outputs = own.items("eagle_aux_hidden_state_layer_ids", int, ())
     inputs = fields.items("eagle_aux_hidden_state_layer_ids", int, [layer + 1 for layer in outputs])
-    dim = fields.size("head_dim", fields.size("hidden_size") // fields.size("num_attention_heads"))
-    common = common_fields(fields, dim)
+    common = common_fields(fields)
     return Eagle3Config(
         **common,
-        heads=Heads(common["num_heads"], common["num_kv_heads"], dim),
+        heads=heads_of(common),
         intermediate_size=fields.size("intermediate_size"),
         drafted_tokens=fields.size("draft_vocab_size", common["vocab_size"], high=common["vocab_size"]),
         target_width=fields.size("target_hidden_size", common["hidden_size"]),

@@ -6,24 +6,22 @@ from dataclasses import dataclass
 
 from weft.engine.models.config_json.common_fields import FULL, SLIDING, check_layer_types, common_fields
 from weft.engine.models.config_json.fields import MAX_EXPERTS, Fields
+from weft.engine.models.families.shared_layers import ExpertsConfig, heads_of
 from weft.engine.models.layers.attention import Attention, Heads
-from weft.engine.models.layers.basic import Builder
-from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
-from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.basic import Builder, Layer
+from weft.engine.models.layers.moe import MoEConfig
 from weft.engine.models.layers.routing import Routing
 from weft.engine.models.weights.expert_sources import ExpertStorage
 
 
 @dataclass(frozen=True)
-class GptOssConfig(DecoderConfig):
-    """heads: one per layer. moe: shared by all layers."""
+class GptOssConfig(ExpertsConfig):
+    """heads: one per layer."""
 
     heads: tuple[Heads, ...]
-    moe: MoEConfig
 
-    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
-        mlp = SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe)
-        return DecoderLayer(b, path, self, Attention(b, f"{path}.self_attn", self.hidden_size, self.heads[index]), mlp)
+    def attention(self, b: Builder, path: str, index: int) -> Layer:
+        return Attention(b, f"{path}.self_attn", self.hidden_size, self.heads[index])
 
 
 def read(fields: Fields) -> GptOssConfig:
@@ -38,18 +36,7 @@ def read(fields: Fields) -> GptOssConfig:
     common = common_fields(fields, fields.size("head_dim"))
     bias = fields.flag("attention_bias", True)
     packed = fields.section("quantization_config").get("quant_method") == "mxfp4"
-    full, sliding = (
-        Heads(
-            common["num_heads"],
-            common["num_kv_heads"],
-            common["head_dim"],
-            window=size,
-            bias=bias,
-            output_bias=bias,
-            sinks=True,
-        )
-        for size in (None, window)
-    )
+    full, sliding = (heads_of(common, window=size, bias=bias, output_bias=bias, sinks=True) for size in (None, window))
     return GptOssConfig(
         **common,
         heads=tuple(full if kind == FULL else sliding for kind in kinds),

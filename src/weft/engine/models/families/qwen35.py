@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from weft.engine.models.config_json.common_fields import FULL, LINEAR, common_fields, rope_of
+from weft.engine.models.config_json.common_fields import FULL, LINEAR, common_fields
 from weft.engine.models.config_json.fields import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError
+from weft.engine.models.families.shared_layers import ExpertsConfig, heads_of
 from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
 from weft.engine.models.layers.basic import Builder, Layer
-from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
 from weft.engine.models.layers.deltanet import DeltaHeads, GatedDeltaNet
-from weft.engine.models.layers.moe import MoEConfig, SparseMoE
+from weft.engine.models.layers.moe import MoEConfig
 from weft.engine.models.layers.routing import Routing
 from weft.engine.models.weights.expert_sources import ExpertStorage
 
 
 @dataclass(frozen=True)
-class Qwen35Config(DecoderConfig):
-    """kinds: one per layer. heads: heads of full attention. delta: heads of linear attention. moe: shared by all
-    layers."""
+class Qwen35Config(ExpertsConfig):
+    """kinds: one per layer. heads: heads of full attention. delta: heads of linear attention."""
 
     norms_less_one: ClassVar[bool] = True
     prefix: ClassVar[str] = "model.language_model"
@@ -28,15 +27,11 @@ class Qwen35Config(DecoderConfig):
     kinds: tuple[str, ...]
     heads: Heads
     delta: DeltaHeads
-    moe: MoEConfig
 
-    def layer(self, b: Builder, path: str, index: int) -> DecoderLayer:
-        mixer: Layer
+    def attention(self, b: Builder, path: str, index: int) -> Layer:
         if self.kinds[index] == FULL:
-            mixer = Attention(b, f"{path}.self_attn", self.hidden_size, self.heads)
-        else:
-            mixer = GatedDeltaNet(b, f"{path}.linear_attn", self.hidden_size, self.delta, self.rms_norm_eps)
-        return DecoderLayer(b, path, self, mixer, SparseMoE(b, f"{path}.mlp", self.hidden_size, self.moe))
+            return Attention(b, f"{path}.self_attn", self.hidden_size, self.heads)
+        return GatedDeltaNet(b, f"{path}.linear_attn", self.hidden_size, self.delta, self.rms_norm_eps)
 
 
 def read(whole: Fields) -> Qwen35Config:
@@ -71,23 +66,13 @@ def read_text(fields: Fields, kind: type[Qwen35Config], qwen3_next: bool = False
     fields.only("partial_rotary_factor", part)
     for name in ("mrope_section", "mrope_interleaved"):  # for text, all three positions are equal
         parameters.get(name)
-    dim = fields.size("head_dim")
-    rope = rope_of(parameters, int(dim * part), fields.size("max_position_embeddings"), part=part)
-    common = common_fields(fields, dim, rope=rope)
-    bias = fields.flag("attention_bias")
+    common = common_fields(fields, fields.size("head_dim"), part=part)
+    norms, bias = HeadNorms(common["rms_norm_eps"], less_one=True), fields.flag("attention_bias")
     fused = not qwen3_next and fields.get("quantization_config") is None
     return kind(
         **common,
         kinds=kinds,
-        heads=Heads(
-            common["num_heads"],
-            common["num_kv_heads"],
-            dim,
-            HeadNorms(common["rms_norm_eps"], less_one=True),
-            bias=bias,
-            output_bias=bias,
-            gate="element",
-        ),
+        heads=heads_of(common, norms=norms, bias=bias, output_bias=bias, gate="element"),
         delta=DeltaHeads(
             fields.size("linear_num_key_heads"),
             fields.size("linear_num_value_heads"),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from weft.engine.models.config_json.common_fields import FULL, SLIDING, Rope, check_layer_types, common_fields, rope_of
 from weft.engine.models.config_json.fields import MAX_EXPERTS, MAX_LAYERS, Fields, ModelError
+from weft.engine.models.families.shared_layers import heads_of
 from weft.engine.models.layers.attention import Attention, HeadNorms, Heads
 from weft.engine.models.layers.basic import Builder
 from weft.engine.models.layers.decoder import DecoderConfig, DecoderLayer
@@ -218,11 +219,5 @@ def _written_sliding_heads(fields: Fields, common: dict[str, Any], kinds: Sequen
 def _heads(common: dict[str, Any], queries: int, window: int | None) -> Heads:
     if queries % common["num_kv_heads"]:
         raise ModelError(f"{queries} query heads are not a multiple of {common['num_kv_heads']} key-value heads")
-    return Heads(
-        queries,
-        common["num_kv_heads"],
-        common["head_dim"],
-        HeadNorms(common["rms_norm_eps"], less_one=True),
-        window,
-        gate="head",
-    )
+    norms = HeadNorms(common["rms_norm_eps"], less_one=True)
+    return heads_of(common | dict(num_heads=queries), norms=norms, window=window, gate="head")

@@ -16,6 +16,7 @@ class ExpertStorage:
 
     Args:
         router, experts, shared: prefixes of the router's, the experts' and the shared expert's weights.
+        block: prefix of the block, after the layer's path.
         bias: the router's bias; empty: `e_score_correction_bias` after the router.
         layout: layout of the experts' weights:
             per_expert: a tensor per expert and projection;
@@ -31,6 +32,7 @@ class ExpertStorage:
     experts: str = "experts"
     layout: ExpertLayout = "per_expert"
     shared: str = "shared_expert"
+    block: str = "mlp"
 
 
 EXPERT_STORAGE = ExpertStorage()

@@ -27,7 +27,7 @@ from weft.engine.models.layers.mlp import GatedMLP
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.layers.moe import SparseMoE
 from weft.engine.models.layers.routing import Router
-from weft.engine.models.load import build_model, load_model
+from weft.engine.models.load import load_model, model_shape
 from weft.engine.models.registry import load_config, read_config
 from weft.engine.worker import planning
 from weft.engine.worker.model_runner import ModelRunner
@@ -75,14 +75,14 @@ def test_the_untampered_model_runs(saved: Path) -> None:
 
 def traced(monkeypatch: pytest.MonkeyPatch, breaker: Callable[[Decoder], None], mesh: Mesh = MESH) -> None:
     """Trace a model that `breaker` has tampered with."""
-    build = build_model
+    build = model_shape
 
-    def build_broken(*args: Any) -> Decoder:
-        model = build(*args)
+    def build_broken(*args: Any, **options: Any) -> Decoder:
+        model = build(*args, **options)
         breaker(model)
         return model
 
-    monkeypatch.setattr(planning, "build_model", build_broken)
+    monkeypatch.setattr(planning, "model_shape", build_broken)
     trace(config(), mesh, torch.float32)
 
 
@@ -136,7 +136,7 @@ def test_a_dense_layer_in_a_sparse_model_that_reduces_by_itself(monkeypatch: pyt
         forward = dense.forward
         dense.forward = lambda x: settled(forward(x))
 
-    monkeypatch.setattr(planning, "build_model", lambda *a: (m := build_model(*a), breaker(m))[0])
+    monkeypatch.setattr(planning, "model_shape", lambda *a, **b: (m := model_shape(*a, **b), breaker(m))[0])
     chain = trace(config(), MESH, torch.float32)
     planner = Planner(MESH, chain, [Offer("any", EVERY, frozenset(), PRESETS["cpu-gloo"])])
     after_dense = next(r for r in planner.plan((4, 4)).reads if r.read.site == "model.layers.2.input_layernorm")

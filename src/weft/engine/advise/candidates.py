@@ -14,16 +14,15 @@ import torch
 from weft.comm.cores import own_cores
 from weft.comm.transport_registry import SHM
 from weft.engine.advise.step_prices import PublishedGpu
-from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.cpu_shares import divide_servers
-from weft.engine.config.device import check_formats, device_of, dtype_of, enabled_transports, kv_dtype_of, on_gpus
+from weft.engine.config.device import check_formats, device_of, dtype_of, enabled_transports, on_gpus
 from weft.engine.controller.startup import check_plans, context_tokens, planner_of, read_model, resolve_defaults
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.layers.moe import Experts
-from weft.engine.models.load import build_model
+from weft.engine.models.load import model_shape
 from weft.engine.worker.arena import arena_need, available_bytes, check_memory
 from weft.engine.worker.batch_limits import choose_limits, gpu_bytes
 from weft.engine.worker.footprint import Footprint
@@ -202,7 +201,7 @@ def find_candidates(
     # what this process has; this one is counted as used already.
     own, memory = (_own_bytes(), available_bytes(limit_gib=base.host_memory_gib)) if memory is None else (0, memory)
     found, refused = list[Candidate](), dict[str, str]()
-    whole = build_model(model, Mesh(), 0, dtype_of(base), torch.device("meta"))
+    whole = model_shape(model, Mesh(), dtype_of(base))
     experts = any(isinstance(layer, Experts) for layer in whole.modules())
     pinned = [(at, size) for at, name in enumerate(SIZES) if (size := getattr(base, name)) not in (None, 1)]
     for sizes, kv_dtype in product(layouts(ranks, experts), kv_dtypes):
@@ -255,10 +254,11 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
         cores = divide_servers(own_cores(), given.mesh.world, replicas)
     config = resolve_defaults(replace(given, cpu_bind=cores[0]))
     model = read_model(config)
-    layers = build_model(model, config.mesh, 0, dtype_of(config), torch.device("meta"))
-    need, weights = CacheNeed(config, cached_layers(layers), kv_dtype_of(config)), parameter_bytes(layers)
+    layers = model_shape(model, config.mesh, dtype_of(config))
+    need, weights = CacheNeed.of(config, layers), parameter_bytes(layers)
     if on_gpus(config):
-        need = _on_gpu(need, model, weights)
+        check_formats(model, need.dtype, device_of(config, 0))
+        need = _fit_gpu(need, model, weights, gpu_bytes(config))
     else:
         if config.mesh.world > 1 and SHM in enabled_transports(config):
             check_memory(config, arena := arena_need(config, model, dtype_of(config)), share * config.mesh.world)
@@ -266,8 +266,7 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
         need = need.fit((load.tokens, clients * load.tokens), weights, share)
         if need.config.kv_tokens != config.kv_tokens:
             given = replace(given, kv_tokens=need.config.kv_tokens)
-    if load.tokens > need.config.cached_tokens:
-        raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
+    _check_request(need.config, load)
     config = check_plans(need.config, model)
     footprint = Footprint.of(layers, model.num_layers, need.dtype, config.mesh.dcp)
     return Candidate(given, config, replicas, model, need.groups(), planner_of(config, model), cores, footprint)
@@ -283,24 +282,24 @@ def check_published(given: EngineConfig, replicas: int, load: ClientLoad, gpu: P
     config = replace(given, device="cpu", dtype="bfloat16", float8="on", moe_exchange="gather", split_vocabulary="off")
     model = config.read_model()
     config = choose_limits(config, model, gpu.memory)
-    layers = build_model(model, config.mesh, 0, dtype_of(config), torch.device("meta"))
-    weights = parameter_bytes(layers)
-    check_weights(model, config, 0, dtype_of(config), gpu.memory)
-    need = CacheNeed(config, cached_layers(layers), kv_dtype_of(config))
-    need = need.sized(Memory(gpu.memory, gpu.memory - weights, 0, 0), lambda pages: pages)
-    if load.tokens > need.config.cached_tokens:
-        raise LayoutError(f"a cache of {need.config.cached_tokens} tokens holds no request of {load.tokens}")
+    layers = model_shape(model, config.mesh, dtype_of(config))
+    need = _fit_gpu(CacheNeed.of(config, layers), model, parameter_bytes(layers), gpu.memory)
+    _check_request(need.config, load)
     footprint, planner = Footprint.of(layers, model.num_layers, need.dtype, config.mesh.dcp), gpu.planner(config, model)
     alone = replace(need.config, nnodes=None)
     return Candidate(given, alone, replicas, model, need.groups(), planner, ["auto"] * replicas, footprint)
 
 
-def _on_gpu(need: CacheNeed, model: ModelConfig, weights: int) -> CacheNeed:
-    """Return the cache that fits a GPU next to the weights. Memory of steps and graphs, which only ranks can measure,
-    is not subtracted."""
-    config, device = need.config, device_of(need.config, 0)
-    total = gpu_bytes(config)
-    check_formats(model, need.dtype, device)
+def _check_request(config: EngineConfig, load: ClientLoad) -> None:
+    """Raise LayoutError if the cache holds no request of the load."""
+    if load.tokens > config.cached_tokens:
+        raise LayoutError(f"a cache of {config.cached_tokens} tokens holds no request of {load.tokens}")
+
+
+def _fit_gpu(need: CacheNeed, model: ModelConfig, weights: int, total: int) -> CacheNeed:
+    """Return the cache that fits a GPU of `total` bytes next to the weights. Memory of steps and graphs, which only
+    ranks can measure, is not subtracted."""
+    config = need.config
     check_weights(model, config, 0, dtype_of(config), total)
     if config.kv_tokens is not None:
         need.check(total - weights)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
-
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import automatic, transports
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import dtype_of
 from weft.engine.models.layers.model_config import ModelConfig
-from weft.engine.models.load import build_model
+from weft.engine.models.load import model_shape
 from weft.engine.worker.footprint import Footprint
 from weft.engine.worker.planning import plan_model
 from weft.planner.cost import INFINIBAND, costs, over_network
@@ -38,8 +36,7 @@ def draft_prices(
     groups, dcp, found = planner.mesh.attn_dp, planner.mesh.dcp, dict[int, list[float]]()
 
     def footprint(of: ModelConfig) -> Footprint:
-        layers = build_model(of, planner.mesh, 0, of.dtype, torch.device("meta"))
-        return Footprint.of(layers, of.num_layers, of.dtype, dcp)
+        return Footprint.of(model_shape(of, planner.mesh, of.dtype), of.num_layers, of.dtype, dcp)
 
     held = footprint(replace(model, drafts=False, draft_model=None))
     own = None if model.draft_model is None else footprint(model.draft_model)

@@ -44,11 +44,11 @@ def build_model(
     shape_only: bool = False,
     stored: Checkpoint | GgufFile | None = None,
 ) -> LanguageModel:
-    """Build the model of one rank with unfilled weights (without memory on the `meta` device).
+    """Build the model of one rank with unfilled weights.
 
     Args:
         workspace: makes the tensors that the ranks will sum.
-        shape_only: build weights without memory, for a pass over zero rows.
+        shape_only: as of `Builder`.
         stored: checkpoint that has the weights to keep in the storage format; None: as in config.json.
 
     Raises LayoutError if heads, experts or features are fewer than the ranks, ModelError for impossible sizes.
@@ -72,6 +72,17 @@ def build_model(
         draft = build_model(config.draft_model, mesh, rank, dtype, device, workspace, shape_only)
         return with_draft_model(model, config, draft)
     return model
+
+
+def model_shape(
+    config: ModelConfig, mesh: Mesh, dtype: torch.dtype, rank: int = 0, workspace: Workspace = torch_empty
+) -> LanguageModel:
+    """Build the model of one rank without memory, for its sizes and caches, or for a pass over zero rows. Args and
+    errors: see `build_model`.
+
+    It is on the CPU, since the `meta` device runs many operations in Python, with imports of seconds.
+    """
+    return build_model(config, mesh, rank, dtype, torch.device("cpu"), workspace, shape_only=True)
 
 
 def with_draft_model(model: LanguageModel, config: ModelConfig, draft: LanguageModel) -> LanguageModel:
@@ -120,7 +131,7 @@ def load_model(
 def check_tensors(checkpoint: Checkpoint | GgufFile, config: ModelConfig) -> None:
     """Raise ModelError for a tensor that no weight of the whole model reads, unless it is a known spare: frequencies of
     rotary embeddings, draft layers after the last one, and `config.spares`."""
-    whole = build_model(replace(config, float8=False), Mesh(), 0, torch.float32, torch.device("meta"))
+    whole = model_shape(replace(config, float8=False), Mesh(), torch.float32)
     read = {source.name for _, _, source in _jobs(whole)}
     read |= {layer.source.name for layer in whole.modules() if isinstance(layer, Head)}
     read |= {name + end for name in list(read) for end in (*PLAIN.ends, *config.storage.ends)}
@@ -189,7 +200,7 @@ def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
     """Return the tensors of a checkpoint with the weights of `dummy_model`. Raises ModelError for a family that stores
     tensors in another form than it uses, or keeps them in a format."""
     tensors = {}
-    for layer, name, source in _jobs(build_model(config, Mesh(), 0, torch.float32, torch.device("meta"))):
+    for layer, name, source in _jobs(model_shape(config, Mesh(), torch.float32)):
         if source.views or name in layer.kept:
             raise ModelError(f"no checkpoint is written of {source.name}: it is not stored as it is used")
         tensors[source.name] = DummyTensor(replace(source, take=()), isinstance(layer, NORMS))

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
-from weft.engine.config.device import device_of, dtype_of, kv_dtype_of, on_gpus
+from weft.engine.config.device import device_of, dtype_of, on_gpus
 from weft.engine.models.layers.model_config import ModelConfig
-from weft.engine.models.load import build_model
+from weft.engine.models.load import model_shape
 from weft.engine.worker.memory import CacheNeed, parameter_bytes
 
 LARGE_BATCH_TOKENS = 8192
@@ -42,20 +41,18 @@ def gpu_bytes(config: EngineConfig) -> int:
 
 def choose_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> EngineConfig:
     """Return the configuration with limits for GPUs with this memory."""
-    dtype = dtype_of(config)
-    layers = build_model(model, config.mesh, 0, dtype, torch.device("meta"))
+    layers = model_shape(model, config.mesh, dtype_of(config))
     free_bytes = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)
     if config.max_batch_tokens is None and free_bytes >= LARGE_BATCH_BYTES:
         config = replace(config, max_batch_tokens=max(LARGE_BATCH_TOKENS, config.max_running or 0))
     if config.max_running is not None:
         return config
-    specs = cached_layers(layers)
+    need = CacheNeed.of(config, layers)
     for sequences in SEQUENCES:
         tokens = sequences * SEQUENCE_TOKENS
         if sequences > config.mixed_tokens or (config.kv_tokens is not None and tokens > config.cached_tokens):
             continue
         limited = replace(config, max_running=sequences)
-        need = CacheNeed(limited, specs, kv_dtype_of(config))
-        if need.bytes(-(-tokens // config.interleave.span)) <= CACHE_SHARE * free_bytes:
+        if replace(need, config=limited).bytes(-(-tokens // config.interleave.span)) <= CACHE_SHARE * free_bytes:
             return limited
     return config

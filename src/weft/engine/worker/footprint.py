@@ -15,7 +15,7 @@ from weft.engine.kv.cache_spec import Recurrent, Spec, Window
 from weft.engine.models.layers.basic import Embedding, Head
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.layers.moe import SparseMoE
-from weft.engine.models.load import build_model
+from weft.engine.models.load import model_shape
 from weft.planner.spec import Mesh
 from weft.tune.step_table import StepShape
 
@@ -50,7 +50,7 @@ class Footprint:
         Steps read a row of the embedding per token, so it counts only where it is the head, too.
 
         Args:
-            model: the rank's layers, which may be on the `meta` device.
+            model: the rank's layers.
             layers, kv_dtype, dcp: as in `Footprint`.
         """
         blocks = [module for module in model.modules() if isinstance(module, SparseMoE)]
@@ -104,6 +104,6 @@ def decode_step_bytes(
         dtype: of weights.
         kv_dtype: of keys and values, as of `KVCache`; defaults to dtype.
     """
-    model = build_model(config, mesh, 0, dtype, torch.device("meta"))
+    model = model_shape(config, mesh, dtype)
     footprint = Footprint.of(model, config.num_layers, kv_dtype or dtype, mesh.dcp)
     return round(footprint.bytes_read(StepShape(-(-sequences // mesh.attn_dp), context), sequences))

@@ -17,14 +17,16 @@ import torch
 
 from weft.comm.transport import Transport
 from weft.engine.attention.build_batch import SeqRows, build_batch
+from weft.engine.attention.caches import cached_layers
 from weft.engine.attention.expansion import MAX_ELEMENTS, MAX_TOKENS
 from weft.engine.attention.forward_batch import Batch, PageTables, StateSlots
 from weft.engine.attention.paged import PagedAttention
 from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import kv_dtype_of
 from weft.engine.kv.cache import state_bytes, token_bytes
 from weft.engine.kv.cache_spec import CacheGroup, Latent, Recurrent, Spec, Window, cache_groups, rule
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
-from weft.engine.models.load import build_model
+from weft.engine.models.load import model_shape
 from weft.engine.worker.graph_inputs import decode_capacities
 from weft.engine.worker.model_runner import ModelRunner
 from weft.planner.exchange import all_gatherv
@@ -71,6 +73,11 @@ class CacheNeed:
     config: EngineConfig
     specs: Mapping[str, Spec]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: LanguageModel) -> CacheNeed:
+        """Return the need of a rank's model."""
+        return cls(config, cached_layers(model), kv_dtype_of(config))
 
     def groups(self, pages: int | None = None) -> tuple[CacheGroup, ...]:
         """Return the cache's groups. pages: pages of whole sequences, instead of the configuration's."""
@@ -172,11 +179,11 @@ def _gib(count: int) -> str:
 
 def weight_bytes(model: ModelConfig, mesh: Mesh, rank: int, dtype: torch.dtype) -> int:
     """Return the bytes of a rank's weights."""
-    return parameter_bytes(build_model(model, mesh, rank, dtype, torch.device("meta")))
+    return parameter_bytes(model_shape(model, mesh, dtype, rank))
 
 
 def parameter_bytes(model: LanguageModel) -> int:
-    """Return the bytes of a model's weights, which may be on the `meta` device."""
+    """Return the bytes of a model's weights."""
     return sum(w.numel() * w.element_size() for w in model.parameters())
 
 

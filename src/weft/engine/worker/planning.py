@@ -15,7 +15,7 @@ from weft.engine.kv.cache import token_bytes
 from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.engine.models.layers.basic import Workspace, torch_empty
 from weft.engine.models.layers.model_config import ModelConfig
-from weft.engine.models.load import build_model
+from weft.engine.models.load import model_shape
 from weft.planner.chain import Chain
 from weft.planner.cost import Offer
 from weft.planner.dcp import ShardedContext
@@ -34,13 +34,11 @@ from weft.stream.stream import TraceStream
 def trace(
     config: ModelConfig, mesh: Mesh, dtype: torch.dtype, workspace: Workspace = torch_empty, draft: bool = False
 ) -> Chain:
-    """Return the model's chain, from a run on zero rows with weights without memory. Raises LayoutError.
+    """Return the model's chain, from a run on zero rows. Raises LayoutError.
 
-    It runs on the CPU, since the `meta` device runs many operations in Python, with imports of seconds. workspace:
-    allocator of the layers' tensors, which sees all of them. draft: the chain of its source of drafts.
+    workspace: allocator of the layers' tensors, which sees all of them. draft: the chain of its source of drafts.
     """
-    cpu = torch.device("cpu")
-    model = build_model(config, mesh, 0, dtype, cpu, workspace, True)
+    cpu, model = torch.device("cpu"), model_shape(config, mesh, dtype, workspace=workspace)
     layers = cached_layers(model)
     check_heads(config, mesh, layers.values())
     if config.draft_model is not None:
@@ -128,7 +126,7 @@ def sharded_context(config: ModelConfig, mesh: Mesh, dtype: torch.dtype, chain: 
     if mesh.dcp == 1:
         return None
     model = replace(config, drafts=False, draft_model=None)
-    caches = cached_layers(build_model(model, mesh, 0, config.dtype, torch.device("meta"))).values()
+    caches = cached_layers(model_shape(model, mesh, config.dtype)).values()
     bytes_a_token = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV))
     latent = sum(token_bytes(spec, dtype) for spec in caches if isinstance(spec, Latent))
     tokens = Counter(gathered_bytes(spec, dtype) for spec in caches if isinstance(spec, PagedKV | Latent))

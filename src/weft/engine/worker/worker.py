@@ -15,7 +15,6 @@ from torch import Tensor
 
 from weft.comm.transport import CommError, Transport
 from weft.engine.attention.backend_registry import BackendEntry
-from weft.engine.attention.caches import cached_layers
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import attention_backend, check_formats, device_of, dtype_of, eager_because, kv_dtype_of
 from weft.engine.config.threads import name_thread
@@ -109,7 +108,7 @@ class Worker:
         model = load(config.model, model_config)
         if config.draft_model is not None and model_config.draft_model is not None:
             model = with_draft_model(model, model_config, load(config.draft_model, model_config.draft_model))
-        cache = CacheNeed(config, cached_layers(model), kv_dtype)
+        cache = CacheNeed.of(config, model)
 
         def make(groups: Sequence[CacheGroup]) -> ModelRunner:
             return ModelRunner(

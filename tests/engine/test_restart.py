@@ -16,7 +16,7 @@ from engine.stub import Client, World
 from engine.test_engine import GREEDY, config, prompts
 from weft.engine.config.config import EngineError
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.fault_window import FaultWindow
+from weft.engine.controller.recovery import FaultWindow
 from weft.engine.messages.request import SamplingParams
 from weft.engine.worker.worker import Worker
 

@@ -586,7 +586,7 @@ OWN = [
     ),
     Fault(
         "old failures count for ever",
-        "engine/controller/fault_window.py",
+        "engine/controller/recovery.py",
         "while self._failures[0][0] < now - self._window_s:",
         "while self._failures[0][0] < now - 1e9:",
         ("tests/engine/test_restart.py",),

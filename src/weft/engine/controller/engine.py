@@ -19,10 +19,9 @@ from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.config.threads import name_thread
 from weft.engine.controller.event_publisher import EventPublisher, KvEventsConfig, open_publisher
 from weft.engine.controller.executor import Executor
-from weft.engine.controller.fault_window import one_line
 from weft.engine.controller.output_processor import OutputProcessor
 from weft.engine.controller.rank_executors import make_executor
-from weft.engine.controller.recovery import Recovery
+from weft.engine.controller.recovery import Recovery, one_line
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
 from weft.engine.messages.rank_messages import Step

@@ -17,10 +17,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 
 from weft.engine.models.config_json.directory import config_file, explain_no_model, is_gguf
-from weft.engine.models.config_json.fields import HARMLESS, MAX_LAYERS, Fields, ModelError, first_line
-from weft.engine.models.config_json.json_file import read_json
+from weft.engine.models.config_json.fields import HARMLESS, MAX_LAYERS, Fields, ModelError, first_line, read_json
 from weft.engine.models.config_json.known_fields import known_fields
-from weft.engine.models.families import deepseek, eagle3, glm, gpt_oss, llama, minimax, qwen, qwen3_next, qwen35, step
+from weft.engine.models.families import deepseek, eagle3, glm, gpt_oss, llama, minimax, qwen, qwen35, step
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.weights.weight_formats import format_of
 from weft.plugins import PluginError, load_plugins
@@ -42,7 +41,7 @@ FAMILIES: Registry = MappingProxyType(
         "kimi_k2": deepseek.read,
         "step3p5": step.read,
         "qwen3_5_moe": qwen35.read,
-        "qwen3_next": qwen3_next.read,
+        "qwen3_next": qwen35.read_qwen3_next,
         "gpt_oss": gpt_oss.read,
         "glm4_moe": glm.read,
         "minimax_m2": minimax.read,

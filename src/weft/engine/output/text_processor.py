@@ -13,8 +13,7 @@ from weft.engine.messages.rank_messages import PARAMETERS
 from weft.engine.messages.request import SamplingParams
 from weft.engine.models.config_json.common_fields import tokens
 from weft.engine.models.config_json.directory import is_gguf
-from weft.engine.models.config_json.fields import MAX_NUMBER, Fields, ModelError, first_line
-from weft.engine.models.config_json.json_file import read_json
+from weft.engine.models.config_json.fields import MAX_NUMBER, Fields, ModelError, first_line, read_json
 from weft.engine.output.detokenizer import Detokenizer
 
 ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"

@@ -1,9 +1,11 @@
-"""Reader of config.json that skips no field."""
+"""Readers of a checkpoint's JSON files, which are untrusted input; no field is skipped."""
 
 from __future__ import annotations
 
+import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -33,6 +35,28 @@ class ModelError(ValueError):
 def first_line(error: Exception) -> str:
     """Return the first line of a library's error, or its class if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(": ")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ModelError, in one line that names the file, for any other content."""
+    try:
+        value = json.loads(path.read_bytes(), object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ModelError(f"{path} is nested too deeply to be read") from error
+    except (OSError, ValueError) as error:  # including bytes that are not UTF-8
+        raise ModelError(f"{path} cannot be read: {error}; is the download complete?") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        for name, value in pairs:
+            if values[name] != value:
+                raise ValueError(f"{name!r} is there twice with different values")
+    return values
 
 
 class Fields:

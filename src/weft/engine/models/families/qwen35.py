@@ -1,4 +1,5 @@
-"""Text part of Qwen3.5-MoE: layers of Gated DeltaNet and of gated attention, all with experts and a shared one."""
+"""Qwen3-Next and the text part of Qwen3.5-MoE, its successor: layers of Gated DeltaNet and of gated attention, all with
+experts and a shared one."""
 
 from __future__ import annotations
 
@@ -32,6 +33,18 @@ class Qwen35Config(ExpertsConfig):
         if self.kinds[index] == FULL:
             return Attention(b, f"{path}.self_attn", self.hidden_size, self.heads)
         return GatedDeltaNet(b, f"{path}.linear_attn", self.hidden_size, self.delta, self.rms_norm_eps)
+
+
+@dataclass(frozen=True)
+class Qwen3NextConfig(Qwen35Config):
+    """Text-only model."""
+
+    prefix: ClassVar[str] = "model"
+
+
+def read_qwen3_next(fields: Fields) -> Qwen35Config:
+    """Read a config of Qwen3-Next or Qwen3-Coder-Next. Raises ModelError."""
+    return read_text(fields, Qwen3NextConfig, qwen3_next=True)
 
 
 def read(whole: Fields) -> Qwen35Config:

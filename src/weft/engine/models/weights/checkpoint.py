@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.engine.models.config_json.directory import is_gguf
-from weft.engine.models.config_json.fields import ModelError
-from weft.engine.models.config_json.json_file import read_json
+from weft.engine.models.config_json.fields import ModelError, read_json
 from weft.engine.models.weights.source import Shape, Source
 from weft.engine.models.weights.weight_format import DTYPES, WeightFormat
 from weft.engine.models.weights.weight_formats import PLAIN

@@ -19,7 +19,7 @@ from weft.engine.attention.build_batch import SeqRows, build_batch
 from weft.engine.kv.cache_spec import CacheGroup, Rule
 from weft.engine.models.layers.basic import Builder, ColumnLinear, Embedding, Linear, Out, RMSNorm, RowLinear
 from weft.engine.models.layers.mlp import GatedMLP, WholeMLP
-from weft.engine.models.layers.moe import Experts
+from weft.engine.models.layers.moe import Experts, MoEConfig
 from weft.engine.models.layers.routing import Router, Routing
 from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
@@ -152,7 +152,7 @@ LAYERS: dict[str, Callable[[Builder], Any]] = {
     "linear": lambda b: Linear(b, "layer", 8, 4),
     "column": lambda b: ColumnLinear(b, "layer", 8, [Out("layer", 8)], over="attn_tp"),
     "norm": lambda b: RMSNorm(b, "layer", 8, 1e-6),
-    "experts": lambda b: Experts(b, "layer", 4, 8, 4),
+    "experts": lambda b: Experts(b, "layer", 8, MoEConfig(4, 4, Routing(1))),
     "router": lambda b: Router(b, "layer", 8, 4, Routing(2)),
     "mlp": lambda b: GatedMLP(b, "layer", 8, 8),
     "whole mlp": lambda b: WholeMLP(b, "layer", 8, 8),
@@ -214,7 +214,7 @@ def test_features_are_split_only_where_ranks_hold_the_same_rows() -> None:
 
 def test_experts_take_rows_that_every_rank_holds() -> None:
     b = Builder(OTHER_ROWS, 0, torch.float32, CPU)
-    experts = filled(Experts(b, "experts", 4, 4, 4))
+    experts = filled(Experts(b, "experts", 4, MoEConfig(4, 4, Routing(1))))
     router = filled(Router(b, "gate", 4, 4, Routing(2)))
     for rows in (Rows.OWN, Rows.GROUP):
         with pytest.raises(PlacementError, match=rf"experts needs \(WORLD\), but block {rows.name} is"):

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from weft.engine.kernels import ops
 from weft.engine.models.layers.basic import Builder
-from weft.engine.models.layers.moe import Experts
+from weft.engine.models.layers.moe import Experts, MoEConfig
+from weft.engine.models.layers.routing import Routing
 from weft.planner.spec import LayoutError, Mesh
 
 
@@ -38,4 +39,4 @@ def test_sizes_that_gpus_do_not_take_are_refused_when_built() -> None:
     with pytest.raises(
         LayoutError, match=r"experts: 12 inner features a rank .* multiples of 8; choose a smaller moe_tp"
     ):
-        Experts(builder, "experts", 4, 64, 48)
+        Experts(builder, "experts", 64, MoEConfig(4, 48, Routing(1)))

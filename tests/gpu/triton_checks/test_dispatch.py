@@ -19,7 +19,8 @@ from gpu import definitions
 from weft.comm.reference import ReferenceTransport
 from weft.comm.transport import LiveSizes, Sizes, to_and_from
 from weft.engine.models.layers.basic import Builder
-from weft.engine.models.layers.moe import Experts
+from weft.engine.models.layers.moe import Experts, MoEConfig
+from weft.engine.models.layers.routing import Routing
 from weft.engine.models.weights.float8_weights import Float8Format
 from weft.kernels import stream_ops
 from weft.kernels.triton import moe_permute as kernels
@@ -178,7 +179,7 @@ def test_experts_in_float8_take_rows_as_they_arrive(device: torch.device, monkey
     torch.manual_seed(7)
     rows, live, width = 40, 33, 128
     builder = Builder(Mesh(4, 1, 4, 1), 1, torch.float32, device, format_of=lambda name: Float8Format((128, 128)))
-    layer = Experts(builder, "experts", EXPERTS, width, 128)
+    layer = Experts(builder, "experts", width, MoEConfig(EXPERTS, 128, Routing(K)))
     for name in ("gate_up", "down"):
         weight, scales = layer.get_parameter(name).data, layer.get_parameter(f"{name}_scales").data
         weight.copy_((torch.randn(weight.shape) * 60).to(weight.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -101,46 +101,22 @@ class Attention(Layer):
         super().__init__(path)
         self.dim, self.scale = heads.dim, heads.dim**-0.5
         queries, values = heads.query * heads.dim, heads.kv * heads.dim
-        gate_per_element = heads.gate == "element"
         shared_by = b.queries_shared_by if heads.window is None else 1  # tokens of windows are not sharded
         self.gathered = shared_by > 1
-        outs = [
-            Out(
-                f"{path}.q_proj",
-                queries,
-                unit=heads.dim,
-                views=(PartOfGroups(0, heads.dim, 2 * heads.dim),) if gate_per_element else (),
-                shared_by=shared_by,
-                groups=heads.kv,
-            ),
-            Out(f"{path}.k_proj", values, unit=heads.dim, replicate=True),
-            Out(f"{path}.v_proj", values, unit=heads.dim, replicate=True),
-        ]
+        q = Out(f"{path}.q_proj", queries, unit=heads.dim, shared_by=shared_by, groups=heads.kv)
+        k, v = (Out(f"{path}.{name}_proj", values, unit=heads.dim, replicate=True) for name in "kv")
+        outs = [q, k, v]
         if heads.gate == "head":
             outs.append(Out(f"{path}.g_proj", heads.query, groups=heads.kv))
-        elif gate_per_element:
-            outs.append(
-                Out(
-                    f"{path}.q_proj",
-                    queries,
-                    unit=heads.dim,
-                    views=(PartOfGroups(heads.dim, heads.dim, 2 * heads.dim),),
-                    groups=heads.kv,
-                )
-            )
+        elif heads.gate == "element":
+            of_query, of_gate = (PartOfGroups(start, heads.dim, 2 * heads.dim) for start in (0, heads.dim))
+            outs = [replace(q, views=(of_query,)), k, v, replace(q, views=(of_gate,), shared_by=1)]
         self.qkv = ColumnLinear(b, f"{path}.qkv", inputs or width, outs, over="attn_tp", bias=heads.bias)
         self.sizes = self.qkv.sizes[:3]
         kv = self.sizes[1] // heads.dim
         self.cache = PagedKV(kv, heads.dim) if heads.window is None else Window(heads.window, kv, heads.dim)
         self.out = RowLinear(
-            b,
-            f"{path}.o_proj",
-            queries,
-            width,
-            over="attn_tp",
-            unit=heads.dim,
-            bias=heads.output_bias,
-            groups=heads.kv,
+            b, f"{path}.o_proj", queries, width, over="attn_tp", unit=heads.dim, bias=heads.output_bias, groups=heads.kv
         )
         self.sinks = None
         if heads.sinks:

@@ -15,16 +15,37 @@ from weft.engine.kernels.side_stream import nothing, on_side_stream
 from weft.engine.models.layers.basic import Builder, Layer, Linear, no_format
 from weft.engine.models.layers.mlp import FeedForward, GatedMLP, WholeMLP
 from weft.engine.models.layers.routing import Router, Routing
-from weft.engine.models.weights.expert_sources import (
-    EXPERT_STORAGE,
-    ExpertLayout,
-    ExpertStorage,
-    expert_sources,
-    gate_up_biases,
-)
+from weft.engine.models.weights.expert_sources import EXPERT_STORAGE, ExpertStorage, expert_sources, gate_up_biases
 from weft.engine.models.weights.source import Source
 from weft.planner.spec import LayoutError, PlacementError, Rows
 from weft.stream.hidden import Hidden
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts. Raises ModelError for a routing that cannot choose among `experts`.
+
+    Args:
+        inner: inner features of each expert.
+        shared: inner features of the shared expert; 0: there is none.
+        shared_gate: the shared expert has a sigmoid gate.
+        limit, shared_limit, alpha: limits and alpha of `weft.engine.kernels.model_reference.gated`, routed and shared.
+        bias: the routed experts' products have biases.
+    """
+
+    experts: int
+    inner: int
+    routing: Routing
+    shared: int = 0
+    shared_gate: bool = True
+    stored: ExpertStorage = EXPERT_STORAGE
+    limit: float | None = None
+    shared_limit: float | None = None
+    alpha: float | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        self.routing.check(self.experts)
 
 
 class Experts(Layer):
@@ -34,10 +55,7 @@ class Experts(Layer):
     ep and moe_tp, which is the world. A rank's own rows are dispatched to the ranks of their experts and back:
     complete.
 
-    Args:
-        layout: as in `ExpertStorage`.
-        limit, alpha: as in `weft.engine.kernels.model_reference.gated`.
-        bias: products have biases. Only the first rank of moe_tp adds the last one, so that the sum holds it once.
+    Of products with biases, only the first rank of moe_tp adds the last bias, so that the sum holds it once.
 
     Both weights are kept in the checkpoint's format, or neither. Raises LayoutError for sizes that grouped products
     do not support.
@@ -46,41 +64,30 @@ class Experts(Layer):
     gate_up: nn.Parameter
     down: nn.Parameter
 
-    def __init__(
-        self,
-        b: Builder,
-        path: str,
-        experts: int,
-        width: int,
-        inner: int,
-        layout: ExpertLayout = "per_expert",
-        limit: float | None = None,
-        alpha: float | None = None,
-        bias: bool = False,
-    ):
+    def __init__(self, b: Builder, path: str, width: int, c: MoEConfig):
         super().__init__(path)
-        mine = b.share(f"{path} (experts)", experts, "ep")
-        cut = b.share(f"{path} (inner features)", inner, "moe_tp", cut=True)
+        mine = b.share(f"{path} (experts)", c.experts, "ep")
+        cut = b.share(f"{path} (inner features)", c.inner, "moe_tp", cut=True)
         size, step = cut.stop - cut.start, 16 // b.dtype.itemsize
         if b.device.type == "cuda" and (size % step or width % step):
             raise LayoutError(
                 f"{path}: {size} inner features a rank and {width} wide, but grouped products on GPUs take multiples "
                 f"of {step}; choose a smaller moe_tp"
             )
-        self.mine, self.experts = range(mine.start, mine.stop), experts
-        self.workspace, self.limit, self.alpha = b.workspace, limit, alpha
-        found, held = expert_sources(path, layout, experts, width, inner, mine, cut), mine.stop - mine.start
+        self.mine, self.experts = range(mine.start, mine.stop), c.experts
+        self.workspace, self.limit, self.alpha = b.workspace, c.limit, c.alpha
+        found, held = expert_sources(path, c.stored.layout, c.experts, width, c.inner, mine, cut), len(self.mine)
         if not all(b.format_of(s.name) for part in found.values() for s in part):
             b = replace(b, format_of=no_format)
         self.declare(b, "gate_up", (held, 2 * size, width), found["gate_up"])
         self.declare(b, "down", (held, width, size), found["down"])
         self.gate_up_bias = self.down_bias = None
-        if bias:
-            self.gate_up_bias = b.empty(mine.stop - mine.start, 2 * size)
-            self.sources["gate_up_bias"] = gate_up_biases(path, experts, inner, mine, cut)
+        if c.bias:
+            self.gate_up_bias = b.empty(held, 2 * size)
+            self.sources["gate_up_bias"] = gate_up_biases(path, c.experts, c.inner, mine, cut)
             if cut.start == 0:
-                self.down_bias = b.empty(mine.stop - mine.start, width)
-                self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (experts, width), (mine,))]
+                self.down_bias = b.empty(held, width)
+                self.sources["down_bias"] = [Source(f"{path}.down_proj_bias", (c.experts, width), (mine,))]
 
     def forward(self, x: Hidden, router: Router, shared: Callable[[], Hidden] | None = None) -> Hidden:
         """Return the sum over the experts that the router chooses for x, complete rows. Rows after x's live ones are
@@ -112,12 +119,7 @@ class Experts(Layer):
         return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, bool(self.kept)))
 
     def _sum(
-        self,
-        x: Any,
-        like: Tensor,
-        chosen: Chosen,
-        added: Tensor | None = None,
-        wait: Callable[[], None] = nothing,
+        self, x: Any, like: Tensor, chosen: Chosen, added: Tensor | None = None, wait: Callable[[], None] = nothing
     ) -> Tensor:
         """Return the sum over this rank's experts, of like's dtype. added: another term, overwritten by the result; it
         may be read after a call of `wait`."""
@@ -149,33 +151,6 @@ class Experts(Layer):
         return taken
 
 
-@dataclass(frozen=True)
-class MoEConfig:
-    """Mixture of experts. Raises ModelError for a routing that cannot choose among `experts`.
-
-    Args:
-        inner: inner features of each expert.
-        shared: inner features of the shared expert; 0: there is none.
-        shared_gate: the shared expert has a sigmoid gate.
-        limit, shared_limit, alpha: limits and alpha of `weft.engine.kernels.model_reference.gated`, routed and shared.
-        bias: the routed experts' products have biases.
-    """
-
-    experts: int
-    inner: int
-    routing: Routing
-    shared: int = 0
-    shared_gate: bool = True
-    stored: ExpertStorage = EXPERT_STORAGE
-    limit: float | None = None
-    shared_limit: float | None = None
-    alpha: float | None = None
-    bias: bool = False
-
-    def __post_init__(self) -> None:
-        self.routing.check(self.experts)
-
-
 class SparseMoE(FeedForward):
     """Router, routed experts and an optional shared expert for all tokens.
 
@@ -189,9 +164,7 @@ class SparseMoE(FeedForward):
         stored, shared = c.stored, c.shared
         bias = f"{path}.{stored.bias}" if stored.bias else ""
         self.router = Router(b, f"{path}.{stored.router}", width, c.experts, c.routing, bias)
-        self.experts = Experts(
-            b, f"{path}.{stored.experts}", c.experts, width, c.inner, stored.layout, c.limit, c.alpha, c.bias
-        )
+        self.experts = Experts(b, f"{path}.{stored.experts}", width, c)
         self.takes = {"gather": (Rows.WORLD,), "dispatch": (Rows.OWN,), "auto": (Rows.WORLD, Rows.OWN)}[b.experts]
         mlp = GatedMLP if b.experts == "gather" or b.mesh.world == 1 else WholeMLP
         self.shared = mlp(b, f"{path}.{stored.shared}", width, shared, c.shared_limit) if shared else None

@@ -14,8 +14,7 @@ import torch
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.attention import WholeNorms
 from weft.engine.models.layers.basic import Builder, Head, Layer, NormLayer, Workspace, torch_empty
-from weft.engine.models.layers.draft_head import Eagle3Head
-from weft.engine.models.layers.draft_model import DraftModel
+from weft.engine.models.layers.draft_head import DraftModel, Eagle3Head
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.registry import plugin_line
 from weft.engine.models.weights.checkpoint import Checkpoint, open_checkpoint

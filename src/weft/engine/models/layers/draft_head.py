@@ -1,4 +1,5 @@
-"""EAGLE-3 (arXiv 2503.01840): a draft head of one layer that reads hidden states of three layers of its target."""
+"""Sources of drafts for a model: another whole model, and EAGLE-3 (arXiv 2503.01840), a head of one layer that reads
+hidden states of three layers of its target."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from weft.engine.attention.forward_batch import Batch
 from weft.engine.kernels.ops import join
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.attention import Attention, Heads
-from weft.engine.models.layers.basic import Builder, Embedding, Head, Linear, RMSNorm
+from weft.engine.models.layers.basic import Builder, Embedding, Head, Layer, Linear, RMSNorm
 from weft.engine.models.layers.mlp import GatedMLP
 from weft.engine.models.layers.model_config import DraftSourceLayer, LanguageModel, ModelConfig
 from weft.engine.models.layers.rotary import Rotary
@@ -105,3 +106,22 @@ class Eagle3Head(DraftSourceLayer):
             return rows, logits
         whole = logits.new_full((len(logits), self.vocabulary), float("-inf"))
         return rows, whole.index_copy_(1, self.tokens, logits)
+
+
+class DraftModel(DraftSourceLayer):
+    """Source of drafts that runs a whole model, from the tokens alone, on the same ranks and pages. It renames the
+    model's layers."""
+
+    follows = False
+
+    def __init__(self, model: LanguageModel):
+        super().__init__("draft")
+        self.model, self.width = model, model.config.hidden_size
+        for layer in model.modules():
+            if isinstance(layer, Layer):
+                layer.path = f"draft.{layer.path}"  # caches and plans are found by it
+
+    def forward(
+        self, stream: Stream | TraceStream, batch: Batch, caches: StepCaches, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return hidden, self.model(stream, batch, caches)

@@ -260,14 +260,16 @@ def test_what_a_server_recorded_is_read_later(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]  # fmt: skip
     bare = tuple(structs.replace(rank, trace=b"", about="") for rank in ranks)
-    recording = Recording(PAIR, ProfiledSteps(4, 0.02, 0.004, (0.001,) * 2, (0.002,) * 2, bare), tuple(ranks))
+    recording = Recording(PAIR, ProfiledSteps(4, 0.02, 0.004, bare), tuple(ranks))
     (folder := tmp_path / "traces").mkdir()
     assert recording.write(folder) == ["recording.json", "rank0.json.gz", "rank1.json.gz"]
     assert Recording.read(folder) == recording
     code, text, err = weft_here("profile", "--read", str(folder), "--output", str(out := tmp_path / "found"))
     assert (code, err) == (0, "") and "all_gatherv" in text and "weights and cached" not in text, text
     found = json.loads((out / "profile.json").read_text())
-    assert found["unprofiled_step_us"] == 5000.0 and found["cpu_us_a_step"]["controller"] == 1000.0
+    cpu = found["cpu_us_a_step"]
+    assert found["unprofiled_step_us"] == 5000.0 and cpu["controller"] == 1000.0
+    assert cpu["rank"] == [250.0] * 2 and cpu["rank_process"] == [500.0] * 2
     assert {row["what"] for row in found["collectives"]} == {what for _, what, *_ in MOVES}
     for broken in ("{", None):
         (folder / "recording.json").write_text(broken) if broken else (folder / "rank1.json.gz").unlink()

@@ -45,16 +45,12 @@ class ProfiledSteps:
         steps: number of steps on every rank.
         seconds: from the start of the first step to the end of the last, on rank 0.
         controller_cpu_s: CPU time of the engine's thread.
-        rank_cpu_s: CPU time of each rank's thread that runs steps.
-        process_cpu_s: CPU time of all threads of each rank's process.
         ranks: profile of each rank, in order.
     """
 
     steps: int
     seconds: float
     controller_cpu_s: float
-    rank_cpu_s: tuple[float, ...]
-    process_cpu_s: tuple[float, ...]
     ranks: tuple[Profiled, ...]
 
 
@@ -85,14 +81,8 @@ def watch(engine: Engine, steps: int, *, traced: bool = False) -> ProfiledSteps:
             f"only {seen} steps were run while {steps} were to be watched; keep requests running meanwhile"
         )
     results.sort(key=lambda rank: rank.rank)
-    return ProfiledSteps(
-        steps,
-        results[0].seconds,
-        (cpu_after - cpu_before) * steps / (last - first),
-        tuple(rank.thread_cpu_s for rank in results),
-        tuple(rank.process_cpu_s for rank in results),
-        tuple(results),
-    )
+    cpu_s = (cpu_after - cpu_before) * steps / (last - first)
+    return ProfiledSteps(steps, results[0].seconds, cpu_s, tuple(results))
 
 
 @dataclass(frozen=True)
@@ -115,8 +105,8 @@ class Recording:
         window, us = self.window, 1e6 / self.window.steps
         cpu = {
             "controller": us * window.controller_cpu_s,
-            "rank": [us * s for s in window.rank_cpu_s],
-            "rank_process": [us * s for s in window.process_cpu_s],
+            "rank": [us * rank.thread_cpu_s for rank in window.ranks],
+            "rank_process": [us * rank.process_cpu_s for rank in window.ranks],
             "rank_threads": [{name: us * s for name, s in rank.threads.items()} for rank in window.ranks],
         }
         return {"unprofiled_step_us": us * window.seconds, "cpu_us_a_step": cpu}

@@ -33,7 +33,7 @@ from weft.engine.attention.paged import PagedAttention
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import attention_backend
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.startup import check_attention, resolve_defaults
+from weft.engine.controller.startup import check_plans, resolve_defaults
 from weft.engine.kv.cache import KVCache
 from weft.engine.kv.cache_spec import Latent, PagedKV, Recurrent, Window
 from weft.engine.messages.request import SamplingParams
@@ -180,7 +180,7 @@ def test_what_a_backend_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     shape = {"model": preset_dir("deepseek-v2-lite"), "load_format": "dummy", "device": "cpu"}
     config = EngineConfig(**shape, attention_backend="toy", plugins=(TOY,))
     with pytest.raises(LayoutError, match=r"^attention_backend toy has no latent caches: take another$"):
-        check_attention(config, config.read_model())
+        check_plans(config, config.read_model())
     with pytest.raises(
         LayoutError, match=r"^attention_backend toy does not support FP8 caches: use --kv-dtype auto, or another"
     ):

@@ -145,7 +145,7 @@ def check_plans(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     if config.moe_exchange == "dispatch" and config.plan == "naive":
         raise LayoutError("the naive plan uses all-reduces, by which experts gather: drop --moe-exchange or --plan")
     planner = planner_of(config, model)
-    check_attention(config, model)
+    attention_backend(config, lambda: declared_caches(config, model))  # ranks check properties of their GPUs later
     check_speculation(config, model)
     rows, dispatches = 1, False
     drafts = [planner_of(config, model, draft=True)] if model.drafts or model.draft_model else []
@@ -171,22 +171,13 @@ def planner_of(config: EngineConfig, model: ModelConfig, draft: bool = False) ->
         raise ModelError(f"{config_file(config.model)}: {error}") from error
 
 
-def check_attention(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise LayoutError if the attention backend does not support the model's caches or the options. Ranks check
-    properties of their GPUs later.
-    """
-    attention_backend(config, lambda: declared_caches(config, model))
-
-
 def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
     """Raise LayoutError if ranks cannot run drafts."""
     if config.speculative == "off":
         return
     option = f"--speculative {config.speculative}"
-    if config.draft_model is not None:
-        check_draft_model(config, model, config.draft_model, config.model)
-    elif config.drafts_on_ranks:
-        check_draft_layer(model, config.split_vocabulary)
+    if config.drafts_on_ranks:
+        check_draft_source(config, model, config.draft_model, config.model)
     if config.num_layers is not None and config.speculative in ("mtp", "eagle3"):
         raise LayoutError(f"{option} needs all layers of the model: drop --num-layers, or the option")
     if any(isinstance(spec, Recurrent) for spec in declared_caches(config, model)):
@@ -195,31 +186,25 @@ def check_speculation(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def check_draft_layer(model: ModelConfig, split_vocabulary: str) -> None:
-    """Raise LayoutError if ranks cannot run the model's draft layer. split_vocabulary: the option."""
-    option = "--speculative mtp"
-    if not model.draft_layers:
+def check_draft_source(layout: LayoutOptions, model: ModelConfig, draft_path: Path | None, path: Path) -> None:
+    """Raise LayoutError if ranks cannot run a model's draft layer, or if its draft model or head is another model's or
+    cannot run. draft_path: of the draft model or head; None: the draft layer. path: of the model."""
+    option, draft = f"--draft-model {draft_path}" if draft_path else "--speculative mtp", model.draft_model
+    if draft is None and not model.draft_layers:
         raise LayoutError(f"{option} runs the checkpoint's draft layer, and config.json names none: drop the option")
-    if split_vocabulary == "on":
-        raise LayoutError(f"{option} supports no split vocabulary so far: drop --split-vocabulary, or the option")
-
-
-def check_draft_model(layout: LayoutOptions, model: ModelConfig, *paths: Path) -> None:
-    """Raise LayoutError if a model's draft model or head is another model's, or cannot run. paths: of the draft model,
-    and of the model."""
-    option, draft = f"--draft-model {paths[0]}", model.draft_model
-    assert draft is not None
-    if draft.vocab_size != model.vocab_size:
+    if draft is not None and draft.vocab_size != model.vocab_size:
         raise LayoutError(
             f"{option} has {draft.vocab_size} tokens in its vocabulary, and the model {model.vocab_size}: choose a "
             "draft model with the same vocabulary"
         )
     if layout.split_vocabulary == "on":
         raise LayoutError(f"{option} supports no split vocabulary so far: drop --split-vocabulary, or the option")
+    if draft_path is None:
+        return
     if layout.mesh.hosts > 1:
         raise LayoutError(f"{option} runs on one host only so far: drop the option")
-    folders = [path for path in paths if (path / "tokenizer.json").is_file()]
-    vocabularies = [read_tokenizer(path).get_vocab() for path in folders]
+    folders = [each for each in (draft_path, path) if (each / "tokenizer.json").is_file()]
+    vocabularies = [read_tokenizer(each).get_vocab() for each in folders]
     if vocabularies[1:] and vocabularies[0] != vocabularies[1]:
         raise LayoutError(f"{option} has other tokens than the model: choose a draft model with the same tokenizer")
 

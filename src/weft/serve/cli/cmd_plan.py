@@ -8,7 +8,6 @@ from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Literal
 
-import torch
 import tyro
 from transformers.utils import logging as transformers_logging
 
@@ -16,8 +15,8 @@ from weft.comm.transport import offer_of
 from weft.comm.transport_registry import PEER, REFERENCE, TransportName, automatic, check_serves, transports
 from weft.engine.advise.step_prices import draft_prices
 from weft.engine.config.engine_options import LayoutOptions, SpeculationOptions
-from weft.engine.controller.startup import check_draft_layer, check_draft_model
-from weft.engine.models.load import build_model, describe_products
+from weft.engine.controller.startup import check_draft_source
+from weft.engine.models.load import describe_products, model_shape
 from weft.engine.models.registry import load_config, registry, with_draft
 from weft.engine.worker.open_transports import preset_of
 from weft.engine.worker.planning import may_split, plan_model, sharded_context, split_steps
@@ -110,9 +109,9 @@ class Command:
         if self.draft_model is not None:
             draft = model_dir(self.draft_model, weights=False)
             config = with_draft(config, draft, self.speculative == "eagle3", self.plugins)
-            check_draft_model(layout, config, draft, where)
+            check_draft_source(layout, config, draft, where)
         elif drafts:
-            check_draft_layer(config, layout.split_vocabulary)
+            check_draft_source(layout, config, None, where)
             config = replace(config, drafts=True)
         may = not drafts and may_split(config, config.dtype, gpus)
         splits = layout.split_vocabulary in ("on", "auto" if may else "on")
@@ -149,7 +148,7 @@ class Command:
             texts += [] if shared is None else [dcp_text(shared, tokens, planner.blocks)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
             if gpus and config.storage.has_products:
-                meta = build_model(config, mesh, 0, config.dtype, torch.device("cpu"), shape_only=True)
+                meta = model_shape(config, mesh, config.dtype)
                 texts += [fill(note, 120)] if (note := describe_products(meta)) else []
             print("\n\n".join(texts))
         return 0

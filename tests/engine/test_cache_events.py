@@ -123,14 +123,14 @@ def test_who_follows_the_events_knows_what_is_cached(specs: list[Spec]) -> None:
         if driver.live and rng.random() < 0.2:
             driver.cancel(rng.choice(sorted(driver.live)))
         if rng.random() < 0.1:
-            driver.scheduler.forget()
+            driver.scheduler.caches.forget()
         taken = events.take()
         kinds |= {type(event) for event in taken}
         subscriber.take(taken)
         subscriber.check(caches.tree)
     assert kinds >= {BlockStored, BlockRemoved}
     driver.finish_all()
-    driver.scheduler.forget()
+    driver.scheduler.caches.forget()
     assert isinstance(events.take()[-1], AllBlocksCleared)
 
 

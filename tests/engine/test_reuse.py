@@ -31,7 +31,7 @@ def test_a_prompt_can_be_reused_once_it_is_done_and_before_its_output_is() -> No
     reusable = []
     for _ in range(4):
         driver.step()
-        reusable.append(driver.scheduler.cached_tokens(PROMPT))
+        reusable.append(driver.scheduler.caches.longest(PROMPT))
     assert reusable == [0, 0, 16, 16]
     second = driver.add(2, PROMPT, 3)
     rows = driver.step()
@@ -44,8 +44,8 @@ def test_a_state_is_kept_at_the_last_border_and_before_the_prompt_is_done() -> N
     driver = make(num_pages=64, max_batch_tokens=32, specs=[WHOLE, STATE])
     driver.add(1, PROMPT, 20)
     assert [p.rows for p in driver.step().parts] == [16], "the step ends where others may start"
-    assert driver.scheduler.cached_tokens(PROMPT) == 16
-    assert driver.scheduler.cached_tokens(PROMPT[:14]) == 0, "there is no state at its border"
+    assert driver.scheduler.caches.longest(PROMPT) == 16
+    assert driver.scheduler.caches.longest(PROMPT[:14]) == 0, "there is no state at its border"
     second = driver.add(2, [*PROMPT[:16], 40, 41], 3)
     assert [p.rows for p in driver.step().parts] == [2, 2] and second.cached == 16
     driver.finish_all()
@@ -57,7 +57,7 @@ def test_a_state_is_kept_a_page_before_the_end_of_a_prompt_of_whole_pages() -> N
     driver = make(num_pages=64, max_batch_tokens=32, specs=[WHOLE, STATE])
     driver.add(1, PROMPT[:16], 20)
     assert [p.rows for p in driver.step().parts] == [12]
-    assert driver.scheduler.cached_tokens(PROMPT[:16]) == 12
+    assert driver.scheduler.caches.longest(PROMPT[:16]) == 12
     second = driver.add(2, PROMPT[:16], 3)
     assert [p.rows for p in driver.step().parts] == [4, 4] and second.cached == 12
     driver.finish_all()
@@ -74,7 +74,7 @@ def test_a_preempted_request_goes_on_from_what_is_cached_but_reports_what_was_at
         driver.step()
     assert young.output_tokens > 0 and young.computed == 0
     while young.allocation is None:
-        cached = driver.scheduler.cached_tokens(young.tokens)
+        cached = driver.scheduler.caches.longest(young.tokens)
         rows = driver.step()
     (part,) = (p for p in rows.parts if p.request == 2)
     assert part.context == cached >= 12 and young.cached == 0
@@ -97,7 +97,7 @@ def test_as_many_tokens_are_reused_as_any_ended_request_has_run(page_size: int) 
     for request in range(60):
         prompt = stem[: rng.randrange(30)] + [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
         expected = max((begins_alike(tokens, prompt[:-1]) for tokens in kept), default=0)
-        assert driver.scheduler.cached_tokens(prompt) == expected
+        assert driver.scheduler.caches.longest(prompt) == expected
         sequence = driver.add(request, prompt, 4)
         driver.step()
         assert sequence.cached == expected
@@ -114,7 +114,7 @@ def test_as_many_tokens_are_reused_as_any_ended_request_has_run(page_size: int) 
         kept.append(ran)
     assert in_part > 20 or page_size == 1
     driver.scheduler.check_idle()
-    driver.scheduler.forget()
+    driver.scheduler.caches.forget()
     assert driver.scheduler.caches.pools[0].free == driver.scheduler.caches.total
 
 
@@ -126,14 +126,14 @@ def test_prefixes_are_reused_under_the_same_salt_only(specs: list[Spec]) -> None
     cached = {}
     for request, salt in enumerate(("a", "", "b", "a", "", "b", "c")):
         sequence = driver.add(request, PROMPT, 3, sharing=Sharing(cache_salt=salt))
-        assert driver.scheduler.cached_tokens(PROMPT, salt) == cached.get(salt, 0)
+        assert driver.scheduler.caches.longest(PROMPT, salt) == cached.get(salt, 0)
         driver.finish_all()
         assert sequence.cached == cached.get(salt, 0)
-        cached[salt] = driver.scheduler.cached_tokens(PROMPT, salt)
+        cached[salt] = driver.scheduler.caches.longest(PROMPT, salt)
         assert cached[salt] >= 16 and driver.outputs[request] == expected_output(PROMPT, 3)
     tree = driver.scheduler.caches.tree
     assert tree is not None and set(tree._roots) == {"", "a", "b", "c"}
-    driver.scheduler.forget()
+    driver.scheduler.caches.forget()
     driver.scheduler.check_idle()
     assert not tree._roots and not tree.nodes
 

@@ -24,6 +24,7 @@ from weft.engine.controller.rank_executors import make_executor
 from weft.engine.controller.recovery import Recovery, one_line
 from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
+from weft.engine.kv.manager import CacheManager
 from weft.engine.messages.rank_messages import Step
 from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
@@ -183,7 +184,7 @@ class Engine(ProcessBound):
         return EngineStats(
             running=running,
             waiting=self._requests.here - running,
-            kv_used=tuple(s.used_pages for s in self._schedulers),
+            kv_used=tuple(s.caches.used for s in self._schedulers),
             kv_total=tuple(s.caches.total for s in self._schedulers),
             prompt_tokens=self._outputs.prompt_tokens,
             cached_tokens=self._outputs.cached_tokens,
@@ -221,7 +222,7 @@ class Engine(ProcessBound):
 
     def reset_cache(self) -> None:
         """Forget cached prefixes that no request holds."""
-        self._ask(lambda: list(map(Scheduler.forget, self._schedulers)))
+        self._ask(lambda: list(map(CacheManager.forget, [s.caches for s in self._schedulers])))
 
     def check_idle(self) -> None:
         """Raise AssertionError if pages leaked. Call it when no request is here."""
@@ -374,7 +375,7 @@ class Engine(ProcessBound):
         tokens, salt = output.sequence.tokens, output.sequence.sharing.cache_salt
         output.scheduler = min(
             self._schedulers,
-            key=lambda s: (s.queued_tokens + len(tokens) - s.cached_tokens(tokens, salt), len(s.running)),
+            key=lambda s: (s.queued_tokens + len(tokens) - s.caches.longest(tokens, salt), len(s.running)),
         )
         output.scheduler.add(output.sequence)
 

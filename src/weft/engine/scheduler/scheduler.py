@@ -110,10 +110,6 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def cached_tokens(self, tokens: Seq[int], salt: str = "") -> int:
-        """Return the number of a prompt's leading tokens that are cached under a salt."""
-        return self.caches.longest(tokens, salt)
-
     @property
     def queued_tokens(self) -> int:
         """Rows still to run of all sequences, without tokens to come: a measure of a new request's wait.
@@ -121,15 +117,6 @@ class Scheduler:
         It is read for every new request, so its time must not grow with the number of waiting sequences.
         """
         return self.waiting.rows + sum(s.left for s in self.running)
-
-    @property
-    def used_pages(self) -> int:
-        """Pages held by sequences. Pages held only by the prefix tree do not count: they can be freed at any time."""
-        return self.caches.used
-
-    def forget(self) -> None:
-        """Forget the prefixes that no request holds."""
-        self.caches.forget()
 
     # --- steps ------------------------------------------------------------------------------------------------
 

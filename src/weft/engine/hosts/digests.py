@@ -34,14 +34,9 @@ OF_NODE_0 = (
 )
 """Options of the controller alone, which other hosts do not use."""
 ADVICE = {
-    "weft": "install the same on every host",
-    "torch": "install the same on every host",
-    "python": "install the same on every host",
-    "nccl": "install the same on every host",
+    **dict.fromkeys(("weft", "torch", "python", "nccl"), "install the same on every host"),
     "devices": "give every host the same GPUs, or all --device cpu",
-    "config.json": "copy the same model directory to every host",
-    "tokenizer": "copy the same model directory to every host",
-    "weights": "copy the same model directory to every host",
+    **dict.fromkeys(("config.json", "tokenizer", "weights"), "copy the same model directory to every host"),
 }
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.executor import Executor, Gone
-from weft.engine.controller.hosts_executor import HostsExecutor
-from weft.engine.controller.process_executor import ProcessExecutor
+from weft.engine.controller.process_executor import HostsExecutor, ProcessExecutor
 from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.processes.rank_processes import POLL_S

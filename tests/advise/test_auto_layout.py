@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weft.engine.advise import auto_layout
-from weft.engine.advise.auto_layout import choose_layout
+from weft.engine.advise import advice
+from weft.engine.advise.advice import choose_layout
 from weft.engine.advise.candidates import Candidate, ClientLoad, find_candidates, no_layout
 from weft.engine.advise.measure import grids, step_times
 from weft.engine.config.config import EngineConfig
@@ -24,7 +24,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch, empty_cache: Any) -> None:
 
 
 def test_without_times_the_cheapest_decode_step_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_layout, "decode_price", lambda footprint, planner, *more: 9.0 - planner.mesh.attn_dp)
+    monkeypatch.setattr(advice, "decode_price", lambda footprint, planner, *more: 9.0 - planner.mesh.attn_dp)
     config, line = choose_layout(replace(BASE, max_waiting=7))
     assert config.attn_dp == 2 and config.max_waiting == 7
     assert line.startswith(f"layout {config.mesh}") and "priced 0.01 ms" in line and "run weft advise once" in line
@@ -51,7 +51,7 @@ def test_the_best_by_kept_times_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
         return StepTable(dict.fromkeys(decode, value), dict.fromkeys(mixed, value), [0.1])
 
     monkeypatch.setattr("weft.engine.advise.measure.measure", fake)
-    monkeypatch.setattr(auto_layout, "decode_price", lambda *arguments: pytest.fail("times are kept"))
+    monkeypatch.setattr(advice, "decode_price", lambda *arguments: pytest.fail("times are kept"))
     candidates, _ = find_candidates(BASE, 2, load, one_server=True)
     for each in candidates:
         if each.config.mesh.world == 2:
@@ -63,14 +63,14 @@ def test_the_best_by_kept_times_is_chosen(monkeypatch: pytest.MonkeyPatch) -> No
         step_times(each, load, lambda what, part: None, again=True)
     assert choose_layout(BASE)[0].attn_dp == 1
     monkeypatch.setattr("weft.engine.advise.measure.source_version", lambda omit: "1 (later)")
-    monkeypatch.setattr(auto_layout, "decode_price", lambda footprint, planner, *more: 9.0 - planner.mesh.attn_dp)
+    monkeypatch.setattr(advice, "decode_price", lambda footprint, planner, *more: 9.0 - planner.mesh.attn_dp)
     config, line = choose_layout(BASE)
     assert config.attn_dp == 2 and "not used: weft was" in line and "and is 1 (later): run weft advise once" in line
 
 
 def test_kept_times_of_requests_beyond_the_context_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server with a shorter context starts, with the layout of the cheapest decode step."""
-    monkeypatch.setattr(auto_layout, "kept_loads", lambda candidates: ([ClientLoad(256, 128)], ""))
+    monkeypatch.setattr(advice, "kept_loads", lambda candidates: ([ClientLoad(256, 128)], ""))
     assert "priced" in choose_layout(replace(BASE, max_model_len=100))[1]
 
 

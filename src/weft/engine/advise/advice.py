@@ -1,4 +1,4 @@
-"""Choice among layouts by their simulated figures under a load, with the reasons."""
+"""Choice among layouts by their simulated figures under a load, with the reasons; and of a server that names none."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from weft.engine.advise.candidates import Candidate, ClientLoad, KvDtype, find_candidates
-from weft.engine.advise.measure import Progress, step_times
+from weft.engine.advise.candidates import Candidate, ClientLoad, KvDtype, choose_ranks, find_candidates, no_layout
+from weft.engine.advise.measure import Progress, kept_loads, step_times
 from weft.engine.advise.simulate import NO_API, ApiTimes, LoadFigures, simulate
-from weft.engine.advise.step_prices import PricedSteps, PublishedGpu
+from weft.engine.advise.step_prices import PricedSteps, PublishedGpu, decode_price
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.startup import context_tokens, read_model
 from weft.engine.models.config_json.fields import ModelError
+from weft.planner.spec import LayoutError
 from weft.tune.step_table import NotMeasured, StepShape, StepTable
 
 ROUNDS, MIN_REQUESTS, MAX_TOKENS = 4, 16, 200_000
@@ -172,6 +174,31 @@ def advise(
     return advice
 
 
+def choose_layout(config: EngineConfig) -> tuple[EngineConfig, str]:
+    """Return a server's configuration with a layout for this host, and the layout and the reason in one line.
+
+    Everything else stays, and so do sizes of a layout that are not the defaults. The load is the one of the kept times,
+    else `ClientLoad`'s defaults. Raises ModelError, and LayoutError if no layout starts.
+    """
+    if config.mesh.hosts > 1:
+        raise LayoutError("--layout auto chooses for one host; name a layout of several: --attn-tp, --attn-dp")
+    ranks, _ = choose_ranks(None, config.device)
+    half = context_tokens(config, read_model(config)) // 2
+    load = ClientLoad(min(ClientLoad.input_len, half), min(ClientLoad.output_len, half))
+    candidates, refused = find_candidates(config, ranks, load, kv_dtypes=(config.kv_dtype,), one_server=True)
+    if not candidates:
+        raise no_layout(ranks, refused)
+    loads, stale = kept_loads(candidates)
+    for load in (each for each in loads if each.tokens <= 2 * half):
+        found = advise(config, ranks, load, kv_dtypes=(config.kv_dtype,), one_server=True).predictions
+        if found:
+            best = found[0]
+            return best.candidate.given, f"layout {best.candidate}, for {load.text}: {best.text} (measured steps)"
+    best_us, chosen = min(((_price_us(each, load), each) for each in candidates), key=lambda pair: pair[0])
+    why = f"the least of {len(candidates)} layouts; {stale or 'no steps are measured here'}: run weft advise once"
+    return chosen.given, f"layout {chosen}, for {load.text}: a decode step is priced {best_us / 1e3:.2f} ms, {why}"
+
+
 def predict(
     candidate: Candidate,
     table: StepTable | PricedSteps,
@@ -215,6 +242,13 @@ def _decode_us(candidate: Candidate, table: StepTable | PricedSteps, load: Clien
     rows = -(-load.per_server(candidate.replicas).concurrency // candidate.config.attn_dp)
     shape = StepShape(min(rows, candidate.config.batch_sequences), load.input_len + load.output_len / 2)
     return table.us(shape)
+
+
+def _price_us(candidate: Candidate, load: ClientLoad) -> float:
+    """Return the µs of this step by the cost table."""
+    rows, threads = -(-load.concurrency // candidate.config.attn_dp), candidate.config.threads
+    shape = StepShape(rows, load.input_len + load.output_len / 2)
+    return decode_price(candidate.footprint, candidate.planner, shape, 1 if threads == "auto" else threads)
 
 
 def step_us(us: Callable[[StepShape], float], shapes: Sequence[StepShape]) -> float:

@@ -17,7 +17,7 @@ LayoutChoice = Annotated[Literal["given", "auto"], tyro.conf.arg(help=LAYOUT_HEL
 def with_layout(config: Any, choice: LayoutChoice) -> Any:
     """Return a configuration with the layout of --layout. One that is chosen is printed on stderr, with the reason."""
     if choice == "auto":
-        from weft.engine.advise.auto_layout import choose_layout
+        from weft.engine.advise.advice import choose_layout
 
         config, line = choose_layout(config)
         print(line, file=sys.stderr, flush=True)

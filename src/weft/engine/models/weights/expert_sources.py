@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weft.engine.models.weights.source import Fused, Source, Stacked, Transposed
+from weft.engine.models.weights.source import Fused, Source, Stacked, Transposed, View
 
 ExpertLayout = Literal["per_expert", "per_expert_w123", "stacked", "fused", "interleaved", "interleaved_transposed"]
 
@@ -46,27 +46,14 @@ def expert_sources(
     size]`. mine: the `held` experts of this rank. cut: the `size` of their `inner` features on this rank."""
     size = cut.stop - cut.start
     gate, up, everything = slice(0, size), slice(size, 2 * size), slice(None)
-    if layout in ("per_expert", "per_expert_w123"):
-        names = ("gate_proj", "up_proj", "down_proj") if layout == "per_expert" else ("w1", "w3", "w2")
-        shape, sources = (inner, width), dict[str, list[Source]](gate_up=[], down=[])
+    if layout not in ("stacked", "fused"):
+        sources = dict[str, list[Source]](gate_up=[], down=[])
         for i, e in enumerate(range(mine.start, mine.stop)):
-            name = f"{path}.{e}"
-            sources["gate_up"] += [
-                Source(f"{name}.{names[0]}.weight", shape, (cut,), (i, gate)),
-                Source(f"{name}.{names[1]}.weight", shape, (cut,), (i, up)),
-            ]
-            sources["down"].append(Source(f"{name}.{names[2]}.weight", (width, inner), (everything, cut), (i,)))
-        return sources
-    if layout in ("interleaved", "interleaved_transposed"):
-        transposed = (Transposed(),) if layout == "interleaved_transposed" else ()
-        sources = dict(gate_up=[], down=[])
-        for i, e in enumerate(range(mine.start, mine.stop)):
-            last = (*transposed, Stacked(e, experts))
-            for start, rows_at in enumerate((gate, up)):
-                views = (Fused(start, 2 * inner, 2), *last)
-                source = Source(f"{path}.gate_up_proj", (inner, width), (cut,), (i, rows_at), views)
-                sources["gate_up"].append(source)
-            sources["down"].append(Source(f"{path}.down_proj", (width, inner), (everything, cut), (i,), last))
+            gate_part, up_part, down_part = _parts_of_expert(path, layout, e, experts, inner)
+            for (name, views), rows_at in ((gate_part, gate), (up_part, up)):
+                sources["gate_up"].append(Source(name, (inner, width), (cut,), (i, rows_at), views))
+            name, views = down_part
+            sources["down"].append(Source(name, (width, inner), (everything, cut), (i,), views))
         return sources
     end, fused = (".weight", False) if layout == "stacked" else ("", True)
     rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
@@ -78,6 +65,19 @@ def expert_sources(
         ],
         "down": [Source(f"{path}.down_proj{end}", (experts, width, inner), (mine, everything, cut))],
     }
+
+
+def _parts_of_expert(
+    path: str, layout: ExpertLayout, expert: int, experts: int, inner: int
+) -> list[tuple[str, tuple[View, ...]]]:
+    """Return the names of an expert's gate, up and down in the checkpoint, and views of their stored forms."""
+    if layout in ("per_expert", "per_expert_w123"):
+        names = ("gate_proj", "up_proj", "down_proj") if layout == "per_expert" else ("w1", "w3", "w2")
+        return [(f"{path}.{expert}.{name}.weight", ()) for name in names]
+    transposed = (Transposed(),) if layout == "interleaved_transposed" else ()
+    views = (*transposed, Stacked(expert, experts))
+    both = [(f"{path}.gate_up_proj", (Fused(start, 2 * inner, 2), *views)) for start in (0, 1)]
+    return [*both, (f"{path}.down_proj", views)]
 
 
 def gate_up_biases(path: str, experts: int, inner: int, mine: slice, cut: slice) -> list[Source]:

@@ -20,7 +20,6 @@ from models.layouts import drive, sequences
 from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.startup import products_line
 from weft.engine.kernels import model_reference
 from weft.engine.messages.request import SamplingParams
 from weft.engine.models.config_json.fields import ModelError
@@ -298,11 +297,11 @@ def test_memory_and_what_is_said_of_it() -> None:
     for kept in (False, True):
         model = build_model(replace(config, float8=kept), Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta"))
         sizes.append(sum(w.numel() * w.element_size() for w in model.layers.parameters()))
-        says = describe_products(model)
+    says = describe_products(replace(config, float8=True), Mesh(8, 1, 8, 1), torch.bfloat16)
     assert 0.5 * sizes[0] < sizes[1] < 0.52 * sizes[0]
     assert says.startswith("products in FP8: q_a_proj, kv_a_proj_with_mqa, q_b_proj, o_proj, gate_proj, up_proj, down")
     assert "kv_b" not in says and says.endswith("GB a rank); other weights are dequantised")
-    assert not describe_products(build_model(config, Mesh(8, 1, 8, 1), 0, torch.bfloat16, torch.device("meta")))
+    assert not describe_products(config, Mesh(8, 1, 8, 1), torch.bfloat16)
 
 
 def test_the_engine_serves_products_in_float8(tmp_path: Path) -> None:
@@ -315,5 +314,5 @@ def test_the_engine_serves_products_in_float8(tmp_path: Path) -> None:
     for config in (model, replace(model, attn_dp=2, ep=2), replace(model, float8="auto")):
         with Engine(config) as engine:
             assert len(engine.generate([[5, 6, 7]], params)[0].token_ids) == 4
-            said.append(products_line(engine.config, engine.model_config))
+            said.append(describe_products(engine.model_config, engine.config.mesh, torch.float32))
     assert said[0].startswith("products in FP8: q_proj, k_proj, v_proj, o_proj") and said[1] and not said[2]

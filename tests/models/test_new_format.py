@@ -214,7 +214,7 @@ def test_ranks_hold_the_toy_as_it_is_stored(directory: Path) -> None:
                     assert weight.parameters[""].dtype == torch.int8
                     assert torch.equal(weight.dequantise(torch.float32), wanted[path].get_parameter(name)), path
                     kept += 1
-            assert kept and describe_products(found).startswith("products in INT8: ")
+            assert kept and describe_products(found.config, mesh, torch.float32).startswith("products in INT8: ")
 
 
 def test_dummy_weights_and_what_a_gpu_lacks_follow(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from weft.engine.kv.cache_spec import Recurrent, Spec
 from weft.engine.models.config_json.directory import config_file
 from weft.engine.models.config_json.fields import ModelError, first_line
 from weft.engine.models.layers.model_config import ModelConfig
-from weft.engine.models.load import describe_products, model_shape
+from weft.engine.models.load import model_shape
 from weft.engine.models.weights.checkpoint import weight_files
 from weft.engine.output.text_processor import read_tokenizer
 from weft.engine.worker.batch_limits import with_batch_limits
@@ -212,13 +212,6 @@ def check_draft_source(layout: LayoutOptions, model: ModelConfig, draft_path: Pa
 def declared_caches(config: EngineConfig, model: ModelConfig) -> list[Spec]:
     """Return the distinct caches of rank 0's layers, from the model's shape."""
     return list(dict.fromkeys(cached_layers(model_shape(model, config.mesh, dtype_of(config))).values()))
-
-
-def products_line(config: EngineConfig, model: ModelConfig) -> str:
-    """Return one line about the ranks' matmuls in the storage format; empty if there are none."""
-    if not model.float8 or not model.storage.has_products:
-        return ""
-    return describe_products(model_shape(model, config.mesh, dtype_of(config)))
 
 
 def _offers(config: EngineConfig) -> list[Offer]:

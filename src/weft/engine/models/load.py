@@ -109,14 +109,11 @@ def load_model(
         if rank == 0:
             check_tensors(checkpoint, config)
         model = build_model(config, mesh, rank, dtype, torch.device(device), workspace, stored=checkpoint)
-        jobs = list(_jobs(model))
-        for done, (layer, name, source) in enumerate(jobs):
+        for layer, name, source in _jobs(model, progress):
             if name in layer.kept and isinstance(checkpoint, Checkpoint):
                 config.storage.load(layer.kept[name], checkpoint, source)
             else:
                 layer.get_parameter(name).data[source.at].copy_(checkpoint.read(source))
-            if progress:
-                progress(done + 1, len(jobs))
         if isinstance(model, Eagle3Head) and isinstance(checkpoint, Checkpoint):
             model.read_others(checkpoint)
         # Use a head in the checkpoint even if config.json says that it is tied, like transformers: fine-tuning may have
@@ -166,8 +163,7 @@ def dummy_model(
     """
     config = replace(config, draft_model=None)
     model = build_model(config, mesh, rank, dtype, torch.device(device), workspace)
-    jobs = list(_jobs(model))
-    for done, (layer, name, source) in enumerate(jobs):
+    for layer, name, source in _jobs(model, progress):
         part = layer.get_parameter(name).data[source.at]
         if isinstance(layer, NORMS):
             part.fill_(1.0)
@@ -175,8 +171,6 @@ def dummy_model(
             config.storage.make_up(layer.kept[name], source, _bound(source), _fill_dummy)
         else:
             _fill_dummy(part, source)
-        if progress:
-            progress(done + 1, len(jobs))
     return model
 
 
@@ -206,27 +200,30 @@ def dummy_checkpoint(config: ModelConfig) -> list[DummyTensor]:
     return list(tensors.values())
 
 
-def describe_products(model: LanguageModel) -> str:
-    """Return one line about the products in the storage format, and their bytes; empty if there are none."""
+def describe_products(config: ModelConfig, mesh: Mesh, dtype: torch.dtype) -> str:
+    """Return one line about the ranks' products in the storage format, and their bytes; empty if there are none."""
+    if not (config.float8 and config.storage.has_products):
+        return ""
     names, size = dict[str, None](), 0
-    for layer in model.modules():
+    for layer in model_shape(config, mesh, dtype).modules():
         for weight in layer.kept if isinstance(layer, Layer) else ():
             assert isinstance(layer, Layer)
             size += layer.get_parameter(weight).numel()
             names |= {s.name.removesuffix(".weight").rpartition(".")[2]: None for s in layer.sources[weight]}
     if not names:
         return ""
-    kept = f"{model.config.storage.name}: {', '.join(names)} ({size / 1e9:.2f} GB a rank)"
+    kept = f"{config.storage.name}: {', '.join(names)} ({size / 1e9:.2f} GB a rank)"
     return f"products in {kept}; other weights are dequantised"
 
 
-def _jobs(model: Layer) -> Iterator[tuple[Layer, str, Source]]:
-    """Yield all weights, by name, with each of their sources."""
-    for layer in model.modules():
-        if isinstance(layer, Layer):
-            for attribute, sources in layer.sources.items():
-                for source in sources:
-                    yield layer, attribute, source
+def _jobs(model: Layer, progress: Progress | None = None) -> Iterator[tuple[Layer, str, Source]]:
+    """Yield all weights, by name, with each of their sources. progress: called after each."""
+    layers = [layer for layer in model.modules() if isinstance(layer, Layer)]
+    jobs = [(layer, name, source) for layer in layers for name, of in layer.sources.items() for source in of]
+    for done, job in enumerate(jobs, 1):
+        yield job
+        if progress:
+            progress(done, len(jobs))
 
 
 def _bound(source: Source) -> float:

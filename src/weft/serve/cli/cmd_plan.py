@@ -16,7 +16,7 @@ from weft.comm.transport_registry import PEER, REFERENCE, TransportName, automat
 from weft.engine.advise.step_prices import draft_prices
 from weft.engine.config.engine_options import LayoutOptions, SpeculationOptions
 from weft.engine.controller.startup import check_draft_source
-from weft.engine.models.load import describe_products, model_shape
+from weft.engine.models.load import describe_products
 from weft.engine.models.registry import load_config, registry, with_draft
 from weft.engine.worker.open_transports import preset_of
 from weft.engine.worker.planning import may_split, plan_model, sharded_context, split_steps
@@ -147,9 +147,7 @@ class Command:
             texts += [] if both is None else [forms_text(both, tokens)]
             texts += [] if shared is None else [dcp_text(shared, tokens, planner.blocks)]
             texts += [vocabulary_text(config.vocab_size, mesh.attn_tp, steps)] if steps else []
-            if gpus and config.storage.has_products:
-                meta = model_shape(config, mesh, config.dtype)
-                texts += [fill(note, 120)] if (note := describe_products(meta)) else []
+            texts += [fill(note, 120)] if (note := describe_products(config, mesh, config.dtype)) else []
             print("\n\n".join(texts))
         return 0
 

@@ -145,7 +145,8 @@ class Command:
     ) -> int:
         # These import torch, which takes seconds: options are checked and the port is bound before.
         from weft.engine.config.config import EngineError
-        from weft.engine.controller.startup import products_line
+        from weft.engine.config.device import dtype_of
+        from weft.engine.models.load import describe_products
         from weft.serve import app
         from weft.serve.http import run
         from weft.serve.http.engine_client import EngineClient
@@ -171,7 +172,8 @@ class Command:
         if signals.asked:
             return 0
         loading.shutdown()
-        self._print_summary(engine, name, loading.socket, products_line(engine.config, engine.model_config))
+        note = describe_products(engine.model_config, engine.config.mesh, dtype_of(engine.config))
+        self._print_summary(engine, name, loading.socket, note)
         server.run(sockets=[loading.socket])
         if engine.error is not None:
             raise EngineError(engine.error)

@@ -186,12 +186,7 @@ def _layouts(given: EngineConfig, ranks: int, places: tuple[tuple[int, ...], ...
     cut = [n for n in divisors(ranks) if hosts % n and n % hosts]
     attn_dp = max(n for n in divisors(ranks) if n <= mesh.attn_dp and n not in cut)
     attn_tp = ranks // attn_dp
-    ep = None if given.ep is None else ranks if mesh.moe_tp == 1 else _divisor(ranks, mesh.ep)
+    ep = None if given.ep is None else ranks if mesh.moe_tp == 1 else max(n for n in divisors(ranks) if n <= mesh.ep)
     of_hosts: Any = dict(nnodes=hosts, places=places, cpu_bind=cores_left(given.cpu_bind, places[0]))
     for dcp in reversed([n for n in divisors(attn_tp) if n <= mesh.dcp]):
         yield replace(given, attn_dp=attn_dp, attn_tp=attn_tp, ep=ep, moe_tp=None, dcp=dcp, **of_hosts)
-
-
-def _divisor(ranks: int, limit: int) -> int:
-    """Return the greatest divisor up to a limit."""
-    return max(n for n in divisors(ranks) if n <= limit)

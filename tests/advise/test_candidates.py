@@ -152,6 +152,13 @@ def test_a_request_beyond_the_context_is_refused(models: dict[str, Path]) -> Non
         find_candidates(EngineConfig(model=models["llama"], device="cpu"), 1, ClientLoad(200, 100, 1))
 
 
+def test_a_cache_that_holds_no_request_is_refused(models: dict[str, Path]) -> None:
+    base = EngineConfig(model=models["llama"], device="cpu", kv_tokens=32)
+    found, refused = find_candidates(base, 1, ClientLoad(24, 9), 1 << 30)
+    assert not found and list(refused.values()) == ["a cache of 32 tokens holds no request of 33"]
+    assert find_candidates(base, 1, ClientLoad(24, 8), 1 << 30)[0]
+
+
 def test_servers_have_cores_of_their_own(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.engine.advise.candidates.own_cores", lambda: {0: [4, 5, 6, 7]})
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {4, 5, 6, 7})

@@ -139,14 +139,14 @@ def test_a_signal_for_all_processes_is_one_for_the_server(tmp_path: Path, api_se
     with serving(tmp_path, "--drain-s", "1000", "--api-servers", api_servers) as server:
         others = {*children(server.pid), *server.ranks().values()}
         assert others > {*api_processes(server), *server.ranks().values()}
-        with streaming(server, n=2) as output:
+        with streaming(server, n=1) as output:
             for pid in others:
                 os.kill(pid, signal.SIGTERM)
                 os.kill(pid, signal.SIGINT)
             server.process.send_signal(signal.SIGTERM)
             said = [line for line in output.read().splitlines() if line]
         assert said[-1] == b"data: [DONE]" and b"error" not in said[-2]
-        assert sum(b'"finish_reason":"length"' in line for line in said) == 2
+        assert b'"finish_reason":"length"' in said[-2]
         assert "was killed by signal" not in server.log.read_text()
         assert server.process.wait(60) == 0
         assert not any(server.left_behind().values())

@@ -356,12 +356,13 @@ def test_the_commands_that_engines_start_with(
             raise found["EngineFailed"]("it ended with 1")
 
         def end(self) -> None:
-            pass
+            ended_early.append(self)
 
+    ended_early: list[Any] = []
     monkeypatch.setitem(found, "RunningEngine", Failed)
     with pytest.raises(SystemExit) as ended:
         names["main"]()
-    assert ended.value.code and len(asked) >= 3
+    assert ended.value.code and len(asked) >= 3 and len(set(ended_early)) == len(asked) < len(ended_early)
     assert all(command.endswith(end) for command, end in zip(asked, (weft, vllm, sglang), strict=False)), asked
 
 

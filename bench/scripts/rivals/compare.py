@@ -154,6 +154,7 @@ class Comparison:
                     about = {"start_s": engine.start_s, "cache_tokens": engine.cache_tokens(), "command": engine.shown}
                 except EngineFailed as error:
                     print(f"{label}: {error}", file=sys.stderr, flush=True)
+                    engine.end()
                     about = {"error": str(error)}
                 self.results.add_start({"engine": label} | about)
                 del starting[label]

@@ -23,7 +23,7 @@ from weft.engine.attention.caches import cached_layers
 from weft.engine.config.cpu_shares import divide
 from weft.engine.hosts.addresses import reserve
 from weft.engine.kv.cache import token_bytes
-from weft.engine.models.load import build_model
+from weft.engine.models.load import model_shape
 from weft.engine.models.registry import load_config
 from weft.planner.spec import Mesh
 
@@ -85,8 +85,7 @@ def _option(name: str, value: int | None) -> list[str]:
 
 def _token_bytes(o: Options) -> int:
     """Return the bytes of a token in the bfloat16 cache of a GPU."""
-    mesh = Mesh(attn_tp=o.attn_tp, moe_tp=o.attn_tp)
-    shape = build_model(load_config(o.model), mesh, 0, torch.bfloat16, torch.device("cpu"), shape_only=True)
+    shape = model_shape(load_config(o.model), Mesh(attn_tp=o.attn_tp, moe_tp=o.attn_tp), torch.bfloat16)
     return sum(token_bytes(spec, torch.bfloat16) for spec in cached_layers(shape).values())
 
 
@@ -116,7 +115,7 @@ def _sglang(o: Options) -> list[str]:
     fixed += ["--mem-fraction-static", f"{(o.with_others - o.before) / (1 - o.before):.3f}"]
     if o.attn_dp > 1:
         fixed += ["--dp-size", str(o.attn_dp), "--enable-dp-attention", "--ep-size", str(o.ranks)]
-    # Of all groups, each of which gets its part; max-total-tokens is of each.
+    # These two are of all groups, and each gets its part; max-total-tokens is of one group.
     sequences, tokens = (limit and limit * o.attn_dp for limit in (o.sequences, o.tokens))
     fixed += _option("--max-running-requests", sequences) + _option("--chunked-prefill-size", tokens)
     return fixed + _option("--max-prefill-tokens", o.tokens) + _option("--max-total-tokens", o.cache_tokens)

@@ -145,6 +145,9 @@ def test_a_load_of_many_clients_gets_sizes(models: dict[str, Path]) -> None:
     [one], _ = find_candidates(base, 1, ClientLoad(100, 40, 600), 4096 * MIB)
     assert one.config.batch_sequences == 600 and one.config.cached_tokens >= 600 * 140
     assert (one.given.max_running, one.given.kv_tokens) == (600, one.config.kv_tokens)
+    for limit in ("max_batch_tokens", "mixed_batch_tokens"):  # each running sequence has a row of every step
+        [limited], _ = find_candidates(replace(base, **{limit: 80}), 1, ClientLoad(100, 40, 600), 4096 * MIB)
+        assert limited.config.batch_sequences == 80
 
 
 def test_a_request_beyond_the_context_is_refused(models: dict[str, Path]) -> None:

@@ -85,6 +85,12 @@ def test_equal_layouts_are_equal(alone: RecordedRun, options: dict[str, Any]) ->
     assert [(read["step"], read["site"]) for read in found["reads"]] == expected
 
 
+def test_sizes_of_steps_follow_from_the_prompts(alone: RecordedRun) -> None:
+    """Limits for serving do not matter, whether they are too small or too large for these prompts."""
+    for limits in (dict(max_batch_tokens=1), dict(mixed_batch_tokens=1), dict(mixed_batch_tokens=2000)):
+        assert not differences(alone, limits)["partings"]
+
+
 def test_in_bfloat16_rounding_is_within_its_tolerance(tmp_path: Path) -> None:
     """A dense model is compared: a router would choose other experts where rounding decides."""
     small_model("qwen3", 4, tmp_path, seed=3, vocab_size=257)

@@ -248,7 +248,7 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
     """
     clients = -(-load.concurrency // given.attn_dp)
     if given.max_running is None and not on_gpus(given) and clients > given.batch_sequences:
-        given = replace(given, max_running=clients)
+        given = replace(given, max_running=min(clients, given.mixed_tokens))
     cores = ["auto"] * replicas
     if replicas > 1 and not on_gpus(given):
         cores = divide_servers(own_cores(), given.mesh.world, replicas)

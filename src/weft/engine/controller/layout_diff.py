@@ -235,10 +235,10 @@ def _prepared(config: EngineConfig, prompts: TokenLists, steps: int) -> EngineCo
         config = replace(config, executor="thread")
     sequences = -(-len(prompts) // config.attn_dp)
     pages = sequences * _pages(config, prompts, steps)
-    config = replace(config, kv_tokens=pages * config.page_size, max_running=sequences, cuda_graphs=False)
+    sizes: dict[str, Any] = dict(kv_tokens=pages * config.page_size, max_running=sequences)
     # Caches of windows hold whole sequences only if a step may have that number of rows.
-    config = replace(config, max_batch_tokens=pages * config.interleave.span, prefix_cache=True)
-    config = resolve_defaults(config)
+    sizes |= dict(max_batch_tokens=pages * config.interleave.span, mixed_batch_tokens=None)
+    config = resolve_defaults(replace(config, **sizes, cuda_graphs=False, prefix_cache=True))
     return check_plans(config, read_model(config))
 
 

@@ -188,6 +188,22 @@ def test_a_variant_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch,
     assert cmd_reproduce.Command("mixed", small=True).run() == 1
 
 
+def test_engines_end_if_another_start_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also if the error ends the command."""
+    closed, close = list[str](), Engine.close
+
+    def start(config: EngineConfig) -> Engine:
+        if config.plan == "naive":
+            raise KeyError("a fault of this program")
+        return Engine(config)
+
+    monkeypatch.setattr(reproduce, "Engine", start)
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine.config.plan) or close(engine))
+    with pytest.raises(KeyError):
+        next(measure(TINY, tmp_path, 1, 1, "cpu", at_once=True))
+    assert closed == ["cheapest"]
+
+
 def test_some_variants(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked = list[Setup]()
     monkeypatch.setattr(cmd_reproduce, "measure", lambda setup, *_: asked.append(setup) or iter([Measured({})]))

@@ -114,12 +114,16 @@ def measure(
 
 def _start(configs: Mapping[str, EngineConfig], stack: ExitStack, failed: dict[str, str]) -> dict[str, Engine]:
     """Start an engine for each variant, all at the same time, to be ended by `stack`. failed: gets what fails."""
+
+    def start_one(config: EngineConfig) -> Engine:
+        return stack.enter_context(Engine(config))  # at once, so that it ends whatever another start raises
+
     with ThreadPoolExecutor(len(configs)) as pool:
-        starts = {name: pool.submit(Engine, config) for name, config in configs.items()}
+        starts = {name: pool.submit(start_one, config) for name, config in configs.items()}
     engines: dict[str, Engine] = {}
     for name, start in starts.items():
         try:
-            engines[name] = stack.enter_context(start.result())
+            engines[name] = start.result()
         except FAILURES as error:
             failed[name] = first_line(error)
     return engines

@@ -193,7 +193,7 @@ class Comparison:
             raise OutOfTime from None
 
 
-PLACES = {"python", "path", "model", "write_to", "caches", "out", "labels"}
+PLACES = {"python", "path", "model", "write_to", "caches", "out"}
 """Arguments that only this machine has; they are not written down."""
 
 
@@ -238,10 +238,7 @@ def arguments() -> argparse.Namespace:
     if args.dry_run:
         dry = {"engines": ["weft", "weft"], "model": embedded_model_dir(), "device": "cpu", "points": DRY_POINTS}
         vars(args).update(dry, together=True, sequences=16, tokens=256)
-    args.labels = [
-        name if args.engines[:at].count(name) == 0 else f"{name}-{at + 1}" for at, name in enumerate(args.engines)
-    ]
-    for name, known in (("python", list(KINDS)), ("path", list(KINDS)), ("more", args.labels)):
+    for name, known in (("python", list(KINDS)), ("path", list(KINDS)), ("more", labels_of(args.engines))):
         pairs = [text.partition("=")[::2] for text in getattr(args, name)]
         if wrong := [engine for engine, _ in pairs if engine not in known]:
             parser.error(f"--{name} takes ENGINE=VALUE, and {wrong[0]!r} is none of {', '.join(known)}")
@@ -253,6 +250,11 @@ def arguments() -> argparse.Namespace:
     except ValueError:
         parser.error("--points takes CLIENTSxINPUTxOUTPUTxREQUESTS, such as 16x1024x128x48")
     return args
+
+
+def labels_of(engines: Sequence[str]) -> list[str]:
+    """Return a label for each engine: its name, and its place if the name is there before."""
+    return [name if engines[:at].count(name) == 0 else f"{name}-{at + 1}" for at, name in enumerate(engines)]
 
 
 def apart(*command: str) -> str:
@@ -269,9 +271,10 @@ def main() -> None:
         if not (model / "model.safetensors.index.json").exists():
             layers = [] if args.num_layers is None else ["--num-layers", str(args.num_layers)]
             print(apart(str(Path(__file__).parent / "checkpoint.py"), str(model), "--preset", args.preset, *layers))
+    labels = labels_of(args.engines)
     engines = {
         label: (name, Installation(args.python.get(name, sys.executable), args.path.get(name), args.caches / name))
-        for label, name in zip(args.labels, args.engines, strict=True)
+        for label, name in zip(labels, args.engines, strict=True)
     }
     share = args.memory / (len(engines) if args.together else 1)
     own = (None, None) if args.defaults else (args.sequences, args.tokens)
@@ -280,7 +283,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     about = {"host": host, "arguments": {name: str(v) for name, v in vars(args).items() if name not in PLACES}}
     vocabulary = min(json.loads((model / "config.json").read_text())["vocab_size"], MAX_TOKEN)
-    results = Results(args.out, about, args.labels)
+    results = Results(args.out, about, labels)
     limits = args.start_limit_s, deadline
     run = args.points, args.rounds, vocabulary, results, args.out, *limits
     compared = Comparison(engines, options, args.more, *run)

@@ -34,7 +34,7 @@ TAIL = 25
 CPU_CONTEXT = 2048
 """Tokens of a prompt and its completion on CPUs, where engines would reserve memory for the model's maximum."""
 WITH_A_SIZED_CACHE = 0.9
-"""Share of the memory that engines may have which start at the same time and know the size of their caches."""
+"""Share of the memory for all engines that start at the same time, with caches of a given size."""
 END_S = 30.0
 """Seconds between the request to end and the end by force."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import multiprocessing as mp
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 
 from weft_bench.serving import LoadedServer, Outcome, Posted, send
 from weft_bench.streamed_completion import LoadError
@@ -40,19 +41,18 @@ async def send_from(
     """
     if processes == 1:
         return await send(server, jobs, max_concurrency, done)
-    context, found = mp.get_context("spawn"), dict[int, Outcome]()
-    here: list[Connection] = []
-    started = []
+    found, here, started = dict[int, Outcome](), list[Connection](), list[subprocess.Popen[bytes]]()
     try:
-        for i in range(processes):
-            mine, theirs = context.Pipe()
-            share = None if max_concurrency is None else len(range(i, max_concurrency, processes))
-            work = theirs, server.unconnected(), jobs[i::processes], share
-            process = context.Process(target=_clients, args=work, daemon=True)
-            process.start()
+        for _ in range(processes):
+            mine, theirs = Pipe()
+            # No process of `multiprocessing`: that would import its parent's main module, and torch with it.
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            started.append(subprocess.Popen(command, pass_fds=[theirs.fileno()]))
             theirs.close()
             here.append(mine)
-            started.append(process)
+        for i, connection in enumerate(here):
+            share = None if max_concurrency is None else len(range(i, max_concurrency, processes))
+            connection.send((server.unconnected(), jobs[i::processes], share))
         for connection in here:
             await asyncio.to_thread(connection.recv)  # it is ready
         began = time.perf_counter() + HEAD_START_S  # the same clock in all processes of a host
@@ -73,13 +73,20 @@ async def send_from(
     finally:
         for process in started:
             process.terminate()
-            process.join()
+            process.wait()
 
 
-def _clients(connection: Connection, server: LoadedServer, jobs: Sequence[Posted], share: int | None) -> None:
+def _clients(connection: Connection) -> None:
+    """Send the requests that come through a connection, and each outcome back."""
+    server, jobs, share = connection.recv()
+
     async def run() -> None:
         async with server:
             connection.send(None)
             await send(server, jobs, share, lambda at, outcome: connection.send((at, outcome)), connection.recv())
 
     asyncio.run(run())
+
+
+if __name__ == "__main__":
+    _clients(Connection(int(sys.argv[1])))

@@ -182,6 +182,7 @@ VLLM |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_NCCL_SYMM_MEM": "0"}
 SGLANG = {"TRITON_CACHE_DIR": "{caches}/triton", "TVM_FFI_CACHE_DIR": "{caches}/tvm-ffi"}
 SGLANG |= {"SGLANG_CACHE_DIR": "{caches}/sglang", "TORCHINDUCTOR_CACHE_DIR": "{caches}/inductor"}
 SGLANG |= {"SGLANG_SKIP_P2P_CHECK": "1"}  # a program of its own, which takes half a minute
+SGLANG |= {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}  # as for vLLM, and the bundle only has the package's name
 # Cores of each rank, in the order of their numbers; its own choice would leave one of them free.
 VLLM_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "{cores}", "VLLM_CPU_KVCACHE_SPACE": "2"}
 VLLM_CPU |= {"TORCHINDUCTOR_CACHE_DIR": "{caches}/inductor"}

@@ -296,7 +296,8 @@ def run_part(part: Part, values: dict[str, str], seconds: float) -> list[tuple[s
         ]
     )
     environment = os.environ | NO_MULTICAST | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-    environment |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(part.gpus)))}
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(part.gpus)))).split(",")
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: part.gpus])
     deadline, ended = time.monotonic() + seconds, []
     for command in part.commands:
         began = time.monotonic()

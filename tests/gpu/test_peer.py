@@ -23,7 +23,7 @@ from weft.planner.spec import Mesh
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 1, reason="needs a GPU; this machine has none")
 MESHES = [Mesh(1, 2, 2, 1), Mesh(3, 1, 3, 1), Mesh(2, 2, 2, 2), Mesh(1, 4, 4, 1), Mesh(4, 2, 8, 1)]
-ROUNDS = 12_500 if GPUS >= 4 else 1_000
+ROUNDS = 1_000
 
 
 def rank_main(rank: int, mesh: Mesh, directory: str, options: dict[str, Any], work: Callable[..., None]) -> None:

@@ -140,7 +140,8 @@ def main() -> None:
             command = [sys.executable, *sys.argv, f"--case={case}", "--json", file.name]
             subprocess.run(command, env=os.environ | environment, check=True)
         rows = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
-    about = {"host": describe_host(), args.engine: version(args.engine), "arguments": sys.argv[1:]}
+    given = {name: str(getattr(args, name)) for name in ("clients", "rates", "tokens")}  # no paths of this machine
+    about = {"host": describe_host(), args.engine: version(args.engine), "arguments": given}
     args.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

@@ -10,7 +10,8 @@ by the draft layer of a --preset with made-up weights, which are never right. `p
 time of a step in which sequences draft, in steps without. With --forced ranks accept the source's drafts with the
 probabilities --rates, whatever they sample: only the times mean something.
 
-The engines take turns `--turns` times. Prints a line of JSON per measurement, with medians over sequences.
+The engines take turns `--turns` times. Prints a line of JSON per measurement: the median time per output token of its
+sequences, and the longest time between tokens.
 
     python bench/scripts/drafts.py --preset qwen3-30b-a3b --num-layers 16 --clients 1 16
     python bench/scripts/drafts.py --device cpu --clients 1 --tokens 96
@@ -90,16 +91,9 @@ RowTable.accept = accept
 NOISE = SamplingParams(temperature=100.0, seed=1, ignore_eos=True)
 
 
-def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[float], list[list[int]]]:
-    """Return the ms per output token after the first of each sequence, and the outputs. All prompts run at once."""
-    times, outputs = complete(engine, prompts, params)
-    pairs = zip(times, outputs, strict=True)
-    return [(each[-1] - each[0]) * 1e3 / (len(output) - 1) for each, output in pairs], outputs
-
-
-def solve(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[float], list[list[int]]]:
-    """Return the same of completions of word problems, with `clients` at once."""
-    spans, outputs = list[float](), list[list[int]]()
+def solve(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Return the times and outputs of completions of word problems, as `complete` does, with `clients` at once."""
+    times, outputs = list[list[float]](), list[list[int]]()
     problems = word_problems.generate("heldout", count, seed=5)
     for at in range(0, count, clients):
         prompts = [
@@ -108,10 +102,10 @@ def solve(engine: Engine, clients: int, count: int, tokens: int) -> tuple[list[f
             )
             for p in problems[at : at + clients]
         ]
-        found = run(engine, prompts, SamplingParams(max_tokens=tokens, temperature=0.0))
-        spans += found[0]
+        found = complete(engine, prompts, SamplingParams(max_tokens=tokens, temperature=0.0))
+        times += found[0]
         outputs += found[1]
-    return spans, outputs
+    return times, outputs
 
 
 def main() -> None:
@@ -170,17 +164,20 @@ def main() -> None:
     for turn in range(args.turns):
         for case, rates_of_case, options in cases:
             with Engine(EngineConfig(**{**vars(config), **options})) as engine:
-                run(engine, random_prompts(engine, 2, args.context, seed=99), replace(NOISE, max_tokens=16))
+                complete(engine, random_prompts(engine, 2, args.context, seed=99), replace(NOISE, max_tokens=16))
                 for clients, rate in itertools.product(args.clients, rates_of_case):
                     prompts = [] if own else random_prompts(engine, clients, args.context, seed=clients)
                     if own:
                         solve(engine, clients, WARM * clients, args.tokens)
                     source.rate, before = rate, engine.stats()
                     if own:
-                        spans, outputs = solve(engine, clients, PROBLEMS, args.tokens)
+                        times, outputs = solve(engine, clients, PROBLEMS, args.tokens)
                     else:
-                        spans, outputs = run(engine, prompts, replace(NOISE, max_tokens=args.tokens))
-                    after = engine.stats()
+                        times, outputs = complete(engine, prompts, replace(NOISE, max_tokens=args.tokens))
+                    after, longest = engine.stats(), max(b - a for each in times for a, b in itertools.pairwise(each))
+                    spans = [
+                        (each[-1] - each[0]) / (len(tokens) - 1) for each, tokens in zip(times, outputs, strict=True)
+                    ]
                     for prompt, output in zip(prompts, outputs, strict=not own):
                         source.sequences.setdefault(tuple(prompt[:8]), [*prompt, *output])
                     reference = outputs if args.forced else first.setdefault(clients, outputs)
@@ -193,7 +190,8 @@ def main() -> None:
                             turn=turn,
                             clients=clients,
                             rate=None if rate == OFF else rate,
-                            tpot_ms=round(statistics.median(spans), 4),
+                            tpot_ms=round(statistics.median(spans) * 1e3, 4),
+                            longest_ms=round(longest * 1e3, 2),
                             steps=after.steps - before.steps,
                             drafted=drafted,
                             accepted=round(accepted / max(1, drafted), 4),

@@ -190,8 +190,8 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(script: Any, tmp
 def test_where_engines_name_the_size_of_their_cache(script: Any) -> None:
     said = {
         "weft": 'weft_kv_cache_tokens{group="0"} 96.0\nweft_kv_cache_tokens{group="1"} 96.0\n',
-        "vllm": 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="8"} 1.0\n'
-        'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="4"} 1.0\n',
+        "vllm": 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="12"} 1.0\n'
+        'vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="12"} 1.0\n',
         # Of SGLang 0.5.17; its internal states name the same, once for each rank of data.
         "sglang": '{"mem_fraction_static": 0.818, "status": "ready", "max_total_num_tokens": 192, '
         '"max_req_input_len": 186, "internal_states": [{"max_running_requests": 256}], "version": "0.5.17"}',

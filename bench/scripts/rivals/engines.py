@@ -146,9 +146,10 @@ def _weft_cache(get: Callable[[str], str]) -> float:
 
 
 def _vllm_cache(get: Callable[[str], str]) -> float:
-    engines = re.findall(r"^vllm:cache_config_info\{(.*)\}", get("/metrics"), re.MULTILINE)  # one a data-parallel rank
-    fields = [dict(re.findall(r'(\w+)="([^"]*)"', labels)) for labels in engines]
-    return sum(float(each["num_gpu_blocks"]) * float(each["block_size"]) for each in fields)
+    # A line for each data-parallel rank, each with the blocks of all ranks.
+    labels = re.findall(r"^vllm:cache_config_info\{(.*)\}", get("/metrics"), re.MULTILINE)[0]
+    fields = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+    return float(fields["num_gpu_blocks"]) * float(fields["block_size"])
 
 
 def _sglang_cache(get: Callable[[str], str]) -> float:

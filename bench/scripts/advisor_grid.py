@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -23,7 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -36,6 +38,7 @@ from weft.engine.advise.candidates import Arrival, ClientLoad, measured_servers
 from weft.engine.advise.measured_load import run_load, started_servers
 from weft.engine.assets import preset_names
 from weft.engine.hosts.addresses import reserve
+from weft.serve.cli.cmd_advise import Command as Advise
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse, stop_on_sigterm
 from weft.tune.host import describe_host
@@ -59,7 +62,7 @@ RECORDED = {"mixed": MIXED, "cover": [(24, 1), *[(192, 40)] * 5]}
 FIGURES = ("tokens_s", "ttft_ms", "itl_ms")
 KINDS = ("", "median"), ("_p99", "p99")
 VOCABULARY = 1000
-START_S, ROUNDS, MAX_WAIT_S = 60.0, 6, 1e6
+START_S, ROUNDS = 60.0, 6
 WEFT = (sys.executable, "-m", "weft.serve.cli.main")
 
 
@@ -94,12 +97,11 @@ def advice(
     ranks: int,
     folder: Path,
     http: bool = True,
-    seconds: float | None = None,
     device: str = "cpu",
 ) -> list[dict[str, Any]]:
     """Return the layouts that the advisor names, the best first.
 
-    name: of the load. http: add the server's time. seconds: maximum duration; raises TimeoutExpired.
+    name: of the load. http: add the server's time.
     """
     load = load_of(name)
     if load.arrivals:
@@ -120,16 +122,18 @@ def advice(
         options = ["--preset", model, *options]
     elif model != "embedded":
         options = [model, *options]
-    command = [*WEFT, "advise", "--json", "--device", device, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=seconds)
-        finally:
-            process.terminate()  # its ranks end with it
-    if process.returncode:
-        raise SystemExit(err or out)
-    found: list[dict[str, Any]] = json.loads(out)["layouts"]
+    # In this process: each one of its own would import all that an engine is made of.
+    with redirect_stdout(StringIO()) as out:
+        parse(Advise, "advise", ["--json", "--device", device, *options]).run()
+    found: list[dict[str, Any]] = json.loads(out.getvalue())["layouts"]
     return found
+
+
+def server_of(command: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables and options of an advised command, such as `CUDA_VISIBLE_DEVICES=1 weft serve --port 80`."""
+    words = shlex.split(command)
+    at = words.index("serve")
+    return dict(word.split("=", 1) for word in words[: at - 1]), words[at + 1 :]
 
 
 @contextmanager
@@ -138,12 +142,13 @@ def serving(commands: Sequence[str]) -> Iterator[list[str]]:
     with ExitStack() as stack:
         urls = []
         for command in commands:
-            arguments = shlex.split(command)[1:]
+            variables, arguments = server_of(command)
             port = stack.enter_context(reserve()).getsockname()[1]
             if "--port" in arguments:
                 arguments = arguments[: arguments.index("--port")]
             log = stack.enter_context(tempfile.TemporaryFile())
-            server = subprocess.Popen([*WEFT, *arguments, "--port", str(port)], stdout=log, stderr=log)
+            whole = [*WEFT, "serve", *arguments, "--port", str(port)]
+            server = subprocess.Popen(whole, stdout=log, stderr=log, env=os.environ | variables)
             stack.callback(server.wait)
             stack.callback(server.terminate)
             urls.append(f"http://127.0.0.1:{port}")
@@ -183,7 +188,7 @@ def measured(layout: dict[str, Any], load: str) -> dict[str, Any]:
 
 def measured_engines(layout: dict[str, Any], loads: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
     """Yield the measured figures of a layout's engines, without HTTP: each load's quickest round."""
-    commands = [parse(Serve, "serve", shlex.split(line)[2:]) for line in layout["commands"]]
+    commands = [parse(Serve, "serve", server_of(line)[1]) for line in layout["commands"]]
     configs = [engine_config(command.model, command.engine) for command in commands]
     some = measured_servers(configs, configs[0])
     with started_servers(some) as servers:
@@ -237,25 +242,26 @@ def measure_cells(
 ) -> None:
     """Add the rows of a model's loads on a number of ranks to `rows` and to a file, but for those that are there.
 
-    until: time after which nothing is started; raises TimeoutExpired. rounds: of `measured_engines`.
+    until: time after which nothing is started; raises TimeoutError. rounds: of `measured_engines`.
     """
 
-    def left() -> float:
-        if (seconds := until - time.monotonic()) <= 0:
-            raise subprocess.TimeoutExpired("advisor_grid.py", 0)
-        return min(seconds, MAX_WAIT_S)
+    def check_time() -> None:
+        if time.monotonic() > until:
+            raise TimeoutError
 
     if len(loads) > 1:
-        advice(model, "cover", ranks, folder, http, left(), device)
+        check_time()
+        advice(model, "cover", ranks, folder, http, device)
     named: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
     for load in loads:
-        for layout in (layouts := advice(model, load, ranks, folder, http, left(), device)):
+        check_time()
+        for layout in (layouts := advice(model, load, ranks, folder, http, device)):
             name = f"{layout['replicas']} × " * (layout["replicas"] > 1) + layout["layout"]
             row = {"model": model, "ranks": ranks, "load": load, "layout": name, "http": http}
             if not any(row.items() <= old.items() for old in rows) and not (http and load in RECORDED):
                 named.setdefault(name, []).append((layout, row | {"of": len(layouts)}))
     for pairs in named.values():
-        left()
+        check_time()
         each = (measured(layout, row["load"]) for layout, row in pairs)
         engines = measured_engines(pairs[0][0], [row["load"] for _, row in pairs], rounds)
         for (layout, row), found in zip(pairs, each if http else engines, strict=False):
@@ -291,7 +297,7 @@ def main() -> None:
     try:
         for model, ranks in product(asked.models, asked.ranks):
             measure_cells(model, ranks, loads, folder, not asked.engine, until, rows, *options)
-    except subprocess.TimeoutExpired:
+    except (TimeoutError, KeyboardInterrupt):
         print("out of time; the same command goes on", file=sys.stderr)
     asked.out.with_suffix(".md").write_text("\n".join(table(rows)) + "\n")
     print("\n".join(table(rows)))

@@ -13,6 +13,7 @@ from multiprocessing import active_children
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -383,6 +384,16 @@ def test_groups_measure_steps_of_their_own_tokens() -> None:
         assert (a.decode_rows, a.joins) == (b.decode_rows, b.joins)
 
 
+def test_ctrl_c_is_not_lost_while_a_measurement_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the step that was sent ahead is awaited."""
+    monkeypatch.setattr("weft.engine.controller.step_runner.POINT_S", 0.0)
+    ends: list[Any] = [[], [], [], [], [], KeyboardInterrupt()]
+    executor = Mock(groups=(CacheGroup(Rule(), 16),), collect=Mock(side_effect=ends))
+    config = EngineConfig(device="cpu", kv_tokens=256)
+    with pytest.raises(KeyboardInterrupt):
+        StepRunner([executor], config, config.read_model()).run_us(StepShape(0, 0, 24), 16)
+
+
 def test_loads_of_one_engine_share_no_prompts() -> None:
     """Otherwise the next load finds prefixes of the one before in the cache."""
     asked = list[int]()
@@ -529,6 +540,13 @@ def test_the_grid_has_regret_and_errors() -> None:
         "| **worst, median** | | | | 1.25 | 14% | 10% | 50% |",
     ]
     assert len(table([])) == 2
+
+
+def test_the_grid_starts_the_servers_of_an_advice() -> None:
+    """Also several on GPUs, each with variables of its own."""
+    server_of = runpy.run_path(str(ROOT / "bench" / "scripts" / "advisor_grid.py"))["server_of"]
+    assert server_of("weft serve --preset a --ep 2") == ({}, ["--preset", "a", "--ep", "2"])
+    assert server_of("CUDA_VISIBLE_DEVICES=2,3 weft serve 'a b'") == ({"CUDA_VISIBLE_DEVICES": "2,3"}, ["a b"])
 
 
 def test_unseen_loads_follow_from_a_seed() -> None:

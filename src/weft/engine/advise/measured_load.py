@@ -63,7 +63,8 @@ def _serve(config: EngineConfig, connection: Connection) -> None:
     except EOFError:
         pass
     except Exception as error:
-        connection.send(error)  # the caller raises it
+        with suppress(ConnectionError):  # the caller has ended
+            connection.send(error)  # the caller raises it
 
 
 def _receive(connection: Connection) -> list[list[float]]:

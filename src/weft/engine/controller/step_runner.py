@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from random import Random
 
 from weft.engine.config.config import EngineConfig
@@ -51,11 +51,13 @@ class StepRunner:
         new = tuple(self._join(row, cached, n) for row, n in zip(prompt_rows, prompts, strict=True))
         each = (tuple(self._chunk(row, n) for row, n in zip(prompt_rows, prompts, strict=True)) for _ in groups)
         found = list[float]()
-        for seconds in self._run([[GroupRows(decode_rows, chunks, new) for chunks in each]] * steps):
-            found.append(seconds * 1e6)
-            counted = found[WARM_STEPS:]
-            if len(counted) >= MIN_STEPS and sum(counted) > POINT_S * 1e6:
-                break
+        # Closed here: Ctrl-C would be lost in a generator that ends because nothing refers to it.
+        with closing(self._run([[GroupRows(decode_rows, chunks, new) for chunks in each]] * steps)) as run:
+            for seconds in run:
+                found.append(seconds * 1e6)
+                counted = found[WARM_STEPS:]
+                if len(counted) >= MIN_STEPS and sum(counted) > POINT_S * 1e6:
+                    break
         return found[WARM_STEPS:]
 
     def _join(self, row: int, context: int, more: int) -> Join:
@@ -67,7 +69,7 @@ class StepRunner:
     def _chunk(self, row: int, count: int) -> Chunk:
         return Chunk(row, token_bytes([self._random.randrange(self._vocabulary) for _ in range(count)]), True)
 
-    def _run(self, messages: Sequence[Sequence[GroupRows]]) -> Iterator[float]:
+    def _run(self, messages: Sequence[Sequence[GroupRows]]) -> Generator[float]:
         """Yield the seconds between the ends of steps of all groups' rows; each is sent before the end of the one
         before, as serving."""
         in_flight, ended = 0, 0.0

@@ -30,10 +30,13 @@ from weft.engine.controller.startup import resolve_defaults
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import GroupRows, Step
 from weft.engine.messages.request import SamplingParams, Sequence
+from weft.engine.scheduler.draft_rows import make_speculation
 from weft.engine.scheduler.scheduled import Scheduled
-from weft.engine.scheduler.scheduler import make_schedulers
+from weft.engine.scheduler.scheduler import drafts_asked, make_schedulers
 from weft.engine.speculation import drafting
 from weft.engine.speculation.draft_prices import Price
+from weft.engine.speculation.drafting import Speculation
+from weft.engine.worker.draft_chain import DraftChain
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.open_transports import cost_model, lacks_cost_table, open_transports
 from weft.engine.worker.step_graphs import StepGraphs
@@ -418,6 +421,48 @@ def test_no_kernel_is_compiled_while_requests_are_served(
                 scheduler.finish(sequence)
     assert not lengths and number < 1999, "all were served"
     scheduler.check_idle()
+    assert not compiled, "\n".join(compiled)
+
+
+@pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+@torch.inference_mode()
+def test_no_kernel_is_compiled_while_drafts_pause(
+    graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that a pause has delayed run at once, and are more than a step has sequences."""
+    from triton import knobs
+
+    shape = dict(max_running=16, page_size=4, kv_tokens=8192, max_batch_tokens=1100, cuda_graphs=graphs)
+    config = resolve_defaults(EngineConfig(device="cuda", dtype="bfloat16", speculative="mtp", **shape))
+    worker = Worker(config, open_transports(config, 0, tmp_path), cost_model(config), lambda message: None)
+
+    def planned(speculation: Speculation, running: list[Sequence], step: int) -> int:
+        for sequence in running:
+            assert sequence.drafting
+            sequence.drafting.count = 3 * (step % 50 > 40)
+        return 3 * (step % 50 > 40)
+
+    monkeypatch.setattr("weft.engine.scheduler.scheduler.plan_drafts", planned)
+    [scheduler] = make_schedulers(config, worker.groups, drafts=make_speculation(config))
+    passes, compiled, run = set[Counts](), list[str](), DraftChain._pass
+    noting = lambda chain, counts, *rest: (passes.add(counts), run(chain, counts, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(DraftChain, "_pass", noting)
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **what: compiled.append(what["repr"]))
+    for number in range(16):
+        params = SamplingParams(temperature=2.0, min_p=0.1 * (number % 2))
+        scheduler.add(Sequence(number, token_array([9] * (9 + number)), 9 + number, params, 3, 200, frozenset()))
+    for number in range(1, 400):
+        scheduled = scheduler.schedule()
+        if not scheduled.rows.count:
+            break
+        step = Step(number, (scheduled.rows,), *drafts_asked([scheduler]))
+        for sequence, token, _ in scheduled.take_tokens(worker.step(step)()):
+            sequence.tokens.append(token)
+            if len(sequence.tokens) == sequence.prompt_tokens + sequence.max_tokens:
+                scheduler.finish(sequence)
+    assert number < 399 and scheduler.speculation and sum(scheduler.speculation.drafted) > 500
+    assert max(max(counts) for counts in passes) > 500
     assert not compiled, "\n".join(compiled)
 
 

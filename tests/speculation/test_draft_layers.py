@@ -24,6 +24,7 @@ from speculation.draft_layers import add_draft_layer
 from speculation.test_outputs import GREEDY, LAYOUTS, PROMPTS, results, same
 from weft.comm.reference import ReferenceWorld
 from weft.engine.assets import embedded_model_dir
+from weft.engine.attention.forward_batch import Batch
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.startup import resolve_defaults
 from weft.engine.kv.cache_spec import CacheGroup, Rule
@@ -32,6 +33,7 @@ from weft.engine.kv.tokens import HELD, token_bytes
 from weft.engine.messages.rank_messages import Chunk, GroupRows, Join, Result, Sampling, Step
 from weft.engine.models.registry import load_config
 from weft.engine.scheduler.scheduler import drafts_asked
+from weft.engine.worker.draft_chain import DraftChain
 from weft.engine.worker.run_stats import RunStats
 from weft.engine.worker.worker import Worker
 from weft.planner.chain import Counts
@@ -187,6 +189,20 @@ def test_a_rank_holds_drafts_for_its_next_step(drafting_dir: Path, graphs: bool)
         ]
         assert after[0].tokens == after[1].tokens and after[0].accepted == after[1].accepted
         assert after[0].ran.tokens != after[1].ran.tokens, "the held drafts are in the checksum"
+
+
+def test_warm_up_runs_delayed_rows_of_every_size(drafting_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long pause they are more than a step has sequences, so that Triton would compile kernels for them."""
+    rank, passes, run = DraftingRank(drafting_dir, max_batch_tokens=256), list[tuple[Counts, int]](), DraftChain._pass
+
+    def noting(chain: DraftChain, counts: Counts, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        passes.append((counts, len(batch.lengths)))
+        return run(chain, counts, batch, hidden)
+
+    monkeypatch.setattr(DraftChain, "_pass", noting)
+    rank.worker.warm_up(16, lambda done, total: None)
+    assert rank.worker.runner.draft and not rank.worker.runner.draft.delayed.due(Step(1, (GroupRows(),), 1))
+    assert {((n,), n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256)} <= set(passes)
 
 
 def test_warm_up_leaves_no_pass(drafting_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

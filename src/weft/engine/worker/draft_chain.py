@@ -214,6 +214,14 @@ class DraftChain:
             stream.finish()
         return states, logits
 
+    def warm_up(self, numbers: Sequence[int], table: RowTable) -> None:
+        """Run passes of these numbers of delayed rows, each at the last token of row 0 of the table. Collective."""
+        for count in numbers:
+            counts, zeros = (count,) * self._mesh.attn_dp, torch.zeros(count, dtype=torch.int64, device=table.device)
+            hidden = self.model.embed.weight.new_zeros(count, self.kept.width)
+            self.delayed.add(counts, [0] * count, table, zeros, hidden)
+            self._pass(counts, *self.delayed.taken(table))
+
     def rehearse(self, counts: Counts) -> None:
         """Run the first pass of a step that has just run, to measure its memory. Collective."""
         self._pass(counts, *self.kept.taken())

@@ -50,7 +50,7 @@ from weft.engine.worker.rank_profiler import RankProfiler
 from weft.engine.worker.row_table import Accepted, RowTable
 from weft.engine.worker.sampler import Sampler
 from weft.engine.worker.step_output import StepOutput, sampled_logits
-from weft.engine.worker.warmup import warm_steps
+from weft.engine.worker.warmup import sizes, warm_steps
 from weft.planner.chain import Counts
 from weft.planner.cost import Costs
 from weft.planner.show import plan_text
@@ -189,6 +189,8 @@ class Worker:
             self.step(step)  # do not read its tokens: decode rows have no last token
             progress(done + 1, len(steps))
         self.held.run()
+        if self.runner.draft is not None:  # delayed rows may be more than a step has sequences
+            self.runner.draft.warm_up(sizes(self.runner.draft.delayed.limit), self.table)
         if self.on_gpu:
             torch.cuda.synchronize(self.table.device)
             self.runner.check()

@@ -131,6 +131,8 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
         check_memory(config, need, (48 << 20) - 1)
     with pytest.raises(LayoutError, match="max_batch_tokens=32 with max_running=32 would fit"):
         check_memory(config, need, 1 << 20)
+    with pytest.raises(LayoutError, match="max_batch_tokens=32 with mixed_batch_tokens=32 and max_running=32 would"):
+        check_memory(replace(config, mixed_batch_tokens=64), need, 1 << 20)
     with pytest.raises(LayoutError, match="no max_batch_tokens would fit"):
         check_memory(config, need, 1 << 10)
     fewer = replace(config, max_batch_tokens=1024)  # and that is true

@@ -42,7 +42,15 @@ def test_steps_in_which_sequences_decode() -> None:
     with pytest.raises(ValueError, match="mixed_batch_tokens=32 is less than max_running=64"):
         EngineConfig(mixed_batch_tokens=32, max_running=64)
     with pytest.raises(ValueError, match="mixed_batch_tokens=4096 is more than max_batch_tokens=2048"):
-        EngineConfig(mixed_batch_tokens=4096)
+        EngineConfig(mixed_batch_tokens=4096, max_batch_tokens=2048)
+
+
+def test_the_default_of_all_steps_rises_with_the_limit_of_some() -> None:
+    assert EngineConfig(mixed_batch_tokens=4096).batch_tokens == 4096
+    assert EngineConfig(mixed_batch_tokens=4096).batch_sequences == 64
+    assert limits(QWEN, 20 * GIB, mixed_batch_tokens=4096) == (1024, 8192)
+    assert limits(QWEN, 20 * GIB, mixed_batch_tokens=16384) == (1024, 16384)
+    assert limits(QWEN, 5 * GIB, mixed_batch_tokens=4096) == (512, 4096)
 
 
 def test_gpus_by_the_memory_beside_the_weights() -> None:

@@ -185,7 +185,7 @@ class RequestOptions(OptionGroup):
 
     max_batch_tokens: int | None = None
     """Rows of one step of a DP group; longer prompts are cut into chunks; omitted: 2048, or 8192 on GPUs with 12 GiB or
-    more next to the weights."""
+    more next to the weights, and at least max_running and mixed_batch_tokens."""
     mixed_batch_tokens: int | None = None
     """Rows of one step of a DP group while sequences decode; fewer keep the time between their tokens short while
     others' prompts are read, which then takes longer; omitted: max_batch_tokens."""
@@ -220,9 +220,9 @@ class RequestOptions(OptionGroup):
 
     @property
     def batch_tokens(self) -> int:
-        """max_batch_tokens, or its default."""
+        """max_batch_tokens, or its default, which the other limits raise."""
         if self.max_batch_tokens is None:
-            return max(BATCH_TOKENS, self.max_running or 0)
+            return max(BATCH_TOKENS, self.max_running or 0, self.mixed_batch_tokens or 0)
         return self.max_batch_tokens
 
     @property

@@ -83,7 +83,9 @@ def check_memory(config: EngineConfig, need: ArenaNeed, available: int) -> None:
         return
     fits = config.batch_tokens * available // total
     fits = 1 << (fits.bit_length() - 1) if fits else 0  # counts of plans are powers of two
-    advice = f"max_batch_tokens={fits}" + (f" with max_running={fits}" if fits < config.batch_sequences else "")
+    limits = dict(mixed_batch_tokens=config.mixed_batch_tokens or 0, max_running=config.batch_sequences)
+    lower = " and ".join(f"{name}={fits}" for name, limit in limits.items() if limit > fits)
+    advice = f"max_batch_tokens={fits}" + (f" with {lower}" if lower else "")
     raise LayoutError(
         f"steps of {config.batch_tokens} tokens a group take up to {-(-total >> 20)} MiB of shared memory on "
         f"{config.ranks_of_host} ranks, but {available >> 20} MiB are free here; "

@@ -44,7 +44,7 @@ def choose_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> E
     layers = model_shape(model, config.mesh, dtype_of(config))
     free_bytes = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)
     if config.max_batch_tokens is None and free_bytes >= LARGE_BATCH_BYTES:
-        config = replace(config, max_batch_tokens=max(LARGE_BATCH_TOKENS, config.max_running or 0))
+        config = replace(config, max_batch_tokens=max(LARGE_BATCH_TOKENS, config.batch_tokens))
     if config.max_running is not None:
         return config
     need = CacheNeed.of(config, layers)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,10 +26,13 @@ from engine.conftest import WAIT_S
 from server.conftest import Served, serve
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.controller.engine import Engine
+from weft.engine.messages import api_messages
+from weft.engine.messages.request import SamplingParams
 from weft.serve.http.api_processes import ApiProcess, ApiProcesses
 from weft.serve.http.loading import bind
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
+from weft.serve.http.remote_engine import RemoteEngine
 from weft.serve.http.shared import Shared
 
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -171,6 +175,9 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "too long": (C, TEXT | {"max_tokens": 5000}),
     "bad grammar": (C, TEXT | {"guided_regex": "("}),
     "bad parameter": (C, TEXT | {"temperature": -1}),
+    "large seed": (C, TEXT | {"seed": 2**64}),
+    "large priority": (C, TEXT | {"priority": -(2**64)}),
+    "large minimum": (H, CHAT | {"min_tokens": 2**64}),
 }
 
 
@@ -207,6 +214,24 @@ def test_replies_are_those_of_one_process(alone: Served, two: Two, what: str, st
     with alone.http() as one, two.http() as other:
         assert answer(one, path, body) == answer(other, path, body)
     two.engine.check_idle()
+
+
+def test_a_message_that_cannot_be_sent_is_its_callers_error_alone(own_engine: Engine) -> None:
+    """Requests of other clients, in the same packet, were lost with it."""
+    setup = {"config": json.dumps(own_engine.config.to_dict()), "max_model_len": 64, "vocabulary": 200, "eos": (0,)}
+    sent: list[bytes] = []
+    engine = RemoteEngine(cast(Any, SimpleNamespace(send=sent.append)), 7, setup, cast(Any, None))
+    with engine._sending:  # a packet waits already, so none is sent at once
+        engine._unsent.append(api_messages.encode(api_messages.ApiConnected()))
+    submit: Any = partial(engine.submit_all, name="")
+    [first] = submit([([1], SamplingParams(seed=3), print)])
+    with pytest.raises(OverflowError):
+        submit([([1], SamplingParams(seed=2**64), print)])
+    [last] = submit([([1], SamplingParams(seed=4), print)])
+    engine._flush()
+    [packet] = map(api_messages.decode_from_api, sent)
+    assert packet.process == 7 and engine._open.keys() == {first, last}
+    assert [m.first for m in packet.messages if isinstance(m, api_messages.NewRequests)] == [first, last]
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -162,3 +162,8 @@ class ApiPacket(Struct, frozen=True, array_like=True):
 encode = msgspec.msgpack.Encoder().encode
 decode_from_api = msgspec.msgpack.Decoder(ApiPacket).decode
 decode_to_api = msgspec.msgpack.Decoder(list[ToApi]).decode
+
+
+def packed(process: int, encoded: list[bytes]) -> bytes:
+    """Return the `ApiPacket` of encoded messages."""
+    return encode((process, list(map(msgspec.Raw, encoded))))

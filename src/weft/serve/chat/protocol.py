@@ -44,6 +44,8 @@ def limited_to(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Integer that messages between processes hold."""
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 Metadata = Annotated[dict[str, Text], limited_to(MAX_PAIRS)]
@@ -102,7 +104,7 @@ class SharedRequest(Body):
     """Fields of a request's share of the engine (`weft.engine.messages.request.Sharing`)."""
 
     user: Text | None = Field(None, max_length=MAX_NAME)
-    priority: int = 0
+    priority: Int64 = 0
     cache_salt: Text = Field("", min_length=1, max_length=MAX_NAME)
 
 
@@ -119,14 +121,14 @@ class OutputRequest(Body):
 class SamplingFields(OutputRequest):
     """Fields of sampling and of the output's end: OpenAI's parameters, then vLLM's and SGLang's."""
 
-    seed: int | None = None
+    seed: Int64 | None = None
     stop: Text | Texts | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], limited_to(MAX_NAMED)] = Field({})
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int = 0
+    min_tokens: Int64 = 0
     ignore_eos: bool = False
     stop_token_ids: Annotated[Tokens, limited_to(MAX_NAMED)] = Field([])
     bad_words: Annotated[Texts, limited_to(MAX_NAMED)] = Field([])

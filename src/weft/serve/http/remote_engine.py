@@ -67,7 +67,7 @@ class RemoteEngine:
         self._seeds, self._numbers = random.Random(), itertools.count()
         self._open: dict[int, RequestOutput] = {}
         self._results: dict[int, asyncio.Future[Any]] = {}
-        self._unsent: list[messages.FromApi] = []
+        self._unsent: list[bytes] = []
         self._sending = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: Any = None
@@ -87,32 +87,35 @@ class RemoteEngine:
         outputs = prepare_all(here, context, self.text_processor, self._seeds)
         with self._sending:
             numbers = [next(self._numbers) for _ in outputs]
+        plain = [_plain(params) for _, params, _ in requests]
+        jobs = tuple((o.sequence.tokens.tobytes(), params) for o, params in zip(outputs, plain, strict=True))
+        new = messages.encode(messages.NewRequests(numbers[0], jobs, sharing, timeout_s, name))
         for output, number in zip(outputs, numbers, strict=True):
             output.name, output.sequence.request = name, number
             output.sequence.arrived = 0.0
             self._open[number] = output
-        plain = [_plain(params) for _, params, _ in requests]
-        jobs = tuple((o.sequence.tokens.tobytes(), params) for o, params in zip(outputs, plain, strict=True))
-        self._send(messages.NewRequests(numbers[0], jobs, sharing, timeout_s, name))
+        self._send(new)
         return numbers
 
     def cancel(self, request: int) -> None:
         """End a request, unless it has ended already."""
         if self._open.pop(request, None) is not None:
-            self._send(messages.CancelRequests((request,)))
+            self._send(messages.encode(messages.CancelRequests((request,))))
 
     async def ask(self, what: str, *arguments: Any) -> Any:
         """Return the result of a function of `weft.serve.http.shared.Shared`. Raises ApiError."""
         with self._sending:
             number = next(self._numbers)
+        question = messages.encode(messages.Question(number, what, arguments))
         result = self._results[number] = asyncio.get_running_loop().create_future()
-        self._send(messages.Question(number, what, arguments))
+        self._send(question)
         try:
             return await result
         finally:
             del self._results[number]
 
-    def _send(self, message: messages.FromApi) -> None:
+    def _send(self, message: bytes) -> None:
+        """Send an encoded message in the next packet: one that cannot be encoded is its caller's error alone."""
         with self._sending:
             self._unsent.append(message)
             first = len(self._unsent) == 1
@@ -124,7 +127,7 @@ class RemoteEngine:
     def _flush(self) -> None:
         with self._sending:
             unsent, self._unsent = self._unsent, []
-        self._connection.send(messages.encode(messages.ApiPacket(self._process, unsent)))
+        self._connection.send(messages.packed(self._process, unsent))
 
     def receive(self) -> None:
         """Wait for messages and take them."""
@@ -153,7 +156,7 @@ class RemoteEngine:
                 case messages.EngineStatus(state, error):
                     self.state, self.error = cast(EngineState, state), error
                 case messages.CollectObserved():
-                    self._send(self._observed.take())
+                    self._send(messages.encode(self._observed.take()))
                 case messages.ServeRequests():
                     self.serving = True
                 case messages.StopServing():
@@ -181,7 +184,7 @@ class RemoteEngine:
         if output.notify():
             self._open.pop(output.sequence.request, None)
             if not known:
-                self._send(messages.CancelRequests((output.sequence.request,)))
+                self._send(messages.encode(messages.CancelRequests((output.sequence.request,))))
 
     def _refuse(self, message: messages.RequestsRefused) -> None:
         output = self._open.get(message.first)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.conftest import WAIT_S
 from engine.fake import Driver
 from engine.stub import Client, World
 from weft.engine.config.config import QueueFull
@@ -117,14 +118,42 @@ def test_a_full_queue_refuses_at_once_and_all_or_none(world: World) -> None:
         with pytest.raises(QueueFull):
             client.ask([1, 2], 2)
         assert engine.stats().rejected == 3 and engine.stats().running + engine.stats().waiting == 5
-        with pytest.raises(
-            ValueError, match=r"257 completions are asked for at once \(prompts × n\); the limit is 256"
-        ):
-            engine.submit_all([([5], GREEDY, lambda output: None)] * 257)
         world.go.set()
         for at in client.wait(5):
             client.check_whole(at, 2)
         assert client.ask([1, 2], 2) and client.wait(1)
+        engine.check_idle()
+
+
+def test_a_queue_that_one_client_fills_is_not_full_for_others(world: World) -> None:
+    with world.engine(max_running=2, max_waiting=4) as engine:
+
+        def fill(name: str, share: int) -> None:
+            client = Client(engine, name)
+            for _ in range(share):
+                client.ask([1, 2], 2)
+            with pytest.raises(QueueFull):
+                client.ask([1, 2], 2)
+
+        for clients in (("crowd", "second", "third"), ("second", "fourth")):  # nothing of those that ended counts
+            world.go.clear()
+            for number, name in enumerate(clients, 1):
+                fill(name, 6 // number)
+            with pytest.raises(QueueFull):
+                Client(engine, clients[0]).ask([1, 2], 2)
+            assert engine.stats().running + engine.stats().waiting == (11 if len(clients) == 3 else 9)
+            world.go.set()
+            assert engine._requests.wait_until_empty(WAIT_S)
+        assert engine.stats().rejected == 4 + 3
+        engine.check_idle()
+
+
+@pytest.mark.parametrize(("waiting", "limit"), [(3, 5), (1024, 256)])
+def test_what_the_queue_can_never_hold_is_refused_for_good(world: World, waiting: int, limit: int) -> None:
+    with world.engine(max_running=2, max_waiting=waiting) as engine:
+        refused = rf"{limit + 1} completions are asked for at once \(prompts × n\); the limit is {limit}"
+        with pytest.raises(ValueError, match=refused):
+            engine.submit_all([([5], GREEDY, lambda output: None)] * (limit + 1))
         engine.check_idle()
 
 

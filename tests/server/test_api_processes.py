@@ -291,7 +291,7 @@ def test_a_stored_response_is_found_by_each_process(two: Two) -> None:
 
 
 def test_the_limit_of_requests_is_of_all_processes(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two.engine._requests, "_max_requests", 1)
+    monkeypatch.setattr(two.engine._requests, "max_requests", 1)
     replies: list[httpx.Response] = []
     with two.client_of(0) as http, two.client_of(1) as other:
         first = threading.Thread(target=lambda: replies.append(http.post(C, json=TEXT)))

@@ -192,7 +192,8 @@ class RequestOptions(OptionGroup):
     max_running: int | None = None
     """Sequences of a DP group that run at once; omitted: 64, on GPUs up to 1024, by the memory for their cache."""
     max_waiting: int = 1024
-    """Requests that may wait, over all DP groups; more are refused, over HTTP with 429 and a time to retry after."""
+    """Requests that may wait, over all DP groups; more are refused, over HTTP with 429 and a time to retry after, but
+    not of a client with less than an equal share."""
     max_choices: int = 256
     """Completions of one client's request: its prompts times its choices."""
     max_model_len: int | None = None

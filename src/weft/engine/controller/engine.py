@@ -148,9 +148,9 @@ class Engine(ProcessBound):
             name: name of the requests in the log.
 
         Raises ValueError for a prompt that is empty, too long or holds unknown tokens, and for more requests than
-        max_choices; QueueFull if too many wait already; EngineError when not healthy.
+        max_choices or than the queue can hold; QueueFull if too many wait already; EngineError when not healthy.
         """
-        check_count(len(requests), self.config.max_choices)
+        check_count(len(requests), min(self.config.max_choices, self._requests.max_requests))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         context = min(self.max_model_len, self.config.cached_tokens)
         outputs = prepare_all(requests, context, self.text_processor, self._seeds)

@@ -113,6 +113,6 @@ class OutputProcessor:
     def _end_seen(self, output: RequestOutput) -> None:
         """Note that the callback of the last increment was called."""
         output.end_seen = True
-        self._requests.ended()
+        self._requests.ended(output.sequence.sharing.client)
         if output.sequence.request in self._open:  # it failed while steps in flight sample for it
             self._requests.put(partial(self.cancel, output.sequence.request))

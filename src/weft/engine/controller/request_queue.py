@@ -1,10 +1,15 @@
-"""Queue of requests and commands to the engine's thread. Requests are limited in number; commands come first."""
+"""Queue of requests and commands to the engine's thread. Requests are limited in number; commands come first.
+
+A client may fill the whole queue while it is alone. Where it is full, a client with less than an equal share of it is
+still accepted, so nobody is refused because of another client's requests. With k clients the queue then holds at most
+1 + 1/2 + … + 1/k times its limit.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
@@ -20,13 +25,15 @@ MAX_RETRY_S = 60.0
 
 
 class RequestQueue:
-    """Thread-safe queue. max_requests: limit of waiting and running requests; further ones are refused."""
+    """Thread-safe queue. max_requests: limit of waiting and running requests; further ones are refused, except of
+    clients with less than an equal share of them."""
 
     def __init__(self, max_requests: int):
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._changed = threading.Condition()
         self._commands: deque[Command] = deque()
         self._newcomers: OrderedDict[int, RequestOutput] = OrderedDict()
+        self._of_client = Counter[str]()
         self._ends: deque[float] = deque(maxlen=RATE_OVER)
         self._closed: str | None = None
         self._open = True
@@ -56,15 +63,18 @@ class RequestQueue:
         return reply.result()
 
     def add(self, newcomers: Sequence[RequestOutput]) -> None:
-        """Hand over requests, all or none. Raises QueueFull, and EngineError if new requests are refused."""
+        """Hand over a client's requests, all or none. Raises QueueFull, and EngineError if new requests are refused."""
+        client = newcomers[0].sequence.sharing.client
         with self._changed:
             if self._closed is not None:
                 raise EngineError(self._closed)
-            over = self.here + len(newcomers) - self._max_requests
+            share = self.max_requests // (len(self._of_client) + (client not in self._of_client))
+            over = len(newcomers) + min(self.here - self.max_requests, self._of_client[client] - share)
             if over > 0:
                 self.refused += len(newcomers)
                 raise QueueFull(self.here, self._retry_after_s(over))
             self.here += len(newcomers)
+            self._of_client[client] += len(newcomers)
             self._newcomers.update((a.sequence.request, a) for a in newcomers)
             self._changed.notify()
 
@@ -73,10 +83,13 @@ class RequestQueue:
         with self._changed:
             return self._newcomers.pop(request, None)
 
-    def ended(self) -> None:
-        """Note the end of a request."""
+    def ended(self, client: str) -> None:
+        """Note the end of a client's request."""
         with self._changed:
             self.here -= 1
+            self._of_client[client] -= 1
+            if not self._of_client[client]:
+                del self._of_client[client]
             self._ends.append(time.monotonic())
             self._changed.notify_all()
 
@@ -95,7 +108,7 @@ class RequestQueue:
     def wait_for_capacity(self, timeout_s: float) -> bool:
         """Wait until another request would be accepted. Returns False after timeout_s."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.here < self._max_requests, timeout_s)
+            return self._changed.wait_for(lambda: self.here < self.max_requests, timeout_s)
 
     def wait_until_empty(self, timeout_s: float) -> bool:
         """Wait until no request is here. Returns False after timeout_s."""

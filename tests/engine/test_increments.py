@@ -238,13 +238,16 @@ def test_first_tokens_of_a_step_are_handed_out_before_its_others() -> None:
         processor.begin(output)
         sequences.append(output.sequence)
 
-    def step(*numbers: int, count: int = 1) -> list[int]:
-        called.clear()
+    def run(*numbers: int, count: int = 1) -> None:
         sampled: list[Any] = [(sequences[number], sequences[number].allocation) for number in numbers]
         tokens, accepted = (TEXT[0],) * count * len(numbers), (count,) * len(numbers) if count > 1 else ()
         result = Result(0, Ran(1, (len(numbers),), 0, 0), tokens, accepted=accepted)
         rows = GroupRows(numbers, decode_tokens=(count,) * len(accepted))
         processor.take(Scheduled(rows, sampled, []), result)
+
+    def step(*numbers: int, count: int = 1) -> list[int]:
+        called.clear()
+        run(*numbers, count=count)
         processor.notify()
         return called
 
@@ -253,3 +256,5 @@ def test_first_tokens_of_a_step_are_handed_out_before_its_others() -> None:
     assert step(0, 1, 2, 3) == [0, 1, 2, 3]
     assert step(0, 3, count=3) == [0, 0, 0, 3, 3, 3] and processor.generated_tokens == 2 + 4 + 4 + 6
     assert step(0, 2, count=4) == [0, 0, 0, 2, 2, 2, 2] and len(processor) == 3, "the last token of a row is dropped"
+    run(1, 2, 3)  # two steps come in at once where the next one has drafts and this one had none
+    assert step(2, 3, count=3) == [1, 2, 3, 2, 2, 3, 3, 3] and len(processor) == 1, "the last increment is called too"

@@ -73,7 +73,7 @@ class OutputProcessor:
             return
         while waiting:
             output = waiting.popleft()
-            if output.notify() and not (waiting and waiting[0] is output):  # tokens of a row are next to each other
+            if output.notify():
                 self._end_seen(output)
         self.notified()
 

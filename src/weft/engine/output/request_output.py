@@ -91,6 +91,7 @@ class RequestOutput:
     end_seen: bool = False
     watch: Watch | None = None
     _checks_tokens: bool = field(init=False)  # a token may complete a stop string or a grammar
+    _called: int = field(default=0, init=False)  # increments that the callback was called for
     _taken: int = field(default=0, init=False)
     _known: deque[Logprobs] = field(default_factory=deque, init=False)  # logprobs of tokens not taken yet
     _pieces: deque[str] = field(default_factory=deque, init=False)  # texts of tokens not taken yet, if they are checked
@@ -159,12 +160,13 @@ class RequestOutput:
         self.end = End(self.sequence.output_tokens, reason, error=error, token=False)
 
     def notify(self) -> bool:
-        """Call the callback for an increment, unless the end was seen. Returns whether the output has ended.
+        """Call the callback for an increment, unless the end was seen. Returns whether this increment is the last.
 
         An error of the callback ends this request alone.
         """
         if self.end_seen:
             return False
+        self._called += 1
         try:
             if not self.over:  # else `take` failed, and its caller knows
                 self.callback(self)
@@ -174,7 +176,8 @@ class RequestOutput:
                 self.callback(self)
             if not self.over:
                 self.take()
-        return self.end is not None
+            return True
+        return self.end is not None and (self.over or self._called > self.end.at)
 
     # --- on any thread, one at a time -------------------------------------------------------------------------
 

@@ -550,7 +550,8 @@ def help_texts(shown: str) -> dict[str, str]:
 @pytest.mark.parametrize("command", all_commands())
 def test_help_texts_say_what_an_option_is(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    texts = help_texts(weft_here(*command.split(), "--help")[1])
+    texts = help_texts(shown := weft_here(*command.split(), "--help")[1])
+    assert not re.findall(r"\{None\b|\(default:\s*(?:None)?\)", shown), "the text says what an omitted option means"
     assert len(texts) > 3 and texts["-h"].startswith("show this help")
     bad = {name: text for name, text in texts.items() if not text or re.match(BAD_OPENINGS, text)}
     assert not bad

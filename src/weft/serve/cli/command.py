@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 from tyro import constructors
@@ -159,6 +159,17 @@ def _registry(arguments: Sequence[str]) -> constructors.ConstructorRegistry:
         as_literal = constructors.PrimitiveTypeInfo.make(literal, asked.markers)
         return constructors.ConstructorRegistry.get_primitive_spec(as_literal)  # type: ignore[return-value]
 
+    @result.primitive_rule
+    def optional(asked: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec[Any] | None:
+        if type(None) not in get_args(asked.type) or asked.type in reading:
+            return None
+        reading.append(asked.type)
+        spec = constructors.ConstructorRegistry.get_primitive_spec(asked)
+        reading.pop()
+        if not isinstance(spec, constructors.PrimitiveConstructorSpec):
+            return None
+        return dataclasses.replace(spec, metavar=spec.metavar.removeprefix("{None}|").replace("{None,", "{"))
+
     @result.struct_rule
     def in_groups(asked: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
         if asked.type is not EngineArguments:
@@ -184,9 +195,17 @@ def _registry(arguments: Sequence[str]) -> constructors.ConstructorRegistry:
         if not isinstance(spec, constructors.StructConstructorSpec):
             return None
         fields = (dataclasses.replace(field, helptext=partial(_paragraph, field.helptext)) for field in spec.fields)
-        return dataclasses.replace(spec, fields=tuple(fields))
+        return dataclasses.replace(spec, fields=tuple(map(_without_none, fields)))
 
     return result
+
+
+def _without_none(field: constructors.StructFieldSpec) -> constructors.StructFieldSpec:
+    """Return a field without an empty default in the help: its text says what happens where it is omitted."""
+    if field.default not in (None, ()):
+        return field
+    shown: Any = Annotated[field.type, tyro.conf.arg(help_behavior_hint="")]
+    return dataclasses.replace(field, type=shown)
 
 
 def _paragraph(text: str | Callable[[], str | None] | None) -> str | None:

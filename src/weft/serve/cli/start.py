@@ -9,8 +9,10 @@ import tyro
 
 from weft.serve.cli.progress import progress_bar, startup_progress
 
-LAYOUT_HELP = """auto: the best layout for this host by kept times of weft advise, else the cheapest by the cost table;
-sizes such as --attn-tp 2 are kept."""
+LAYOUT_HELP = (
+    "given: the layout options below; auto: the best layout for this host, by times that weft advise measured on it, "
+    "else the cheapest by the cost table. auto keeps sizes that you give, such as --attn-tp 2."
+)
 LayoutChoice = Annotated[Literal["given", "auto"], tyro.conf.arg(help=LAYOUT_HELP)]
 
 

@@ -270,6 +270,7 @@ BAD = [
         ["serve", "--tensor-parallel-size", "2"],
         "in Weft it is --attn-tp",
     ),
+    (["serve", "--no-enable-prefix-caching"], "in Weft it is --no-prefix-cache"),
     (["serve", "-tp=2"], "-tp is an option of vLLM or SGLang; in Weft it is --attn-tp"),
     (["generate", "--prompt", "x", "--mem_fraction_static=0.8"], "in Weft it is --gpu-memory-fraction"),
     (["eval", "--model-path", "DIR"], "in Weft it is the first argument"),
@@ -438,6 +439,9 @@ def test_an_api_key_is_taken_without_the_newline_of_its_file(monkeypatch: pytest
 
 
 def test_no_option_of_ours_is_taken_for_another_engines() -> None:
+    shown = weft_here("serve", "--help")[1]
+    named = {name for advice in ADVICE.values() for name in re.findall(r"--[a-z0-9-]+", advice)}
+    assert not {name for name in named if not re.search(rf"{name}[ ,]", shown)}
     for name in ("serve", "generate", "eval", "profile"):
         command = importlib.import_module(all_commands()[name].module).Command
         own = {f.name for f in dataclasses.fields(command) if f.name != "engine"}

@@ -18,6 +18,7 @@ def test_this_host_is_examined() -> None:
     assert code in (0, 1) and not err
     for text in (f"weft {__version__}", "torch", "cores", "NUMA node(s)", "/dev/shm", "open files"):
         assert text in out, out
+    assert "no GPU" not in out or "host's GPUs" not in out
 
 
 def test_versions_and_lists() -> None:

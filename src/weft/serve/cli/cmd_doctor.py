@@ -93,9 +93,8 @@ def examine() -> Iterator[Finding]:
         yield Finding("ok", "kernels of transport shm and of models on CPUs are installed")
     else:
         yield compiler("c++", "g++", "clang++")
-    yield from gpus()
     yield table()
-    yield table(gpus=True)
+    yield from gpus()
 
 
 def packages() -> Iterator[Finding]:
@@ -159,7 +158,7 @@ def compiler(*names: str) -> Finding:
 
 
 def gpus() -> Iterator[Finding]:
-    """Yield findings about GPUs, peer access between them, and nvcc."""
+    """Yield findings about GPUs, peer access between them, nvcc, and their cost table."""
     import torch
 
     if not torch.cuda.is_available():
@@ -184,6 +183,7 @@ def gpus() -> Iterator[Finding]:
     elif not shutil.which(nvcc()):
         why = "neither transport peer nor FP8 experts of prompts can be built; install CUDA's nvcc, or set PATH to it"
         yield Finding("slow", "no nvcc", why)
+    yield table(gpus=True)
 
 
 def links(matrix: str) -> Iterator[Finding]:

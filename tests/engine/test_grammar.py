@@ -65,6 +65,14 @@ def test_completions_are_of_their_kind(seed: int) -> None:
         )
 
 
+def test_a_vocabulary_larger_than_the_tokenizers() -> None:
+    """Its end token and most others are unknown to the tokenizer, as with a preset and made-up weights."""
+    larger = TextProcessor(TOKENIZER, embedded_model_dir(), 2000, (1500,))
+    assert larger.token_name(70) == TEXT_PROCESSOR.token_name(70) and larger.token_name(1999) == "<[1999]>"
+    asked = SamplingParams(max_tokens=None, grammar=grammar("choice", ["yes", "no"]))
+    assert generated(asked, 3, larger) in [("yes", "stop"), ("no", "stop")]
+
+
 def test_nullable_of_a_schema_is_no_property_and_no_value() -> None:
     """Names of properties and JSON values that look like OpenAPI's `nullable` stay."""
     value = {"type": "string", "nullable": True}

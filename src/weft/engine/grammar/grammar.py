@@ -157,7 +157,8 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Iterable[int]):
-        self._tokenizer, self._ends = tokenizer, list(ends)
+        # llguidance refuses an end that its tokenizer lacks, as that of a shape with made-up weights.
+        self._tokenizer, self._ends = tokenizer, [token for token in ends if token < len(tokenizer)]
         self._size = max(vocabulary, len(tokenizer))
         self._sandbox = GrammarSandbox(self._described)
         self._kept: OrderedDict[str, Compiled] = OrderedDict()  # most recently used last

@@ -35,11 +35,14 @@ SPARE_TOKENS = 512
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
     "collectives": r"^weft collective |exchange<|weft::merge<|^nccl",
-    "experts": r"^_((up|down)(_prompts)?|sum_choices|choose|route|count_chunks|(sort|place)_pairs)\b|grouped_mm|moe",
-    "attention": r"^weft kernel decode|^_(attend|merge)_(splits|runs)|flash|fmha|attention",
+    "experts": (
+        r"^(weft kernel |_)(experts|(up|down)(_prompts)?|sum_choices|choose|route|count_chunks|(sort|place)_pairs)\b"
+        r"|grouped_mm|moe"
+    ),
+    "attention": r"^weft kernel (decode|prompt)$|^_(attend|merge)_(splits|runs)|flash|fmha|attention",
     "norms": r"^weft kernel (norm|rope)|rms_?norm|_norm_rope_cache|layer_?norm",
-    "sampling": r"^_(row_top|gather_first|cutoff|candidates|best)\b|argmax|topk|sort|gumbel|multinomial",
-    "dense products": r"kernel linear$|gemm|gemv|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
+    "sampling": r"^(weft kernel |_)(row_top|gather_first|cutoff|candidates|best)\b|argmax|topk|sort|gumbel|multinomial",
+    "dense products": r"kernel (lin|mul)|gem[mv]|nvjet|cutlass|cublas|splitk|aten::(linear|mm|addmm|bmm|matmul|einsum)",
     "copies": r"memcpy|memset|copy|aten::(to|cat|index_put_?|index_copy_?|fill_|stack|empty|zero_)$",
 }
 """Kinds of kernels, with the pattern of their names. The first match counts; the rest is `other`."""

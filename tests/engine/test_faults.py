@@ -337,6 +337,14 @@ def test_an_idle_engine_does_not_spin(model_dir: Path, monkeypatch: pytest.Monke
         assert len(waits) <= seen + 1 and engine.stats().steps == steps
 
 
+def test_ranks_share_the_memory_of_what_is_imported(model_dir: Path) -> None:
+    """A collection that looked through it would copy two thirds."""
+    with Engine(config(model_dir, executor="process")) as engine:
+        lines = Path(f"/proc/{engine._executor.processes[0].pid}/smaps_rollup").read_text().splitlines()[1:]
+    kib = {name: int(size.split()[0]) for name, size in (line.split(":") for line in lines)}
+    assert kib["Private_Dirty"] < 0.4 * kib["Shared_Dirty"]
+
+
 def test_ranks_of_tests_have_the_sessions_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whichever test is the first to start the process that forks them."""
     stands_in: Any = rank_processes.ForkServer

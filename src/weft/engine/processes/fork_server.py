@@ -23,6 +23,7 @@ hold a copy of the other end of standard input. The protocol is one JSON object 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -30,16 +31,21 @@ import shutil
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from weft.engine.config.threads import name_thread
-from weft.engine.worker import rank
 
 
 def main(root: Path, controller: int) -> None:
     """Fork ranks until standard input or the controller ends."""
     name_thread("weft-forks")
+    gc.disable()  # collections would take an eighth of the imports
+    from weft.engine.worker import rank
+
+    gc.freeze()  # a collection in a rank would scan all that is imported, and so copy its memory
+    gc.enable()
     for number in (signal.SIGTERM, signal.SIGINT):  # ranks end with the controller, also if a whole unit is to end
         signal.signal(number, signal.SIG_IGN)
     children: dict[int, int] = {}  # pidfd → pid
@@ -66,7 +72,7 @@ def main(root: Path, controller: int) -> None:
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
                     wanted = json.loads(line)
-                    pid = _fork(Path(wanted["directory"]), wanted["rank"], [controllers_end, *children])
+                    pid = _fork(rank.main, Path(wanted["directory"]), wanted["rank"], [controllers_end, *children])
                     child = os.pidfd_open(pid)
                     children[child] = pid
                     poller.register(child, select.POLLIN)
@@ -84,7 +90,7 @@ def _say(what: dict[str, Any]) -> None:
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
-def _fork(directory: Path, number: int, descriptors: list[int]) -> int:
+def _fork(rank_main: Callable[[Path, int, int], int], directory: Path, number: int, descriptors: list[int]) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -99,7 +105,7 @@ def _fork(directory: Path, number: int, descriptors: list[int]) -> int:
             os.dup2(source, target)
         os.close(null)
         os.close(log)
-        code = rank.main(directory, number, parent)
+        code = rank_main(directory, number, parent)
     except BaseException:
         traceback.print_exc()
     finally:

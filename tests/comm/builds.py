@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.kernels.build import CPU_FLAGS, CSRC
+from weft.kernels.build import CPU_FLAGS, CSRC, source_hash
+from weft.planner.cost import cache_folder
 
 NATIVE = Path(__file__).parent / "native"
 FLAGS = ("-std=c++17", "-Werror", *(flag for flag in CPU_FLAGS if flag != "-O3"))  # how fast: as each test needs it
@@ -51,29 +54,31 @@ def headers(folder: Path, faults: Sequence[Fault]) -> Path:
 
 
 def compile_all(
-    folder: Path, programs: dict[str, tuple[str, Sequence[str], Sequence[Fault]]], *, compiler: str = "g++"
-):
-    """Build programs, two at a time: name: (source, flags, faults). Return the path of each."""
-    todo, running = list(programs.items()), []
-    while todo or running:
-        if todo and len(running) < 2:
-            name, (source, flags, faults) = todo.pop(0)
-            include = headers(folder / f"{name}.headers", faults) if faults else CSRC / "cpu"
-            command = [
-                compiler,
-                *FLAGS,
-                *flags,
-                f"-I{include}",
-                str(NATIVE / source),
-                "-o",
-                str(folder / name),
-                "-pthread",
-            ]
-            running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-            continue
-        _, errors = running[0].communicate()
-        assert running.pop(0).returncode == 0, errors
-    return {name: folder / name for name in programs}
+    programs: dict[str, tuple[str, Sequence[str], Sequence[Fault]]], *, compiler: str = "g++"
+) -> dict[str, Path]:
+    """Return the path of each program: name: (source, flags, faults). They are built two at a time, and kept like
+    kernels by a hash of what they are built from."""
+    kernels = cache_folder() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    kept, todo, running = dict[str, Path](), list[str](), list[tuple[str, subprocess.Popen[str]]]()
+    for name, (source, *how) in programs.items():
+        parts = repr((source_hash(NATIVE / source, CSRC / "cpu"), source, compiler, FLAGS, how))
+        kept[name] = kernels / f"weft_test_{name}-{hashlib.sha256(parts.encode()).hexdigest()[:16]}"
+        todo += [name] * (not kept[name].exists())
+    with tempfile.TemporaryDirectory(dir=kernels) as scratch:
+        folder = Path(scratch)
+        while todo or running:
+            if todo and len(running) < 2:
+                source, flags, faults = programs[name := todo.pop(0)]
+                include = headers(folder / f"{name}.headers", faults) if faults else CSRC / "cpu"
+                command = [compiler, *FLAGS, *flags, f"-I{include}", str(NATIVE / source), "-o", str(folder / name)]
+                running.append((name, subprocess.Popen([*command, "-pthread"], stderr=subprocess.PIPE, text=True)))
+                continue
+            name, building = running.pop(0)
+            _, errors = building.communicate()
+            assert building.returncode == 0, errors
+            (folder / name).rename(kept[name])
+    return kept
 
 
 def run(

@@ -35,9 +35,9 @@ BROKEN = [fault for faults in FAULTS.values() for fault in faults]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def built() -> dict[str, Path]:
     programs = {"right": ("compare.cc", ["-O3"], []), "broken": ("compare.cc", ["-O1"], BROKEN)}
-    return compile_all(tmp_path_factory.mktemp("native"), programs)
+    return compile_all(programs)
 
 
 EACH = [pytest.param(isa, marks=pytest.mark.skipif(isa not in ISAS, reason=f"this CPU has no {isa}")) for isa in NEEDS]
@@ -66,10 +66,9 @@ def test_what_is_compared_shows(fault: str, isa: str, built: dict[str, Path]) ->
     platform.machine() == "aarch64" or not (shutil.which(CROSS) and shutil.which(EMULATOR)),
     reason=f"needs {CROSS} and {EMULATOR}: on Debian, apt-get install g++-aarch64-linux-gnu qemu-user",
 )
-def test_aarch64(tmp_path: Path) -> None:
+def test_aarch64() -> None:
     quick = ["-O1", "-static"]
     programs = compile_all(
-        tmp_path,
         {
             "compare": ("compare.cc", ["-O3", "-static"], ()),
             "broken": ("compare.cc", quick, BROKEN),

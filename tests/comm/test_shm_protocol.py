@@ -49,14 +49,14 @@ MERGES = ["merge", "merge_chunks"]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def built() -> dict[str, Path]:
     """The programs by name: two that make calls, one of them under the race detector, and one that records them."""
     programs: dict[str, tuple[str, Sequence[str], Sequence[Fault]]] = {
         "races": ("stress.cc", RACES, [*FAULTS.values(), SCALAR]),
         "plain": ("stress.cc", ("-O2",), [FIRST, SCALAR]),
         "trace": ("trace.cc", ("-O0",), ()),
     }
-    return compile_all(tmp_path_factory.mktemp("native"), programs)
+    return compile_all(programs)
 
 
 def ran(done: subprocess.CompletedProcess[str]) -> str:

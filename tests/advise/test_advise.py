@@ -446,7 +446,7 @@ def test_published_gpus_stand_for_ones_that_are_not_here() -> None:
     assert near > floor + 32 * small.layer_us
 
 
-@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.usefixtures("empty_cache", "forked_servers")
 def test_a_wrong_table_is_corrected_by_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times that are planted 40 times too large: the second prediction is nearer to what was measured."""
     load, base = ClientLoad(20, 8, 2), EngineConfig(executor="thread", device="cpu")
@@ -463,6 +463,7 @@ def test_a_wrong_table_is_corrected_by_the_load(monkeypatch: pytest.MonkeyPatch)
     assert step_times(wrong.candidate, load).factor < 0.1
 
 
+@pytest.mark.usefixtures("forked_servers")
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_each_server_of_a_measured_load_has_a_process(replicas: int) -> None:
     """The load's time is from the first request of all servers to the last token of all."""
@@ -478,6 +479,7 @@ def test_each_server_of_a_measured_load_has_a_process(replicas: int) -> None:
     assert not active_children()
 
 
+@pytest.mark.usefixtures("forked_servers")
 def test_errors_of_a_measured_server_reach_its_caller(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config\.json"), started_servers([EngineConfig(model=tmp_path)]):
         pytest.fail("it started")

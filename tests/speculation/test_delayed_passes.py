@@ -15,7 +15,7 @@ from engine.test_engine import config
 from engine.test_hybrids import FAMILIES as OTHERS
 from speculation.draft_layers import add_draft_layer
 from speculation.test_draft_layers import WHOLE, Defined, DraftingRank, drafts_noted
-from speculation.test_outputs import GREEDY, PROMPTS, SEEDED, results, same
+from speculation.test_outputs import GREEDY, PROMPTS, SEEDED, results, same, without_drafts
 from speculation.toy import FixedPrices
 from weft.engine.controller.engine import Engine
 from weft.engine.kv.cache_spec import Rule
@@ -139,7 +139,7 @@ def test_drafts_after_pauses_are_those_of_one_rank(drafting_dir: Path, monkeypat
 )
 def test_outputs_with_pauses_are_those_without_drafts(drafting_dir: Path, layout: str, passes: Passes) -> None:
     """Every parameter, in two rounds, with preemption."""
-    (plain, _), _ = results(drafting_dir, drafts=False)
+    plain = without_drafts(drafting_dir)
     rounds, engine = results(drafting_dir, speculative="mtp", kv_tokens=160, max_batch_tokens=17, **WHOLE[layout])
     for found in rounds:
         same(found, plain)

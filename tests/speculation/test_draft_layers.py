@@ -21,7 +21,7 @@ from engine.conftest import byte_model, byte_tokenizer
 from engine.test_engine import config
 from engine.test_hybrids import FAMILIES as OTHERS
 from speculation.draft_layers import add_draft_layer
-from speculation.test_outputs import GREEDY, LAYOUTS, PROMPTS, results, same
+from speculation.test_outputs import GREEDY, LAYOUTS, PROMPTS, results, same, without_drafts
 from weft.comm.reference import ReferenceWorld
 from weft.engine.assets import embedded_model_dir
 from weft.engine.attention.forward_batch import Batch
@@ -241,7 +241,7 @@ def drafts_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[i
 def check_outputs(directory: Path, layout: str, **options: Any) -> Engine:
     """Compare outputs with those without drafts: every parameter, in two rounds, the second one from the prefix cache.
     Return the engine, which has ended."""
-    (plain, _), _ = results(directory, drafts=False)
+    plain = without_drafts(directory)
     rounds, engine = results(directory, **options, **WHOLE[layout])
     for found in rounds:
         same(found, plain)
@@ -256,8 +256,7 @@ def check_outputs(directory: Path, layout: str, **options: Any) -> Engine:
     [
         "1x1",
         "2x1",
-        "dcp 2",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("1x2", "2x2", "ep 2", "dispatch")),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("dcp 2", "1x2", "2x2", "ep 2", "dispatch")),
     ],
 )
 def test_outputs_are_those_without_drafts(drafting_dir: Path, layout: str) -> None:
@@ -266,7 +265,7 @@ def test_outputs_are_those_without_drafts(drafting_dir: Path, layout: str) -> No
 
 @pytest.mark.usefixtures("never_pausing")
 def test_sequences_with_draft_layers_are_preempted(drafting_dir: Path) -> None:
-    (plain, _), _ = results(drafting_dir, drafts=False)
+    plain = without_drafts(drafting_dir)
     rounds, engine = results(drafting_dir, speculative="mtp", kv_tokens=96, max_batch_tokens=17)
     for found in rounds:
         same(found, plain)
@@ -274,7 +273,12 @@ def test_sequences_with_draft_layers_are_preempted(drafting_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("never_pausing")
-def test_drafts_are_those_of_one_rank(drafting_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layouts", [("2x1", "dcp 2"), pytest.param(("1x1", "1x2", "ep 2"), marks=pytest.mark.nightly)], ids=str
+)
+def test_drafts_are_those_of_one_rank(
+    drafting_dir: Path, monkeypatch: pytest.MonkeyPatch, layouts: tuple[str, ...]
+) -> None:
     """Draft by draft, by groups without a sequence too, and whatever is cached."""
     tails = [[200, 201], [90], [91, 92, 93]]
     prompts = [PROMPTS[0], *([*PROMPTS[0], *tail] for tail in tails)]
@@ -291,7 +295,7 @@ def test_drafts_are_those_of_one_rank(drafting_dir: Path, monkeypatch: pytest.Mo
 
     wanted = drafts("1x1", prefix_cache=False)
     assert len(wanted) > 40
-    for layout in ("1x1", "2x1", "1x2", "dcp 2", "ep 2"):
+    for layout in layouts:
         assert drafts(layout, prefix_cache=False) == wanted, layout
     assert drafts("1x1") == wanted
 
@@ -378,7 +382,7 @@ def test_plans_show_the_price_of_drafts(drafting_dir: Path) -> None:
 @pytest.mark.parametrize("layout", ["1x2", "2x2", "dcp 2"])
 def test_ranks_in_processes(drafting_dir: Path, layout: str) -> None:
     """The arena of a rank also holds the rows that a pass reads, in steps with prompts too."""
-    (plain, _), _ = results(drafting_dir, drafts=False)
+    plain = without_drafts(drafting_dir)
     changes = dict(executor="process", transport="shm", speculative="mtp", max_batch_tokens=17)
     changes |= dict(kv_tokens=48 if layout == "dcp 2" else 96)  # of a rank
     rounds, engine = results(drafting_dir, **changes | WHOLE[layout])

@@ -18,7 +18,7 @@ from e2e.here import weft_here
 from engine.conftest import byte_tokenizer
 from engine.test_engine import config
 from speculation.test_draft_layers import WHOLE, DraftingRank, check_drafts, check_outputs, drafts_noted
-from speculation.test_outputs import GREEDY, PROMPTS, results, same
+from speculation.test_outputs import GREEDY, PROMPTS, results, same, without_drafts
 from weft.engine.attention.caches import cached_layers
 from weft.engine.controller.engine import Engine
 from weft.engine.models.registry import load_config
@@ -98,7 +98,7 @@ def test_outputs_are_those_without_drafts(target_dir: Path, near_dir: Path, layo
 
 @pytest.mark.usefixtures("never_pausing")
 def test_sequences_with_draft_models_are_preempted(target_dir: Path, near_dir: Path) -> None:
-    (plain, _), _ = results(target_dir, drafts=False)
+    plain = without_drafts(target_dir)
     options = dict(speculative="draft", draft_model=near_dir)
     rounds, engine = results(target_dir, **options, kv_tokens=96, max_batch_tokens=17)
     for found in rounds:
@@ -107,7 +107,12 @@ def test_sequences_with_draft_models_are_preempted(target_dir: Path, near_dir: P
 
 
 @pytest.mark.usefixtures("never_pausing")
-def test_drafts_are_those_of_one_rank(target_dir: Path, near_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layouts", [("1x1", "2x1", "dcp 2"), pytest.param(("1x2", "ep 2"), marks=pytest.mark.nightly)], ids=str
+)
+def test_drafts_are_those_of_one_rank(
+    target_dir: Path, near_dir: Path, monkeypatch: pytest.MonkeyPatch, layouts: tuple[str, ...]
+) -> None:
     """Draft by draft, by groups without a sequence too, and after a reused prefix."""
     prompts = [PROMPTS[0], *([*PROMPTS[0], *tail] for tail in ([200, 201], [90], [91, 92, 93]))]
 
@@ -121,7 +126,7 @@ def test_drafts_are_those_of_one_rank(target_dir: Path, near_dir: Path, monkeypa
 
     wanted = drafts("1x1", prefix_cache=False)
     assert len(wanted) >= 12
-    for layout in ("1x1", "2x1", "1x2", "dcp 2", "ep 2"):
+    for layout in layouts:
         assert drafts(layout) == wanted, layout
 
 
@@ -137,7 +142,7 @@ def test_ranks_hold_their_drafts(target_dir: Path, near_dir: Path) -> None:
     assert counts == [counts[0]] * len(counts) and min(counts[0][2]) > 0
 
 
-@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("executor", ["thread", pytest.param("process", marks=pytest.mark.nightly)])
 def test_the_command_line(target_dir: Path, near_dir: Path, executor: str) -> None:
     arguments = ("generate", str(target_dir), "--executor", executor, "--prompt", "a b a b a b", "--max-tokens", "12")
     drafting = ("--speculative", "draft", "--draft-model", str(near_dir), "--stats")

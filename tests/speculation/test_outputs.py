@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,12 @@ def results(
     return rounds, engine
 
 
+@cache
+def without_drafts(model: Path) -> list[GenerationResult]:
+    """Return the outputs of one rank without drafts."""
+    return results(model, drafts=False)[0][0]
+
+
 def same(found: Sequence[GenerationResult], wanted: Sequence[GenerationResult]) -> None:
     for prompt, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one.token_ids == other.token_ids, prompt
@@ -91,7 +98,7 @@ def same(found: Sequence[GenerationResult], wanted: Sequence[GenerationResult]) 
 @pytest.fixture(scope="module")
 def plain(model_dir: Path) -> list[GenerationResult]:
     """Outputs without drafts, of one rank."""
-    (first, _), _ = results(model_dir, HOW, drafts=False)
+    first = without_drafts(model_dir)
     assert len({tokens for r in first for tokens in r.token_ids}) > 60
     assert {r.finish_reason for r in first} == {"stop", "length"}
     return first

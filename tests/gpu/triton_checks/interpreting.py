@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -43,8 +44,10 @@ def _number_of(of: tl.dtype, else_=interpreter._get_np_dtype) -> np.dtype:
 
 
 # For every value the interpreter describes its type and shape with a dozen new objects, which takes half of its time.
-# They are the same for all values of a type and a shape: made once.
+# They are the same for all values of a type and a shape: made once. So values of one shape have the same object for it,
+# and need not be compared dimension by dimension to find that none is to be broadcast.
 _DESCRIBED: dict[tuple[str, ...], dict[str, object]] = {}
+_OF_TENSOR: dict[tuple[int, ...], tuple[object, object]] = {}
 _OF_SCALAR = tl.tuple([]), tl.constexpr(1)
 
 
@@ -52,8 +55,10 @@ def _describe_block(block: tl.block_type, element: tl.dtype, shape: object, make
     key = element.name, *map(int, shape)
     if key not in _DESCRIBED:
         make(block, element, shape)
-        numbers = [tl.constexpr(number) for number in block.shape]
-        _DESCRIBED[key] = vars(block) | {"of_tensor": (tl.tuple(numbers), tl.constexpr(block.numel))}
+        shape = tuple(key[1:])
+        if shape not in _OF_TENSOR:
+            _OF_TENSOR[shape] = tl.tuple([tl.constexpr(number) for number in shape]), tl.constexpr(block.numel)
+        _DESCRIBED[key] = vars(block) | {"of_tensor": _OF_TENSOR[shape]}
     vars(block).update(_DESCRIBED[key])
 
 
@@ -62,8 +67,30 @@ def _describe_tensor(tensor: tl.tensor, handle: object, of: tl.dtype) -> None:
     tensor.shape, tensor.numel = of.of_tensor if of.is_block() else _OF_SCALAR
 
 
-tl.block_type.__init__, tl.tensor.__init__ = _describe_block, _describe_tensor
-interpreter._get_np_dtype = _number_of
+def _broadcast(semantic: TritonSemantic, a: tl.tensor, b: tl.tensor, else_=TritonSemantic.broadcast_impl_value):
+    return (a, b) if a.shape is b.shape else else_(semantic, a, b)
+
+
+def _equal(a: tl.dtype, b: object, else_=tl.dtype.__eq__) -> bool:
+    return a is b or else_(a, b)
+
+
+def _call_directly(
+    of: object, name: str, member: Callable[..., object], builder: object, scope: interpreter._LangPatchScope
+) -> None:
+    """Call a function of the language without the wrapper that requires what is given here."""
+    semantic, called = TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+    def call(*args: object, **named: object) -> object:
+        named["_semantic"] = semantic
+        return called(*args, **named)
+
+    scope.set_attr(of, name, call)
+
+
+tl.block_type.__init__, tl.tensor.__init__, tl.dtype.__eq__ = _describe_block, _describe_tensor, _equal
+TritonSemantic.broadcast_impl_value = _broadcast
+interpreter._get_np_dtype, interpreter._patch_attr = _number_of, _call_directly
 
 FLOATS = {tl.float8e4nv: torch.float8_e4m3fn, tl.float16: torch.float16, tl.float32: torch.float32}
 BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}

@@ -5,6 +5,7 @@ Tensors are on torch's meta device, and launches are turned into compilations.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ triton = pytest.importorskip("triton", reason="needs triton, which the extra gpu
 
 import triton.language as tl  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.cache import get_cache_manager  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.errors import OutOfResources  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -100,8 +102,13 @@ class Compiled:
 
     @cached_property
     def code(self) -> str:
-        """The machine code taken apart, which takes half a second."""
-        return _tool(self.binary, "nvdisasm", "-c")
+        """The machine code taken apart, which takes half a second and so is kept next to what Triton has compiled."""
+        cache = get_cache_manager(hashlib.sha256(triton.__version__.encode() + self.binary).hexdigest())
+        if (kept := cache.get_file("code")) is None:
+            code = _tool(self.binary, "nvdisasm", "-c", "-ndf")
+            assert code, "nvdisasm prints nothing"
+            kept = cache.put(code, "code", binary=False)
+        return Path(kept).read_text()
 
 
 class NoGpu:

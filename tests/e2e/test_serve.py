@@ -54,7 +54,8 @@ def events(log: str) -> list[str]:
 
 @pytest.mark.parametrize("api_servers", [pytest.param("1", marks=pytest.mark.nightly), "2"])
 def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api_servers: str) -> None:
-    """A terminal sends it to the server's process group, in which no rank is. Who is impatient sends it twice."""
+    """A terminal sends it to the server's process group, in which no rank is. Who is impatient sends it twice. Each
+    other process gets signals of both kinds before, as systemd may send them."""
     monkeypatch.setenv("WEFT_API_KEY", KEY)
     arguments = "--drain-s", "1000", "--api-servers", api_servers
     with serving(tmp_path, *arguments) as server, streaming(server) as output:
@@ -63,6 +64,7 @@ def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         group = os.getpgid(server.process.pid)
         for pid in (forker_of(server.pid), *server.ranks().values()):
             assert pid is not None and os.getpgid(pid) != group
+        signal_others(server)
         server.process.send_signal(signal.SIGINT)
         while "draining" not in server.get("/health")[1]:  # two signals at once would be one
             pass
@@ -73,6 +75,15 @@ def test_ctrl_c_twice_while_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert not any(server.left_behind().values())
         log = events(server.log.read_text())
     assert log == ["request", "request"], "one line for what was refused, one for the request, and none for the end"
+
+
+def signal_others(server: ServerProcess) -> None:
+    """Send signals of both kinds to each process but the server's own."""
+    others = {*children(server.pid), *server.ranks().values()}
+    assert others > {*api_processes(server), *server.ranks().values()}
+    for pid in others:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
 
 
 @contextmanager
@@ -133,16 +144,14 @@ def test_api_processes_go_with_their_server(tmp_path: Path, number: signal.Signa
             server.get("/health")
 
 
-@pytest.mark.parametrize("api_servers", [pytest.param("1", marks=pytest.mark.nightly), "2"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("api_servers", ["1", "2"])
 def test_a_signal_for_all_processes_is_one_for_the_server(tmp_path: Path, api_servers: str) -> None:
-    """Each other process gets signals of both kinds before the server gets one, as systemd may send them."""
+    """Each other process gets signals of both kinds before the server gets one, as systemd may send them. By day
+    `test_ctrl_c_twice_while_busy` sends them."""
     with serving(tmp_path, "--drain-s", "1000", "--api-servers", api_servers) as server:
-        others = {*children(server.pid), *server.ranks().values()}
-        assert others > {*api_processes(server), *server.ranks().values()}
         with streaming(server, n=1) as output:
-            for pid in others:
-                os.kill(pid, signal.SIGTERM)
-                os.kill(pid, signal.SIGINT)
+            signal_others(server)
             server.process.send_signal(signal.SIGTERM)
             said = [line for line in output.read().splitlines() if line]
         assert said[-1] == b"data: [DONE]" and b"error" not in said[-2]

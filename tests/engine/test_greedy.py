@@ -67,7 +67,9 @@ def eight_heads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tu
     return directory, greedy_outputs(lambda tokens: model(tokens).logits, prompts(9), GREEDY.max_tokens)
 
 
-@pytest.mark.parametrize("layout", UNEVEN)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("1x5", "1x6"))) for name in UNEVEN]
+)
 def test_greedy_tokens_of_uneven_layouts(eight_heads: tuple[Path, list[tuple[int, ...]]], layout: str) -> None:
     """Compare tokens while prompts are preempted, and with prefixes that are used again."""
     directory, wanted = eight_heads

@@ -24,6 +24,8 @@ from weft.library.communicator import Communicator
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 16
+GATHERED = "[0.0, 0.0, 1.0, 1.0, 1.0] [0.0, 0.0] [0.0, 0.0, 3.0, 3.0, 3.0]"
+"""Output of `collectives`."""
 
 
 def example(name: str) -> Any:
@@ -35,13 +37,14 @@ def example(name: str) -> Any:
     return module
 
 
+@pytest.mark.nightly  # three processes import torch; by day it runs below
 def test_an_example_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     script = str(ROOT / "examples" / "collectives.py")
     ended = subprocess.run([*command, script], env=environment, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
-    assert "[0.0, 0.0, 1.0, 1.0, 1.0] [0.0, 0.0] [0.0, 0.0, 3.0, 3.0, 3.0]" in ended.stdout
+    assert GATHERED in ended.stdout
 
 
 def run_example(name: str, folder: Path) -> None:
@@ -57,6 +60,7 @@ def run_example(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("collectives", GATHERED),
         ("tensor_parallel", "2 ranks compute what one does"),
         ("planned_model", "[3, 64]\nbefore second.norm: normed: all_gatherv"),
     ],

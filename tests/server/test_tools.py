@@ -454,8 +454,14 @@ def test_strict_calls_are_held_to_their_schema_among_free_text(
     assert taken(before + other) == len(before) + other.index("town")
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS, ids=NAMES)
-@pytest.mark.parametrize("choice", ["required", "time"])
+@pytest.mark.parametrize(
+    ("form", "choice"),
+    [
+        pytest.param(form, choice, id=f"{name}-{choice}", marks=[pytest.mark.nightly] * ((at + second) % 2))
+        for at, (form, name) in enumerate(zip(TOOL_FORMATS, NAMES, strict=True))
+        for second, choice in enumerate(("required", "time"))
+    ],
+)
 def test_every_form_can_be_made_to_call(
     served: Served, monkeypatch: pytest.MonkeyPatch, form: ToolFormat, choice: str
 ) -> None:

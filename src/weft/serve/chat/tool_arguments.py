@@ -101,7 +101,8 @@ class Tags:
         open: pattern of a value's beginning; its group `key` is the parameter's name.
         close: end of a value.
         call_end: end of a call; empty if a call ends with its block.
-        call: pattern of a call's beginning; a block has several calls if `call_end` is not empty.
+        call: pattern of a call's beginning, with the groups of `ToolFormat.opening`; a block has several calls if
+            `call_end` is not empty.
         begin, end: beginning and end of a block.
         lines: a value is on separate lines, without the line break before and after it.
     """

@@ -144,20 +144,13 @@ def _json_call(rules: CallRules) -> str:
     return f"call: {around[0]} body {around[1]}\nbody: {rules.object('arguments')}"
 
 
-# Llama 3.1 to 3.3: {"name": …, "parameters": {…}}, several with ; between, as the whole output
-
-
-def _bare_call(rules: CallRules) -> str:
-    return f"call: {rules.object('parameters')}"
-
-
 # Qwen3-Coder, Qwen3.5, Step-3.5: <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>
 
 XML = Tags(
     open=rf"<parameter=(?P<key>{NAME})>",
     close="</parameter>",
     call_end="</function>",
-    call=rf"<function={NAME}>",
+    call=rf"<function=(?P<name>{NAME})>",
     begin="<tool_call>",
     end="</tool_call>",
     lines=True,
@@ -178,7 +171,7 @@ GLM = Tags(
     open=rf"<arg_key>(?P<key>{NAME})</arg_key>{SPACE}<arg_value>",
     close="</arg_value>",
     call_end="",
-    call=rf"{NAME}{SPACE}(?:<arg_key>|</tool_call>)",
+    call=rf"(?P<name>{NAME})(?P<open>{SPACE}(?:<arg_key>|</tool_call>))",
     begin="<tool_call>",
     end="</tool_call>",
 )
@@ -199,7 +192,7 @@ MINIMAX = Tags(
     open=rf'<parameter name="(?P<key>{NAME})">',
     close="</parameter>",
     call_end="</invoke>",
-    call=rf'<invoke name="{NAME}">',
+    call=rf'<invoke name="(?P<name>{NAME})">',
     begin="<minimax:tool_call>",
     end="</minimax:tool_call>",
 )
@@ -254,7 +247,6 @@ def _harmony_call(rules: CallRules) -> str:
 
 _MANY = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-_in_tool_call = partial(ToolFormat, begin="<tool_call>", end="</tool_call>", tokens=("<tool_call>", "</tool_call>"))
 _in_many = partial(
     ToolFormat,
     opening=DEEPSEEK_CALL,
@@ -266,6 +258,18 @@ _in_many = partial(
     tail=_MANY[1],
     tokens=(*_MANY, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
 )
+
+
+def _tagged(mark: str, call: Callable[[CallRules], str], tags: Tags, parameter: str = "", **more: Any) -> ToolFormat:
+    """Return a form with these tags. mark: text of its chat templates next to `tags.begin`. parameter: beginning of a
+    parameter's tag, if calls may be outside of a block."""
+    bare = rf"(?m:^)[ \t]{{0,64}}{tags.call}{SPACE}(?:{parameter}|{tags.call_end})" if parameter else ""
+    around = tags.begin, tags.end
+    return ToolFormat(
+        (tags.begin, mark), call, SPACE + tags.call, *around, (tags.call_end,), tags, bare, tokens=around, **more
+    )
+
+
 TOOL_FORMATS = (
     ToolFormat(
         ("<|start|>assistant", "<|channel|>"),
@@ -273,23 +277,17 @@ TOOL_FORMATS = (
         tokens=("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>"),
         channels=True,
     ),
-    _in_tool_call(
-        ("<tool_call>", "<function="),
-        _xml_call,
-        rf"{SPACE}<function=(?P<name>{NAME})>",
-        closing=("</function>",),
-        tags=XML,
-        bare=rf"(?m:^)[ \t]{{0,64}}<function=(?P<name>{NAME})>{SPACE}(?:<parameter=|</function>)",
+    _tagged("<function=", _xml_call, XML, "<parameter="),
+    _tagged("<arg_key>", _glm_call, GLM, between="", only_known=True),
+    ToolFormat(
+        ("<tool_call>",),
+        _json_call,
+        JSON_CALL,
+        begin="<tool_call>",
+        end="</tool_call>",
+        objects=True,
+        tokens=("<tool_call>", "</tool_call>"),
     ),
-    _in_tool_call(
-        ("<tool_call>", "<arg_key>"),
-        _glm_call,
-        rf"{SPACE}(?P<name>{NAME})(?P<open>{SPACE}<arg_key>|{SPACE}</tool_call>)",
-        tags=GLM,
-        between="",
-        only_known=True,
-    ),
-    _in_tool_call(("<tool_call>",), _json_call, JSON_CALL, objects=True),
     _in_many((_MANY[0], "```json"), _deepseek_call("function<｜tool▁sep｜>", "\n```json\n", "\n```")),
     _in_many(_MANY[:1], _deepseek_call("", "<｜tool▁sep｜>", ""), between=""),
     ToolFormat(
@@ -305,23 +303,18 @@ TOOL_FORMATS = (
         tail=_SECTION[1],
         tokens=(*_SECTION, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
-    ToolFormat(
-        ("<minimax:tool_call>", "<invoke name="),
+    _tagged(
+        "<invoke name=",
         _minimax_call,
-        rf'{SPACE}<invoke name="(?P<name>{NAME})">',
-        begin=MINIMAX.begin,
-        end=MINIMAX.end,
-        closing=(MINIMAX.call_end,),
-        tags=MINIMAX,
-        bare=rf'(?m:^)[ \t]{{0,64}}<invoke name="(?P<name>{NAME})">{SPACE}(?:<parameter name=|</invoke>)',
+        MINIMAX,
+        "<parameter name=",
         head=f"{MINIMAX.begin}\n",
         between="",
         tail=MINIMAX.end,
-        tokens=(MINIMAX.begin, MINIMAX.end),
     ),
     ToolFormat(
-        ('{"name": function name, "parameters": ',),
-        _bare_call,
+        ('{"name": function name, "parameters": ',),  # Llama 3.1 to 3.3: the same, several with ; between
+        lambda rules: f"call: {rules.object('parameters')}",
         JSON_CALL,
         closing=(";", ","),
         only_known=True,

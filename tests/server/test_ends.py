@@ -22,7 +22,7 @@ from server.test_tools import (
     WEATHER,
 )
 from weft.serve.chat.chats import ChatRequest
-from weft.serve.chat.parsers import EndingParser, parser
+from weft.serve.chat.parsers import EndingParser, OutputSyntax, parser
 from weft.serve.chat.service import Service
 from weft.serve.chat.tool_formats import TOOL_FORMATS, ToolFormat
 from weft.serve.chat.tools import OutputDelta
@@ -88,10 +88,10 @@ def test_every_form_ends_with_one_call(form: ToolFormat) -> None:
         two = SPELLED[form].replace("<｜tool▁calls▁end｜>", "\n") + SPELLED[form].partition("<｜tool▁calls▁begin｜>")[2]
     for text in [two] + [THOUGHT + two] * (form is HARMONY):
         for pieces in ([text], [*text]):
-            found = EndingParser(parser(form, [WEATHER, TIME], one_call=True), ())
+            found = EndingParser(parser(OutputSyntax(form), [WEATHER, TIME], one_call=True), ())
             parts = until_it_ends(found, pieces)
             assert [call.name for call in parts.calls] == ["time"] and found.end == "" and not parts.text
-        assert len(parser(form, [WEATHER, TIME]).push(text, last=True).calls) == 2
+        assert len(parser(OutputSyntax(form), [WEATHER, TIME]).push(text, last=True).calls) == 2
 
 
 def until_it_ends(found: EndingParser, pieces: Sequence[str]) -> OutputDelta:

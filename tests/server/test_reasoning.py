@@ -17,7 +17,7 @@ from server.test_tools import CALL, TOOLS
 from weft.engine.grammar.grammar import Grammars, grammar
 from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.parsed_output import ParsedOutput
-from weft.serve.chat.parsers import ReasoningSplitter, Start, after_reasoning, parser, start_of
+from weft.serve.chat.parsers import ALL_TEXT, OutputSyntax, ReasoningSplitter, Start, after_reasoning, parser, start_of
 from weft.serve.chat.service import Service
 from weft.serve.chat.tool_formats import TOOL_FORMATS
 from weft.serve.chat.tools import OutputDelta
@@ -99,7 +99,7 @@ def test_thoughts_however_they_are_cut(start: Start, completion: str, wanted: An
         cuts = sorted(random.Random(seed).choices(range(len(completion) + 1), k=seed))
         pieces = [completion[a:b] for a, b in zip([0, *cuts], [*cuts, len(completion)], strict=True)]
         for split in (pieces, [*completion, ""]):
-            found, parts = ReasoningSplitter(parser(HERMES), start), OutputDelta()
+            found, parts = ReasoningSplitter(parser(OutputSyntax(HERMES)), start), OutputDelta()
             for at, piece in enumerate(split):
                 parts += found.push(piece, last=at == len(split) - 1)
             assert (parts.text, parts.thought, len(parts.calls)) == wanted
@@ -147,7 +147,7 @@ def test_marks_that_are_special_tokens_are_seen_by_the_parser_alone(quiet: Quiet
 
 
 def test_tokens_of_a_thought_are_counted() -> None:
-    made = ParsedOutput(ReasoningSplitter(parser(None), "inside"))
+    made = ParsedOutput(ReasoningSplitter(parser(ALL_TEXT), "inside"))
     for at, piece in enumerate(["H", "m", "</think>", "Y", "es."], 1):
         made.add(msgspec.structs.replace(output(piece), completion_tokens=at))
     assert made.reasoning_tokens == 2

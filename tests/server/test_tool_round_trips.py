@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from server.tool_calls import FORMS, HARMONY, LLAMA, Made, ambiguous, as_json, made_up
 from weft.engine.grammar.grammar import Grammars
-from weft.serve.chat.parsers import EndingParser, parser
+from weft.serve.chat.parsers import EndingParser, OutputSyntax, parser
 from weft.serve.chat.tool_formats import ToolFormat
 from weft.serve.chat.tools import OutputDelta
 
@@ -42,7 +42,7 @@ def outputs(name: str, seeds: range) -> list[tuple[int, Made, str]]:
 
 
 def read(form: ToolFormat, made: Made, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    found, parts = parser(form, made.functions), OutputDelta()
+    found, parts = parser(OutputSyntax(form), made.functions), OutputDelta()
     for at, piece in enumerate(pieces):
         parts += found.push(piece, last=at == len(pieces) - 1)
     assert not parts.thought and not parts.arguments
@@ -126,7 +126,7 @@ def test_one_call(name: str, seeds: range) -> None:
     for seed, made, text in outputs(name, seeds):
         sampled = random.Random(seed)
         pieces = cut_in(text, sorted(sampled.choices(range(len(text) + 1), k=sampled.randrange(1, 60))))
-        found, parts = EndingParser(parser(form, made.functions, one_call=True), ()), OutputDelta()
+        found, parts = EndingParser(parser(OutputSyntax(form), made.functions, one_call=True), ()), OutputDelta()
         for at, piece in enumerate(pieces):
             if found.end is None:
                 parts += found.push(piece, last=at == len(pieces) - 1)

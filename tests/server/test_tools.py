@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from server.conftest import QuietEngine, Served, output, serve, shared_templates
 from weft.engine.grammar.grammar import Grammars
 from weft.serve.chat.chats import ChatRequest
-from weft.serve.chat.parsers import parser
+from weft.serve.chat.parsers import OutputSyntax, parser
 from weft.serve.chat.service import Service
 from weft.serve.chat.tool_formats import TOOL_FORMATS, ToolFormat, tool_format_of
 from weft.serve.chat.tools import OutputDelta
@@ -58,14 +58,14 @@ NAMES = ["harmony", "xml", "glm", "hermes", "deepseek", "deepseek-v3.1", "kimi",
 def parse(
     pieces: list[str], form: ToolFormat = HERMES, functions: Any = (), hidden: Any = ()
 ) -> tuple[str, list[tuple[str, Any]]]:
-    found, parts = parser(form, functions, hidden), OutputDelta()
+    found, parts = parser(OutputSyntax(form), functions, hidden), OutputDelta()
     for at, piece in enumerate(pieces):
         parts += found.push(piece, last=at == len(pieces) - 1)
     return parts.thought + parts.text, [(c.name, loaded(c.arguments)) for c in parts.calls]
 
 
 def test_a_mark_alone_is_text_where_calls_come_first() -> None:
-    marked = parser(HERMES, bare=True)
+    marked = parser(OutputSyntax(HERMES, bare=True))
     assert marked.push("<tool_", last=False) == OutputDelta()
     assert marked.push("call>", last=True) == OutputDelta("<tool_call>")
 
@@ -197,7 +197,7 @@ STREAMED = {
 def test_arguments_come_as_they_are_written(form: ToolFormat) -> None:
     """Every character at once; what ends a call elsewhere does not within a string."""
     completion = STREAMED[form].format(STRINGS, STRINGS)
-    found, parts, pieces = parser(form, [TIME]), OutputDelta(), 0
+    found, parts, pieces = parser(OutputSyntax(form), [TIME]), OutputDelta(), 0
     for character in completion:
         new = found.push(character, last=False)
         pieces += bool(new.arguments)
@@ -240,7 +240,7 @@ def test_any_output_is_read_alike_however_it_is_cut(form: ToolFormat) -> None:
 
 
 def read_in_pieces(form: ToolFormat, pieces: list[str]) -> Any:
-    found, parts = parser(form, [WEATHER, TIME]), OutputDelta()
+    found, parts = parser(OutputSyntax(form), [WEATHER, TIME]), OutputDelta()
     for at, piece in enumerate(pieces):
         parts += found.push(piece, last=at == len(pieces) - 1)
     assert not parts.arguments

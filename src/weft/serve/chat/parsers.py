@@ -6,7 +6,7 @@ A thought stands between <think> and </think> at the start, and is not part of t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weft.engine.grammar.grammar import followed
 from weft.engine.output.detokenizer import begun
@@ -19,29 +19,33 @@ Start = Literal["inside", "free"]
 """Start of an output: inside a thought that the prompt opens, or free to begin with a thought."""
 
 
-def parser(
-    form: ToolFormat | None,
-    functions: Functions = (),
-    hidden: Collection[str] = (),
-    *,
-    one_call: bool = False,
-    bare: bool = False,
-    begun: str = "",
-    start: Start | None = None,
-    thoughts: bool = True,
-) -> Parser:
-    """Return the parser of one output.
+class OutputSyntax(NamedTuple):
+    """Syntax of a chat's output.
 
-    Args:
-        form: form of calls; None if all is text.
-        functions: functions that the output may call.
-        hidden: special tokens that no client sees; each arrives in one piece.
-        one_call: the output ends with its first call.
-        bare: calls are at the beginning or nowhere; tags in other outputs are text.
+    Attributes:
+        form: form of tool calls; None without calls.
+        start: start of the output if it may have a thought, otherwise None.
+        bare: the text follows the request's grammar, so that calls are at its beginning or nowhere.
         begun: message with its header that the output continues, in a form with channels.
-        start: start of the output if it may have a thought.
-        thoughts: the parts include the thought.
+        thoughts: the thought is returned.
     """
+
+    form: ToolFormat | None = None
+    start: Start | None = None
+    bare: bool = False
+    begun: str = ""
+    thoughts: bool = True
+
+
+ALL_TEXT = OutputSyntax()
+
+
+def parser(
+    syntax: OutputSyntax, functions: Functions = (), hidden: Collection[str] = (), *, one_call: bool = False
+) -> Parser:
+    """Return the parser of one output. functions: functions that it may call. hidden: special tokens that no client
+    sees; each arrives in one piece. one_call: the output ends with its first call."""
+    form, start, bare, begun, thoughts = syntax
     made: Parser = TextParser(hidden)
     if form is not None and form.channels:
         made = ChannelParser(functions, one_call)

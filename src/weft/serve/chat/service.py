@@ -15,11 +15,11 @@ from weft.engine.grammar.grammar import either, json_grammar
 from weft.engine.messages.request import SamplingParams, Sharing
 from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.parsed_output import ParsedOutput, Reply, respond
-from weft.serve.chat.parsers import BEGIN, END, EndingParser, Start, after_reasoning, parser, start_of
+from weft.serve.chat.parsers import ALL_TEXT, BEGIN, END, EndingParser, OutputSyntax, after_reasoning, parser, start_of
 from weft.serve.chat.prompts import Prompts
 from weft.serve.chat.protocol import CommonRequest, RequestedGrammar, grammar_of
 from weft.serve.chat.templates import Templates
-from weft.serve.chat.tool_formats import ToolFormat, tool_format_of
+from weft.serve.chat.tool_formats import tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser
 from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.errors import ApiError, bad_field, client_names
@@ -27,22 +27,6 @@ from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.remote_engine import RemoteEngine
 from weft.serve.http.shared import Shared
-
-
-class OutputSyntax(NamedTuple):
-    """Syntax of a chat's output.
-
-    Attributes:
-        form: form of tool calls; None without calls.
-        start: start of the output if it may have a thought, otherwise None.
-        bare: the text follows the request's grammar, so that calls are at its beginning or nowhere.
-        begun: message with its header that the output continues, in a form with channels.
-    """
-
-    form: ToolFormat | None
-    start: Start | None
-    bare: bool = False
-    begun: str = ""
 
 
 class ChatJob(NamedTuple):
@@ -96,9 +80,9 @@ class Service:
         with client_names(body.names):
             self.check(body)
             text = self.prompts.chat_text(body)
-            parts = self._parts(body, text)
-            params = self._chat_params(body, parts)
-            parsers = self._parsers(body, parts)
+            syntax = self._syntax(body, text)
+            params = self._chat_params(body, syntax)
+            parsers = self._parsers(body, syntax)
             if parsers is not None and (params.stop or not body.parallel_tool_calls):
                 ended = partial(self._ending, parsers, params)
                 params = replace(params, stop=(), watch=lambda: ended().watch)
@@ -109,7 +93,7 @@ class Service:
     def _ending(parsers: Callable[[], Parser], params: SamplingParams) -> EndingParser:
         return EndingParser(parsers(), params.stop, params.keep_stop, params.min_tokens)
 
-    def _parts(self, body: ChatRequest, prompt: str) -> OutputSyntax:
+    def _syntax(self, body: ChatRequest, prompt: str) -> OutputSyntax:
         template = body.template(self.engine.tokenizer)
         form = tool_format_of(template)
         bare = not body.must_call and grammar_of(body) is not None
@@ -117,11 +101,13 @@ class Service:
             if not body.separate_reasoning:
                 raise bad_field("separate_reasoning", " must be true: the output of this model has a channel for it")
             begun = prompt.rpartition(ChannelParser.START)[2] if body.continue_final_message else ""
-            return OutputSyntax(None if bare else form, None, begun=begun)  # a request's grammar has no channels
+            form = None if bare else form  # a request's grammar has no channels
+            return OutputSyntax(form, begun=begun, thoughts=body.include_reasoning)
         begun = body.messages[-1].text if body.continue_final_message else ""
         start = start_of(prompt, begun) if self._thinks(template) and body.separate_reasoning else None
         form = form if body.offered else None
-        return OutputSyntax(form if form and (form.begin or not bare) else None, start, bare)
+        form = form if form and (form.begin or not bare) else None
+        return OutputSyntax(form, start, bare, thoughts=body.include_reasoning)
 
     def _thinks(self, template: str) -> bool:
         """Return whether thoughts are split off from the text."""
@@ -133,19 +119,17 @@ class Service:
     def _added(self) -> frozenset[str]:
         return frozenset(self.engine.tokenizer.get_added_vocab())
 
-    def _parsers(self, body: ChatRequest, parts: OutputSyntax) -> Callable[[], Parser] | None:
+    def _parsers(self, body: ChatRequest, syntax: OutputSyntax) -> Callable[[], Parser] | None:
         """Return the function that makes a choice's parser; None if all is text."""
         hidden = self.engine.text_processor.special if body.skip_special_tokens else ()
-        form, start, bare, begun = parts
-        made = partial(parser, form, body.offered, hidden, start=start, bare=bare, begun=begun)
-        one_call = not body.parallel_tool_calls
-        return partial(made, one_call=one_call, thoughts=body.include_reasoning) if form or start else None
+        made = partial(parser, syntax, body.offered, hidden, one_call=not body.parallel_tool_calls)
+        return made if syntax.form or syntax.start else None
 
-    def _chat_params(self, body: ChatRequest, parts: OutputSyntax) -> SamplingParams:
-        logprobs, form = (body.top_logprobs or 0) if body.logprobs else None, parts.form
+    def _chat_params(self, body: ChatRequest, syntax: OutputSyntax) -> SamplingParams:
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
         more = {"logprobs": logprobs, "prompt_logprobs": body.prompt_logprobs}
-        params = self.params(body, form=form, start=parts.start, max_tokens=body.output_limit, **more)
-        marks = (form.tokens if form else ()) + ((BEGIN, END) if parts.start else ())
+        params = self.params(body, syntax, max_tokens=body.output_limit, **more)
+        marks = (syntax.form.tokens if syntax.form else ()) + ((BEGIN, END) if syntax.start else ())
         if not self.engine.text_processor.special.isdisjoint(marks):
             params = replace(params, keep_special=True)  # the parser finds parts by special tokens
         return params
@@ -163,25 +147,18 @@ class Service:
             raise bad_field("stream_options", " needs stream to be true")
         body.refuse_unsupported()
 
-    def params(
-        self, body: CommonRequest, *, form: ToolFormat | None = None, start: Start | None = None, **more: Any
-    ) -> SamplingParams:
-        """Return the sampling parameters. Required calls replace another grammar; optional calls are its alternative.
-
-        Args:
-            body: request.
-            form: form of calls.
-            start: start of the output if it may have a thought.
-            more: further parameters.
-        """
+    def params(self, body: CommonRequest, syntax: OutputSyntax = ALL_TEXT, **more: Any) -> SamplingParams:
+        """Return the sampling parameters of a request, with `more` of them. Required calls replace another grammar;
+        optional calls are its alternative."""
         grammars = self.engine.text_processor.grammars
         requested = grammar_of(body, any_whitespace=self.options.any_whitespace)
         grammar = requested and requested.grammar
         if isinstance(body, ChatRequest):
-            calls = body.calls_grammar(form, grammars, bare=bool(requested), any_whitespace=self.options.any_whitespace)
+            whitespace, bare = self.options.any_whitespace, bool(requested)
+            calls = body.calls_grammar(syntax.form, grammars, bare=bare, any_whitespace=whitespace)
             grammar = either(calls, grammar) if calls and grammar and not body.must_call else calls or grammar
-        if grammar and start:
-            grammar = after_reasoning(grammar, start, grammars.named)
+        if grammar and syntax.start:
+            grammar = after_reasoning(grammar, syntax.start, grammars.named)
         try:  # here, perhaps on a thread: requests are submitted to the engine on the event loop
             compiled = grammars.compiled(grammar) if grammar else None
         except ValueError as error:

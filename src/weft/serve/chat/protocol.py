@@ -137,11 +137,6 @@ class SamplingFields(OutputRequest):
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
 
-    @property
-    def heavy(self) -> bool:
-        """True with bad words, as each is encoded."""
-        return bool(self.bad_words)
-
     def sampling(self, text_processor: TextProcessor, **more: Any) -> SamplingParams:
         """Return the engine's parameters: fields of the same names, and `more`. ApiError 400 for a bad value."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -177,11 +172,6 @@ class GrammarFields(Body):
     json_schema: Any = None
     regex: Text | None = None
     ebnf: Text | None = None
-
-    @property
-    def slow(self) -> bool:
-        """True with a grammar, which may take a second to compile."""
-        return not self.model_fields_set.isdisjoint(GrammarFields.model_fields)
 
 
 class RequestedGrammar(NamedTuple):
@@ -254,6 +244,11 @@ class CommonRequest(SharedRequest, SamplingFields, GrammarFields):
         "include_reasoning": (True,),
         "data_parallel_rank": (0,),  # `weft.serve.dialects.extras` reports one rank
     }
+
+    @property
+    def slow(self) -> bool:
+        """True with bad words, as each is encoded, and with a grammar, which may take a second to compile."""
+        return bool(self.bad_words) or not self.model_fields_set.isdisjoint(GrammarFields.model_fields)
 
     @property
     def output_limit(self) -> int | None:

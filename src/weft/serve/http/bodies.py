@@ -49,17 +49,12 @@ class Body(BaseModel):
 
     @property
     def slow(self) -> bool:
-        """True if a request needs much work before its first token, even with a short body."""
+        """True if a request needs more work before its first token than the length of its body implies."""
         return False
 
     @property
     def tokenised(self) -> bool:
         """True if all prompts are token ids."""
-        return False
-
-    @property
-    def heavy(self) -> bool:
-        """True if a body is more work than its length implies."""
         return False
 
     @model_validator(mode="before")
@@ -130,7 +125,7 @@ class JsonRoute(APIRoute):
             large = request.state.large = len(data) > QUICK
             limiter = request.app.state.large
             body = await anyio.to_thread.run_sync(check, data, limiter=limiter) if large else check(data)
-            request.state.small = not (large or body.heavy) and (len(data) <= SMALL or body.tokenised)
+            request.state.small = not large and (len(data) <= SMALL or body.tokenised)
             return body
 
         async def handle(request: Request) -> Response:

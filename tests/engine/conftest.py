@@ -21,9 +21,9 @@ from transformers import PreTrainedTokenizerFast
 from weft.engine.controller.engine import Engine, Request
 from weft.engine.hosts import agents
 from weft.engine.messages.rank_messages import Step
-from weft.engine.messages.request import SamplingParams
+from weft.engine.messages.request import Output, SamplingParams
 from weft.engine.output.request_output import OutputCallback, RequestOutput
-from weft.engine.output.results import GenerationResult, gather
+from weft.engine.output.results import gather
 from weft.engine.worker.row_table import NO_TOKEN
 from weft.engine.worker.worker import Worker
 
@@ -90,7 +90,7 @@ def greedy_outputs(
 
 def generate_together(
     engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
-) -> list[GenerationResult]:
+) -> list[Output]:
     """Generate as `Engine.generate`, with parameters per prompt if given; all prompts arrive between the same two
     steps, whatever turns the threads take. For tests of many sequences that share the cache."""
     asked: list[Request] = []

@@ -25,8 +25,7 @@ from weft.engine.kv.cache_events import CacheEvents
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.kv.tokens import token_bytes
 from weft.engine.messages.rank_messages import Adjust, GroupRows, Join, Sampling, Step
-from weft.engine.messages.request import SamplingParams
-from weft.engine.output.results import GenerationResult
+from weft.engine.messages.request import Output, SamplingParams
 from weft.engine.scheduler.scheduler import make_schedulers
 from weft.engine.speculation.sources import SOURCES, DraftSource, NgramSource
 from weft.engine.worker.row_table import RowTable
@@ -70,7 +69,7 @@ RATES = (0.0, 0.3, 0.7, 1.0)
 
 def results(
     model: Path, how: Sequence[SamplingParams] = HOW, drafts: bool = True, **changes: Any
-) -> tuple[list[list[GenerationResult]], Engine]:
+) -> tuple[list[list[Output]], Engine]:
     """Return the outputs of two rounds, the second one from the prefix cache, and the engine."""
     values = dict(speculative="ngram" if drafts else "off", seed=3, max_running=len(how), max_batch_tokens=40) | changes
     with Engine(config(model, **values)) as engine:
@@ -80,12 +79,12 @@ def results(
 
 
 @cache
-def without_drafts(model: Path) -> list[GenerationResult]:
+def without_drafts(model: Path) -> list[Output]:
     """Return the outputs of one rank without drafts."""
     return results(model, drafts=False)[0][0]
 
 
-def same(found: Sequence[GenerationResult], wanted: Sequence[GenerationResult]) -> None:
+def same(found: Sequence[Output], wanted: Sequence[Output]) -> None:
     for prompt, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one.token_ids == other.token_ids, prompt
         assert (one.text, one.finish_reason, one.error) == (other.text, other.finish_reason, other.error), prompt
@@ -96,7 +95,7 @@ def same(found: Sequence[GenerationResult], wanted: Sequence[GenerationResult]) 
 
 
 @pytest.fixture(scope="module")
-def plain(model_dir: Path) -> list[GenerationResult]:
+def plain(model_dir: Path) -> list[Output]:
     """Outputs without drafts, of one rank."""
     first = without_drafts(model_dir)
     assert len({tokens for r in first for tokens in r.token_ids}) > 60
@@ -111,7 +110,7 @@ def plain(model_dir: Path) -> list[GenerationResult]:
     + [pytest.param(layout, rate, marks=pytest.mark.nightly) for layout in LAYOUTS for rate in RATES],
 )
 def test_every_parameter(
-    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch, layout: str, rate: float
+    model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch, layout: str, rate: float
 ) -> None:
     toy = Toy(recorded(PROMPTS, plain), rate).use(monkeypatch)
     rounds, engine = results(model_dir, **LAYOUTS[layout])
@@ -126,7 +125,7 @@ def test_every_parameter(
 
 @pytest.mark.parametrize("layout", ["1x1", pytest.param("2x2", marks=pytest.mark.nightly)])
 def test_sequences_that_are_preempted(
-    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch, layout: str
+    model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """Preempt in a cache that is too small, with sequences that pause, and with prompts in small chunks."""
     Toy(recorded(PROMPTS, plain), 0.6).use(monkeypatch)
@@ -141,7 +140,7 @@ def test_sequences_that_are_preempted(
     "layout", ["1x2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2x2", "dcp 2", "two hosts"))]
 )
 def test_ranks_in_processes(
-    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch, layout: str
+    model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
     """Exchange rows of drafts by shm, in memory for the largest step; across hosts by gloo."""
     Toy(recorded(PROMPTS, plain), 0.7).use(monkeypatch)
@@ -223,7 +222,7 @@ def test_every_family(
 
 @pytest.mark.usefixtures("never_pausing")
 def test_counts_of_accepted_drafts_are_those_of_one_rank(
-    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft by draft. Groups without a sequence have no rows."""
     counts = []
@@ -252,7 +251,7 @@ def test_prompt_lookup(model_dir: Path) -> None:
 
 @pytest.mark.usefixtures("never_pausing")
 def test_a_rank_that_is_lost_in_the_middle_of_drafts(
-    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences go on from their accepted tokens."""
     Toy(recorded(PROMPTS, plain), 0.7).use(monkeypatch)
@@ -272,7 +271,7 @@ def test_a_rank_that_is_lost_in_the_middle_of_drafts(
 
 
 def test_events_of_the_cache_hold_accepted_tokens_alone(
-    model_dir: Path, plain: list[GenerationResult], monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that are published have tokens of prompts and outputs."""
     Toy(recorded(PROMPTS, plain), 0.5).use(monkeypatch)

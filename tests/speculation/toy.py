@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from weft.engine.output.results import GenerationResult
+from weft.engine.messages.request import Output
 from weft.engine.speculation import drafting
 from weft.engine.speculation.draft_prices import Price
 from weft.engine.speculation.sources import SOURCES
@@ -52,6 +52,6 @@ class Toy:
         return self
 
 
-def recorded(prompts: Sequence[Sequence[int]], results: Sequence[GenerationResult]) -> list[list[int]]:
+def recorded(prompts: Sequence[Sequence[int]], results: Sequence[Output]) -> list[list[int]]:
     """Return prompts with their outputs."""
     return [[*prompt, *result.token_ids] for prompt, result in zip(prompts, results, strict=True)]

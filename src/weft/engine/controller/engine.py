@@ -26,9 +26,9 @@ from weft.engine.controller.request_queue import RequestQueue
 from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
 from weft.engine.kv.manager import CacheManager
 from weft.engine.messages.rank_messages import Step
-from weft.engine.messages.request import FAIR_SHARE, FinishReason, SamplingParams, Sharing
+from weft.engine.messages.request import FAIR_SHARE, FinishReason, Output, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
-from weft.engine.output.results import EngineStats, GenerationResult, gather
+from weft.engine.output.results import EngineStats, gather
 from weft.engine.output.text_processor import TextProcessor
 from weft.engine.scheduler.draft_rows import make_speculation, note_step
 from weft.engine.scheduler.scheduled import Scheduled
@@ -172,7 +172,7 @@ class Engine(ProcessBound):
 
     def generate(
         self, prompts: Seq[Seq[int]], params: SamplingParams, each: Callable[[], None] = lambda: None
-    ) -> list[GenerationResult]:
+    ) -> list[Output]:
         """Complete any number of prompts and wait for all. Raises errors of `submit`, and EngineError if one ends with
         "error". each: called after each completion."""
         wait = partial(self._requests.wait_for_capacity, IDLE_CHECK_S)

@@ -1,4 +1,4 @@
-"""Results of the engine other than increments: counters, whole completions, communication reports."""
+"""Results of the engine other than increments: counters and whole completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from weft.engine.config.config import EngineError, QueueFull
-from weft.engine.messages.request import FinishReason, TokenLogprob
+from weft.engine.messages.request import Output
 from weft.engine.output.request_output import OutputCallback, RequestOutput
 
 
@@ -59,25 +59,13 @@ class EngineStats:
         return len(self.lost_places)
 
 
-@dataclass(frozen=True)
-class GenerationResult:
-    """A whole completion. error: reason of an early end (`weft.engine.messages.request.Output`)."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason
-    cached_tokens: int
-    error: str | None
-
-
 def gather(
     prompts: Sequence[Sequence[int]],
     submit: Callable[[Sequence[int], OutputCallback], object],
     wait: Callable[[], object],
     each: Callable[[], None] = lambda: None,
-) -> list[GenerationResult]:
-    """Submit each prompt with a callback, and wait for all completions.
+) -> list[Output]:
+    """Submit each prompt with a callback, wait for all completions, and return each as one increment.
 
     submit: called again after QueueFull. wait: waits for capacity. each: called after each completion. Raises other
     errors of `submit`, and EngineError if a completion ends with "error".
@@ -109,18 +97,7 @@ def gather(
     return results
 
 
-def whole(output: RequestOutput) -> GenerationResult:
-    """Return the completion of an output that has ended, if no increment was taken yet."""
-    increments = []
-    while not output.over:
-        increments.append(output.take())
-    reason = increments[-1].finish_reason
-    assert reason is not None
-    return GenerationResult(
-        "".join(o.text for o in increments),
-        tuple(t for o in increments for t in o.token_ids),
-        tuple(p for o in increments for p in o.logprobs),
-        reason,
-        increments[-1].cached_tokens,
-        increments[-1].error,
-    )
+def whole(output: RequestOutput) -> Output:
+    """Return all increments of an output that has ended as one, if none was taken yet."""
+    assert output.end is not None
+    return output.take(output.end.at + 1)

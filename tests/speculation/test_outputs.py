@@ -139,9 +139,7 @@ def test_sequences_that_are_preempted(
 @pytest.mark.parametrize(
     "layout", ["1x2", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2x2", "dcp 2", "two hosts"))]
 )
-def test_ranks_in_processes(
-    model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch, layout: str
-) -> None:
+def test_ranks_in_processes(model_dir: Path, plain: list[Output], monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Exchange rows of drafts by shm, in memory for the largest step; across hosts by gloo."""
     Toy(recorded(PROMPTS, plain), 0.7).use(monkeypatch)
     changes = dict(executor="process", transport="shm", max_batch_tokens=64, speculative_tokens=5)

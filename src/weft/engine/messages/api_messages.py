@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from weft.engine.messages.rank_messages import Logprobs
-from weft.engine.messages.request import FinishReason, Sharing, TokenLogprob
+from weft.engine.messages.request import End, Sharing, TokenLogprob
 
 
 class ApiConnected(Struct, frozen=True, tag=True):
@@ -118,24 +118,14 @@ class FirstIncrement(Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprob, ...]
 
 
-class IncrementEnd(Struct, frozen=True, array_like=True):
-    """Part of a request's last increment; see `weft.engine.output.request_output.End`."""
-
-    reason: FinishReason
-    stop_reason: str | int | None
-    error: str | None
-    in_text: bool
-    refused: bool
-
-
 class Increment(Struct, frozen=True, tag=True):
-    """Engine: an increment with more than a token. token: None in an end without one."""
+    """Engine: an increment with more than a token. token: None in an end without one. end: without its fault."""
 
     request: int
     token: int | None
     logprobs: Logprobs | None
     first: FirstIncrement | None
-    end: IncrementEnd | None
+    end: End | None
 
 
 FromApi = ApiConnected | ApiStarted | NewRequests | CancelRequests | Question | Observed

@@ -192,6 +192,26 @@ class Output(Struct, frozen=True, gc=False):
     refused: bool = False
 
 
+class End(Struct, frozen=True, array_like=True):
+    """End of an output. Other fields are as in `Output`.
+
+    Attributes:
+        at: index of the last increment.
+        fault: unforeseen error.
+        token: whether the last increment has a token.
+        in_text: whether the text includes that token.
+    """
+
+    at: int
+    reason: FinishReason | None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    fault: Exception | None = None
+    token: bool = True
+    in_text: bool = True
+    refused: bool = False
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request in a scheduler.

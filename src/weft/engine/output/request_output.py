@@ -14,6 +14,7 @@ from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import Logprobs, Scored
 from weft.engine.messages.request import (
     ContextExceeded,
+    End,
     FinishReason,
     Output,
     SamplingParams,
@@ -34,27 +35,6 @@ NAMED = ("stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids")
 """Sampling parameters with lists of tokens."""
 Named = tuple[frozenset[int], bytes]
 """A request's end tokens, and the mask of its allowed tokens; empty: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """End of an output. Other fields are as in `Output`.
-
-    Attributes:
-        at: index of the last increment.
-        fault: unforeseen error.
-        token: whether the last increment has a token.
-        in_text: whether the text includes that token.
-    """
-
-    at: int
-    reason: FinishReason | None
-    stop_reason: str | int | None = None
-    error: str | None = None
-    fault: Exception | None = None
-    token: bool = True
-    in_text: bool = True
-    refused: bool = False
 
 
 NOT_YET = End(-1, None)

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from msgspec import structs
+
 from weft.engine.config.config import EngineConfig, EngineError, QueueFull
 from weft.engine.config.device import on_gpus
 from weft.engine.kv.tokens import token_array
@@ -177,19 +179,16 @@ class ApiProcesses:
             plain.requests.append(number)
             plain.tokens.append(token)
             return
-        s, of_first, of_end = output.sequence, None, None
+        s, of_first = output.sequence, None
         if not at:
             of_first = messages.FirstIncrement(s.cached or 0, s.queue_s, tuple(s.scores))
         if end is not None:
-            error = end.error
             if end.fault is not None:
                 log.error("request %s ends with an error", output.name, exc_info=end.fault)
-                error = f"internal error: {type(end.fault).__name__}"
-            reason = end.reason or "error"
-            of_end = messages.IncrementEnd(reason, end.stop_reason, error, end.in_text, end.refused)
+                end = structs.replace(end, error=f"internal error: {type(end.fault).__name__}", fault=None)
             with self._lock:
                 process.requests.pop(number, None)
-        outgoing.append(messages.Increment(number, token, known, of_first, of_end))
+        outgoing.append(messages.Increment(number, token, known, of_first, end))
 
     def _flush(self) -> None:
         self._send_status()

@@ -21,7 +21,7 @@ from weft.engine.grammar.grammar import Compiled
 from weft.engine.messages import api_messages as messages
 from weft.engine.messages.rank_sockets import RankSocket
 from weft.engine.messages.request import FAIR_SHARE, Output, SamplingParams, Sharing
-from weft.engine.output.request_output import End, Request, RequestOutput, check_count, prepare_all
+from weft.engine.output.request_output import Request, RequestOutput, check_count, prepare_all
 from weft.engine.output.text_processor import TextProcessor
 from weft.serve.http.errors import ApiError
 from weft.serve.http.metrics import Observations
@@ -175,8 +175,7 @@ class RemoteEngine:
         # A stop string precedes the end of a grammar and of a length. The engine's other ends precede it.
         own = output.end
         if end is not None and (own is None or own.reason == "length" or end.reason not in ("stop", "length")):
-            has_token = increment.token is not None
-            output.end = End(at, end.reason, end.stop_reason, end.error, None, has_token, end.in_text, end.refused)
+            output.end = msgspec.structs.replace(end, at=at, token=increment.token is not None)
         self._notify(output, known=end is not None)
 
     def _notify(self, output: RequestOutput, known: bool = False) -> None:

@@ -31,7 +31,7 @@ class PlainValues:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for another process."""
-        values: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        values: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(self, enc_hook=str))
         return values
 
     @classmethod

@@ -14,7 +14,7 @@ import zmq
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import on_gpus
 from weft.engine.controller.executor import LOAD_TIMEOUT_S, Executor, Gone
-from weft.engine.hosts import addresses, digests
+from weft.engine.hosts import addresses
 from weft.engine.hosts.agents import SILENT_S, Agents
 from weft.engine.messages.rank_messages import Failure, FromRank, Stop, ToRank, decode_from_rank, encode
 from weft.engine.processes.fork_client import RankProcess
@@ -110,7 +110,7 @@ class HostsExecutor(ProcessExecutor):
         if table is None and config.cost == "auto":
             # Fix the table: hosts must not choose tables of their own.
             config = replace(config, cost=GPU_COSTS if on_gpus(config) else "cpu")
-        self._agents.start(digests.plain(config), table, self._starts)
+        self._agents.start(config.to_dict(), table, self._starts)
         self._local.launch(config, self._starts, config.ranks_of(0))
         self._poller = zmq.Poller()
         for source in (self._local.sockets, self._agents.socket):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 from collections import Counter
 from dataclasses import fields
@@ -56,13 +55,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
 
 def options(config: EngineConfig) -> dict[str, Any]:
     """Return the options that must be the same on every host, in JSON's types."""
-    return {name: value for name, value in plain(config).items() if name not in OF_A_HOST + OF_NODE_0}
-
-
-def plain(config: EngineConfig) -> dict[str, Any]:
-    """Return all options in JSON's types."""
-    values: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
-    return values
+    return {name: value for name, value in config.to_dict().items() if name not in OF_A_HOST + OF_NODE_0}
 
 
 def difference(

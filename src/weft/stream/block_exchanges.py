@@ -42,7 +42,6 @@ class BlockExchanges:
     these.
 
     Args:
-        transports: by name.
         prices: source of the ops to run; `planned_by` replaces it for a while.
         site: read of the stream that precedes an exchange.
     """

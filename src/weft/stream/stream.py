@@ -249,7 +249,6 @@ class Stream:
         transports: by name, as offered to the planner.
         rows: of this step; all ranks pass the same counts.
         times: not None if this pass is timed.
-        exchanges: exchanges inside blocks.
         observer: called with the site and the rows of each read.
     """
 

@@ -143,7 +143,6 @@ class Engine(ProcessBound):
 
         Args:
             requests: (prompt tokens, sampling parameters, callback) of each.
-            sharing: terms of all these requests.
             timeout_s: seconds until the end of the output; a request that lasts longer ends with "timeout".
             name: name of the requests in the log.
 

@@ -90,7 +90,6 @@ class Recording:
     """Two windows of a running engine, one after the other.
 
     Attributes:
-        mesh: the engine's layout.
         window: the window without the profiler, for the time and the CPU time of a step.
         traced: each rank's profile of the second window, in rank order, with its trace.
     """

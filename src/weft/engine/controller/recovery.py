@@ -93,7 +93,6 @@ class Recovery:
         executor: the controller's end of the ranks.
 
     Attributes:
-        faults: counter of failures.
         lost_places: node and place of each rank that is lost for good.
     """
 

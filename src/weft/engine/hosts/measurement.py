@@ -29,7 +29,6 @@ def run_over_hosts(
     """Run this host's ranks of a measurement. Yields the reports of rank 0, on node 0 only.
 
     Args:
-        config: the layout and the hosts.
         work: a rank's part; a function of a module, the same on all hosts.
         describe: returns node 0's description for all ranks, in JSON's types; called there once all hosts have joined.
         say: called with lines for the user.

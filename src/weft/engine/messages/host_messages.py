@@ -12,8 +12,6 @@ class Join(Struct, frozen=True, tag=True):
     """Agent to node 0: request to join.
 
     Attributes:
-        node: number of the agent's node.
-        host: name of its host.
         facts: versions and digests, which must equal node 0's.
         options: engine options, the same on every host.
         clock: seconds since 1970.

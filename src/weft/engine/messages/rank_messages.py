@@ -265,7 +265,6 @@ class Ready(Struct, frozen=True, tag=True):
     """Rank to the controller: it is ready for steps. The attributes are the same on every rank.
 
     Attributes:
-        groups: cache groups of the rank.
         plans: plans of all graphs, and of the largest step without a graph.
         eager: reason why decode steps on CPUs are not recorded; empty: they are, or ranks run on GPUs.
     """
@@ -291,7 +290,6 @@ class Ran(Struct, frozen=True, array_like=True):
     """Record of a step on a rank.
 
     Attributes:
-        number: number of the step.
         counts: rows of every DP group.
         plan: checksum of the plan, the same on every rank.
         tokens: checksum of the sampled tokens, the same on every rank of a DP group.
@@ -343,7 +341,6 @@ class Profiled(Struct, frozen=True, tag=True):
     """Rank to the controller: its profile of the last steps.
 
     Attributes:
-        steps: number of steps.
         seconds: from the start of the first step to the end of the last.
         thread_cpu_s: CPU time of the thread that runs steps.
         process_cpu_s: CPU time of all threads of the rank's process.

@@ -46,11 +46,7 @@ class TextStream:
     Text is returned once it is final: an incomplete character waits for its other bytes, and text that may begin a stop
     string waits until that is decided.
 
-    Args:
-        detokenizer: the model's.
-        stop: strings that end the text.
-        keep_stop: include the stop string in the text.
-        keep_special: include special tokens in the text.
+    stop, keep_stop, keep_special: as in `SamplingParams`.
     """
 
     def __init__(

@@ -50,7 +50,6 @@ class RequestOutput:
 
     Attributes:
         callback: called with this object, on the engine's thread.
-        text: detokenizer of this output.
         eos: end tokens that are not reported as a stop reason.
         scheduler: scheduler of the request's DP group; None before it has one.
         name: name of the request in the log.
@@ -251,12 +250,9 @@ def prepare(
     satisfies.
 
     Args:
-        prompt: tokens of the prompt.
-        params: sampling parameters.
-        callback: called for each increment.
+        prompt: its tokens.
         seed: default for requests without a seed.
         context: maximum tokens of the prompt and the output together.
-        text_processor: the model's.
         checked: cache of checked parameters, shared by the choices of one request.
     """
     if not prompt:

@@ -23,7 +23,6 @@ class EngineStats:
             are totals so far.
         stalls: steps skipped by a sequence because its sampling depends on a pending token.
         steps: steps sent to the ranks.
-        step_rows: rows of all steps.
         step_sizes: histogram of steps: entry i counts steps with more than 2ⁱ⁻¹ and at most 2ⁱ rows.
         rejected: requests refused because too many waited.
         timeouts: requests ended by their deadline.

@@ -51,7 +51,6 @@ class TextProcessor:
 
     Args:
         tokenizer: a transformers fast tokenizer.
-        directory: directory of the tokenizer.
         vocabulary: number of the model's tokens.
         eos: end tokens of config.json.
 

@@ -19,7 +19,6 @@ class Scheduled:
     Allocations tell whether a sequence ended or was preempted meanwhile: it then has another one, or none.
 
     Attributes:
-        rows: rows and changes for the ranks.
         sampled: sequences that get tokens, in the order of `Result.tokens`, with their allocations.
         scores: sequences that get prompt logprobs, in the order of `Result.scored`, with their allocations.
     """

@@ -81,11 +81,7 @@ class DraftChain:
 
     Args:
         model: the model, with a source of drafts.
-        mesh, rank: the layout, and this rank's place in it.
         planner: of the layer's chain.
-        transports: by name.
-        exchanges: exchanges inside blocks, shared with the model.
-        caches: caches of all layers.
         stats: statistics, which count the passes.
         max_rows: maximum rows of a DP group's pass.
 
@@ -202,11 +198,7 @@ class DraftChain:
     ) -> tuple[Tensor, Tensor]:
         """Run the layer along a plan. Returns its rows, and the logits of the batch's sampled rows.
 
-        Args:
-            planner, counts: of the plan.
-            rows: rows of the pass.
-            batch, hidden: as of the layer.
-            times: not None if the pass is timed.
+        times: not None if the pass is timed.
         """
         stream = Stream(planner.plan(counts), self._transports, rows, times, self._exchanges)
         with self._exchanges.planned_by(planner.blocks):

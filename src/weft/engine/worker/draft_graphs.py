@@ -82,7 +82,6 @@ class DraftGraphs:
     Args:
         chain: the layer.
         planner: plans its graphs.
-        rows: the table on the device.
         rules, page_size: of the caches.
         max_rows: maximum rows of a step.
     """

@@ -45,7 +45,6 @@ class Memory:
     """Bytes of a rank's GPU, with its weights and without its cache.
 
     Attributes:
-        total, free: memory of the GPU.
         steps: maximum need of an eager step.
         graphs: memory kept by all graphs.
     """
@@ -148,9 +147,7 @@ class CacheNeed:
     def sized(self, memory: Memory, agree: Callable[[int], int]) -> CacheNeed:
         """Return the largest cache that fits on every rank.
 
-        Args:
-            memory: memory of this rank.
-            agree: returns the minimum over ranks of their numbers.
+        agree: returns the minimum over ranks of their numbers.
 
         Raises LayoutError, on every rank, if not one sequence of max_model_len tokens fits, or not one page.
         """

@@ -50,11 +50,8 @@ class ModelRunner:
     """Runner of a model on one rank. Every rank must call `forward` for every step, with the same counts.
 
     Args:
-        model: the model with this rank's weights.
-        mesh, rank: the layout, and this rank's place in it.
         transports: choices of the planner for each edge, by cost.
         groups, page_size: groups and page size of the caches, which are allocated here once.
-        costs: the cost model (`weft.planner.cost.costs`).
         interleave: consecutive tokens on one rank, under decode context parallelism; None: a page.
         dcp_exchange: recipe that merges attention (`weft.planner.recipes`).
         dcp_prefill: recipe of attention of prompts.
@@ -64,7 +61,6 @@ class ModelRunner:
         max_rows: maximum rows of a DP group's step.
 
     Attributes:
-        stats: exchanges of the steps.
         attention: the attention backend in use.
         observer: called with the reads of each step without a graph (`weft.stream.stream.Stream`).
         draft: the draft layer or draft model, if any.

@@ -28,7 +28,6 @@ class RunStats:
 
     Attributes:
         timing_interval: number of eager steps for each one with timed collectives.
-        graph_planner: planner of graphs.
         graph_seconds: seconds of a graph's exchanges, each measured alone, by the graph's rows per DP group.
     """
 

@@ -24,9 +24,7 @@ LEADING = 512
 class Sampler:
     """Sampler of a rank's eager steps, and of rows that graphs cannot sample.
 
-    Args:
-        table: table of sequences.
-        vocabulary: the split vocabulary; None if it is not split.
+    vocabulary: the split vocabulary; None if it is not split.
 
     Attributes:
         state: table on the device, for sampling by the kernels of graphs; None: sampling by torch.

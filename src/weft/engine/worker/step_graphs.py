@@ -40,13 +40,8 @@ class StepGraphs:
     """Graphs of a rank, and their input and output tensors. Layers get batches with `spans` None.
 
     Args:
-        model, mesh, rank: as in `ModelRunner`.
         plan: returns the plan of the given rows per DP group.
-        transports: transports of the plans.
-        caches: caches of the model's layers.
-        rows: the table on the device.
         inputs: inputs of each kind of steps, with the shapes of their graphs.
-        exchanges: exchanges inside blocks.
         vocabulary: the split vocabulary, with captured exchanges; None if it is not split.
 
     Attributes:
@@ -152,7 +147,6 @@ class StepGraphs:
         """Replay a graph without waiting for it. The next replay overwrites the returned tensors.
 
         Args:
-            shape: shape of the graph.
             group_rows: this group's part of the step, already applied to the table on the device.
             counts: rows of all groups, the same on every rank.
 

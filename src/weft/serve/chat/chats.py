@@ -278,7 +278,6 @@ class ChatRequest(CommonRequest):
 
         Args:
             form: form of calls; None without calls.
-            grammars: compiler of the grammar.
             bare: an output is either calls or text, even if calls are optional. Calls without an opening mark are then
                 excluded, as nothing distinguishes them from text.
             any_whitespace: of JSON, as in `weft.engine.grammar.grammar.schema_text`.

@@ -68,7 +68,6 @@ class ParsedOutput:
     Attributes:
         parts: in order; the last may be open.
         token_ids, logprobs, prompt_logprobs: of all increments.
-        last: the last increment.
         reasoning_tokens: tokens up to the end of the thought.
     """
 

@@ -95,7 +95,6 @@ def command_of(engine: str, model: str, mesh: Mesh, kv_dtype: str = "auto") -> s
     Args:
         engine: vllm or sglang.
         model: its name or directory.
-        mesh: layout of the ranks.
         kv_dtype: dtype of the cache, as an option of Weft.
     """
     whole, tp, dp = mesh.ep == mesh.world, mesh.attn_tp, mesh.attn_dp

@@ -108,9 +108,7 @@ ITEMS: dict[str, type[Item]] = {
 class ChatMessages:
     """Messages of a chat (`weft.serve.chat.chats.Message`) made of items.
 
-    Attributes:
-        made: the messages so far.
-        names: field of a message → the client's name.
+    names: field of a message → the client's name.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,6 @@ class Heads:
     Args:
         window: a row sees itself and the window − 1 tokens before it.
         bias: biases of query, key and value.
-        output_bias: bias of the output.
         gate: sigmoid of another projection that scales each head of the output ("head", checkpoint `g_proj`) or each
             element ("element", stored per head after the queries in `q_proj`).
         sinks: each query head has a learnt score for a token without a value, which takes a share of the softmax (arXiv

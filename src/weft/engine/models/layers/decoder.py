@@ -140,7 +140,6 @@ class DraftLayer(DraftSourceLayer):
     `[S, vocabulary]` of the batch's sampled rows. Row i has the position of a token, and predicts from what follows it.
 
     Args:
-        c: config of the model.
         model: gives its embedding, head and rotary embeddings.
         batch: its `tokens` are the tokens after each row's.
         hidden: the model's rows `[T, width]` (`Decoder.rows`), or the rows of the pass before.

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from weft.comm.forks import ProcessBound
@@ -256,7 +255,7 @@ class Engine(ProcessBound):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ask(self, question: Callable[[], Any]) -> Any:

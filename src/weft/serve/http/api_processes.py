@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from msgspec import structs
@@ -148,7 +147,7 @@ class ApiProcesses:
     def __enter__(self) -> ApiProcesses:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stops += 2
         for process in list(self._processes.values()):  # the thread of the sockets removes those that have ended
             process.child.kill()

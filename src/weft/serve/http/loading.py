@@ -11,7 +11,6 @@ import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 log = logging.getLogger(__name__)
@@ -162,5 +161,5 @@ class Loading(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(SHUTDOWN_POLL_S,), name="weft-loading", daemon=True).start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()

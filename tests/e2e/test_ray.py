@@ -93,14 +93,14 @@ def test_each_other_host_gets_an_agent_with_a_secret_of_this_run(
     assert (config.node_rank, config.master_addr) == (0, "here") and config.cluster_key is not None
     assert config.cluster_key.stat().st_mode & 0o77 == 0 or config.cluster_key.parent.stat().st_mode & 0o77 == 0
     secret = config.cluster_key.read_text()
-    with ray_hosts.agents(config, True) as agents:
+    with ray_hosts.agents(config, True) as watching:
         [(first, one), (second, other)] = ray.runs
         assert (first, second) == (("a", False, 0, 0), ("b", False, 0, 0)), "in the order of their addresses"
         assert one | {"node_rank": 2} == other and one["node_rank"] == 1
         assert one["cluster_key"] == secret and len(secret) == 64 and one["model"] is None and one["nnodes"] == 3
         ray.ended.put(True)
         ray.ended.put(True)
-        agents._watching.join()
+        watching.join()
     said = capfd.readouterr().err
     assert "weft: the agent of node 1 (a) has ended with exit code 3\n" in said
     assert "weft: the agent of node 2 (b) is gone: the host is gone\n" in said

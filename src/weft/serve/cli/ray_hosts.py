@@ -16,10 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from weft.engine.assets import embedded_model_dir
@@ -67,55 +67,50 @@ def _others(ray: Any) -> list[dict[str, Any]]:
     return sorted(others, key=lambda host: (host["NodeManagerAddress"], host["NodeID"]))
 
 
-class RayHosts:
-    """Context manager that runs the agents of a configuration with the options of `node_0`."""
+@contextmanager
+def agents(config: Any, ray: bool) -> Iterator[threading.Thread | None]:
+    """Run the agents of the other hosts, with the options of `node_0`, and yield the thread that watches them; None,
+    and no agents, unless Ray starts them."""
+    if not ray:
+        yield None
+        return
+    from weft.engine.config.device import on_gpus
 
-    def __init__(self, config: Any):
-        self._config = config
-
-    def __enter__(self) -> RayHosts:
-        from weft.engine.config.device import on_gpus
-
-        config, ray = self._config, connect()
-        self._ray, self._closing = ray, False
-        self._agents: list[Any] = []
-        self._runs: dict[Any, tuple[int, str]] = {}
-        gpus = config.ranks_of_host if on_gpus(config) else 0
-        for node, host in zip(range(1, config.nnodes), _others(ray), strict=False):
-            where = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(host["NodeID"], soft=False)
-            actor = ray.remote(Agent).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=where)
-            self._agents.append(actor.remote())
-            self._runs[self._agents[-1].run.remote(message(config, node))] = (node, host["NodeManagerAddress"])
-        self._watching = threading.Thread(target=self._watch, name="weft-ray", daemon=True)
-        self._watching.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._closing = True
-        timeout_s = LEAVE_S if kind is None else FAILED_S
-        self._ray.wait(list(self._runs), num_returns=len(self._runs), timeout=timeout_s)
-        for agent in self._agents:
-            self._ray.kill(agent)
-        self._ray.shutdown()
-
-    def _watch(self) -> None:
-        """Print the agents that end before node 0."""
-        waiting = list(self._runs)
-        with suppress(Exception):  # Ray is shut down
-            while waiting:
-                ended, waiting = self._ray.wait(waiting, num_returns=1)
-                node, address = self._runs[ended[0]]
-                try:
-                    how = f"has ended with exit code {self._ray.get(ended[0])}"
-                except self._ray.exceptions.RayError as error:
-                    how = f"is gone: {str(error).splitlines()[0]}"
-                if not self._closing:
-                    print(f"weft: the agent of node {node} ({address}) {how}", file=sys.stderr, flush=True)
+    cluster, closing = connect(), threading.Event()
+    started, runs = list[Any](), dict[Any, tuple[int, str]]()
+    gpus = config.ranks_of_host if on_gpus(config) else 0
+    for node, host in zip(range(1, config.nnodes), _others(cluster), strict=False):
+        where = cluster.util.scheduling_strategies.NodeAffinitySchedulingStrategy(host["NodeID"], soft=False)
+        actor = cluster.remote(Agent).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=where)
+        started.append(actor.remote())
+        runs[started[-1].run.remote(message(config, node))] = (node, host["NodeManagerAddress"])
+    watching = threading.Thread(target=_watch, args=(cluster, runs, closing), name="weft-ray", daemon=True)
+    watching.start()
+    timeout_s = FAILED_S
+    try:
+        yield watching
+        timeout_s = LEAVE_S
+    finally:
+        closing.set()
+        cluster.wait(list(runs), num_returns=len(runs), timeout=timeout_s)
+        for agent in started:
+            cluster.kill(agent)
+        cluster.shutdown()
 
 
-def agents(config: Any, ray: bool) -> AbstractContextManager[Any]:
-    """Return the context of the other hosts' agents, which is empty unless Ray starts them."""
-    return RayHosts(config) if ray else nullcontext()
+def _watch(ray: Any, runs: Mapping[Any, tuple[int, str]], closing: threading.Event) -> None:
+    """Print the agents that end before node 0."""
+    waiting = list(runs)
+    with suppress(Exception):  # Ray is shut down
+        while waiting:
+            ended, waiting = ray.wait(waiting, num_returns=1)
+            node, address = runs[ended[0]]
+            try:
+                how = f"has ended with exit code {ray.get(ended[0])}"
+            except ray.exceptions.RayError as error:
+                how = f"is gone: {str(error).splitlines()[0]}"
+            if not closing.is_set():
+                print(f"weft: the agent of node {node} ({address}) {how}", file=sys.stderr, flush=True)
 
 
 def message(config: Any, node: int) -> str:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from server.conftest import Served
 from weft.engine.controller.engine import Engine
 from weft.engine.grammar.grammar import Grammars
+from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.prompts import Prompts
 from weft.serve.http import bodies, engine_client
 
@@ -178,6 +179,25 @@ def test_grammars_are_compiled_beside_streams_and_other_bodies(served: Served, m
         assert {job.result() for job in asked} == {200}
     assert loop not in threads, "a grammar was compiled on the event loop"
     assert len(threads) == 50, "one was compiled again"
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+ROUTES = "chat/completions", "chat/completions/render", "messages", "messages/count_tokens"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_chats_are_rendered_beside_streams(served: Served, monkeypatch: pytest.MonkeyPatch, route: str) -> None:
+    whole, loop, threads = Prompts.chat_text, loop_thread(served), []
+
+    def noted(self: Prompts, body: ChatRequest) -> str:
+        threads.append(threading.current_thread())
+        return whole(self, body)
+
+    monkeypatch.setattr(Prompts, "chat_text", noted)
+    with served.http() as http:
+        limit = {} if "count" in route else {"max_tokens": 1}
+        assert http.post(f"/v1/{route}", json=CHAT | limit).status_code == 200
+    assert threads and loop not in threads
 
 
 def loop_thread(served: Served) -> threading.Thread:

@@ -182,6 +182,11 @@ class CountRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
+    @property
+    def slow(self) -> bool:
+        """True, like for a chat."""
+        return True
+
     def chat(self, **body: Any) -> ChatRequest:
         """Return the request as a chat. body: further fields of the chat. ApiError 400."""
         self.refuse_unsupported()
@@ -214,11 +219,6 @@ class MessagesRequest(CountRequest, OutputRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[Texts, limited_to(MAX_STOPS)] = Field(default_factory=list)
     metadata: Metadata = Field(default_factory=dict)
-
-    @property
-    def slow(self) -> bool:
-        """True, like for a chat."""
-        return True
 
     def chat(self, **body: Any) -> ChatRequest:
         return super().chat(stop=self.stop_sequences, user=self.metadata.get("user_id"), **body)

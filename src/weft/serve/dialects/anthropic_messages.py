@@ -228,20 +228,17 @@ def router(service: Service) -> APIRouter:
     """Return the routes of messages and of their count."""
     routes = APIRouter(route_class=JsonRoute, responses=described(AnthropicBody))
 
-    def counted(body: CountRequest) -> int:
-        service.check_model(body.model)
-        chat = body.chat()
-        with client_names(chat.names):
-            return len(service.prompts.of_chat(chat))
-
     @routes.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         job = await work_on(request, lambda body: service.chat_job(body.chat()), body)
         return await service.respond_chat(request, job, MessageReply(service, job, body))
 
     @routes.post("/v1/messages/count_tokens", response_model=None)
-    async def count(body: CountRequest, request: Request) -> Response:
-        return json_response({"input_tokens": await work_on(request, counted, body)})
+    def count(body: CountRequest) -> Response:
+        service.check_model(body.model)
+        chat = body.chat()
+        with client_names(chat.names):
+            return json_response({"input_tokens": len(service.prompts.of_chat(chat))})
 
     return routes
 

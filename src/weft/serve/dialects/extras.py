@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request, Response
 
 from weft import __version__
 from weft.serve.chat.chats import ChatRequest
-from weft.serve.chat.protocol import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.serve.chat.protocol import CommonRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.serve.chat.service import Service
 from weft.serve.dialects.completions import complete
-from weft.serve.http.bodies import JsonRoute, work_on
+from weft.serve.http.bodies import JsonRoute
 from weft.serve.http.wire import json_response
 
 
@@ -25,7 +25,26 @@ def router(service: Service) -> APIRouter:
     async def version() -> dict[str, Any]:
         return {"version": __version__}
 
-    def tokens_of(body: ChatRequest | TokenizeRequest) -> Response:
+    def rendered(body: CommonRequest, token_ids: list[int]) -> dict[str, Any]:
+        named = {"model": service.model_name, "cache_salt": body.cache_salt or None}
+        return {"request_id": uuid.uuid4().hex, "token_ids": token_ids} | named
+
+    # Routers that know the cached tokens of each server use these to tokenise requests.
+
+    @routes.post("/v1/completions/render", response_model=None)
+    def render_completion(body: CompletionRequest) -> Response:
+        service.check(body)
+        return json_response([rendered(body, token_ids) for token_ids in prompts.of_completion(body)])
+
+    @routes.post("/v1/chat/completions/render", response_model=None)
+    def render_chat(body: ChatRequest) -> Response:
+        service.check(body)
+        return json_response(rendered(body, prompts.of_chat(body)))
+
+    # The body is a chat with messages or a text with a prompt.
+
+    @routes.post("/tokenize", response_model=None)
+    def tokenize(body: ChatRequest | TokenizeRequest) -> Response:
         body.refuse_unsupported()
         if isinstance(body, ChatRequest):
             tokens, wants_names = prompts.of_chat(body), False
@@ -36,36 +55,10 @@ def router(service: Service) -> APIRouter:
         shape = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
         return json_response(shape | {"token_strs": strings})
 
-    def text_of(body: DetokenizeRequest) -> Response:
+    @routes.post("/detokenize", response_model=None)
+    def detokenize(body: DetokenizeRequest) -> Response:
         body.refuse_unsupported()
         return json_response({"prompt": prompts.text(body.tokens)})
-
-    def rendered(body: CompletionRequest | ChatRequest) -> Response:
-        named: dict[str, Any] = {"model": service.model_name, "cache_salt": body.cache_salt or None}
-        service.check(body)
-        tokens = [prompts.of_chat(body)] if isinstance(body, ChatRequest) else prompts.of_completion(body)
-        prompts_out = [{"request_id": uuid.uuid4().hex, "token_ids": token_ids} | named for token_ids in tokens]
-        return json_response(prompts_out[0] if isinstance(body, ChatRequest) else prompts_out)
-
-    # Routers that know the cached tokens of each server use these to tokenise requests.
-
-    @routes.post("/v1/completions/render", response_model=None)
-    async def render_completion(body: CompletionRequest, request: Request) -> Response:
-        return await work_on(request, rendered, body)
-
-    @routes.post("/v1/chat/completions/render", response_model=None)
-    async def render_chat(body: ChatRequest, request: Request) -> Response:
-        return await work_on(request, rendered, body)
-
-    # The body is a chat with messages or a text with a prompt.
-
-    @routes.post("/tokenize", response_model=None)
-    async def tokenize(body: ChatRequest | TokenizeRequest, request: Request) -> Response:
-        return await work_on(request, tokens_of, body)
-
-    @routes.post("/detokenize", response_model=None)
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        return await work_on(request, text_of, body)
 
     @routes.post("/reset_prefix_cache")
     @routes.post("/flush_cache")  # SGLang's name

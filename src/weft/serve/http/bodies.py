@@ -101,8 +101,9 @@ def _limiter(request: Request, body: Body) -> anyio.CapacityLimiter | None:
 
 
 class JsonRoute(APIRoute):
-    """Route to an endpoint with the arguments `body`, of any type that pydantic checks, and `request`.
+    """Route to an endpoint with the argument `body`, of any type that pydantic checks.
 
+    A coroutine also gets the `request`; another function is called by `work_on`.
     FastAPI uses it only for the schema: its search for an endpoint's arguments costs more than this whole route.
     """
 
@@ -133,7 +134,9 @@ class JsonRoute(APIRoute):
                 body = await read(request)
             except ClientDisconnect:
                 return Response(status_code=499)  # nobody reads this
-            return await self.endpoint(body, request)
+            if inspect.iscoroutinefunction(self.endpoint):
+                return await self.endpoint(body, request)
+            return await work_on(request, self.endpoint, body)
 
         return handle
 

@@ -203,9 +203,3 @@ class CacheManager:
 
     def _boundary(self, tokens: int) -> int:
         return (tokens - 1) // self.page_size * self.page_size
-
-    def check_idle(self) -> None:
-        """Raise AssertionError if pages are neither free nor the tree's. Call it when no request is running."""
-        pages_held = self.tree.held if self.tree else [0] * len(self.pools)
-        for pool, cached in zip(self.pools, pages_held, strict=True):
-            assert pool.free + cached == pool.total, (pool.free, cached, pool.total)

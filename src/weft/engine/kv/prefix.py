@@ -61,8 +61,6 @@ class PrefixTree:
         self._clock, self._order = itertools.count(1), itertools.count()
         self._leaves: list[tuple[int, int, Run]] = []  # a heap, which may have outdated entries
         self._kept: dict[int, dict[Run, None]] = {g: {} for g in self._tails}  # least recently used first
-        self.held = [0] * len(rules)
-        """Pages or slots that the tree holds, per group."""
         self.nodes = 0
         """Number of runs."""
 
@@ -201,7 +199,6 @@ class PrefixTree:
             self._pools[group].cache(found[at] for at in lacking)
             for at in lacking:
                 held[at] = found[at]
-            self.held[group] += len(lacking)
             if self._events:
                 stored += [(at, group) for at in lacking if at < len(run.hashes)]
         for at, group in sorted(stored):
@@ -330,7 +327,6 @@ class PrefixTree:
         self._pools[group].uncache([held[at] for at in places])
         for at in places:
             held[at] = ABSENT
-        self.held[group] -= len(places)
         if group in self._kept and not run.holds(group):
             self._kept[group].pop(run, None)
         if self._events:

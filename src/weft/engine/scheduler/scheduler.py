@@ -171,7 +171,7 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raise AssertionError if a page is neither free nor the prefix tree's. Call it when no sequence is here."""
         assert not self.running and not self.waiting and len(self._free_rows) == self.max_running
-        self.caches.check_idle()
+        assert not any(pool.used for pool in self.caches.pools)
 
     # --- inside -----------------------------------------------------------------------------------------------
 

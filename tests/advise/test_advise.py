@@ -19,7 +19,7 @@ import pytest
 
 from e2e.here import weft_here
 from weft.engine.advise import advice as advice_module
-from weft.engine.advise.advice import Limits, advise
+from weft.engine.advise.advice import Limits, advise, predict
 from weft.engine.advise.candidates import Arrival, Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import (
     MAX_ROUNDS,
@@ -416,8 +416,8 @@ def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two servers with half of the clients each have twice the tokens of one with half."""
     given(monkeypatch, lambda candidate, shape: 1000.0)
     base = EngineConfig(device="cpu")
-    two = next(p for p in advise(base, 2, ClientLoad(32, 16, 8), requests=16).predictions if p.candidate.replicas == 2)
-    [one] = advise(base, 1, ClientLoad(32, 16, 4), Limits(), requests=8).predictions
+    two = next(p for p in advise(base, 2, ClientLoad(32, 16, 8)).predictions if p.candidate.replicas == 2)
+    [one] = advise(base, 1, ClientLoad(32, 16, 4), Limits()).predictions
     assert two.figures.tokens_s == pytest.approx(2 * one.figures.tokens_s)
     assert two.figures.ttft_ms == one.figures.ttft_ms
 
@@ -456,7 +456,7 @@ def test_a_wrong_table_is_corrected_by_the_load(monkeypatch: pytest.MonkeyPatch)
     )
     [wrong] = advise(base, 1, load, progress=lambda what, part: None).predictions
     report = correct(wrong, load, 0.0)["tokens_s"]
-    [better] = advise(base, 1, load, requests=8).predictions
+    better = predict(wrong.candidate, step_times(wrong.candidate, load), load, Limits(), 8)
     real = report["measured"]
     assert report["predicted"] < real / 10
     assert better.figures.tokens_s == pytest.approx(real, rel=0.05)

@@ -144,7 +144,6 @@ def advise(
     progress: Progress | None = None,
     again: bool = False,
     kv_dtypes: Sequence[KvDtype] = ("auto",),
-    requests: int | None = None,
     one_server: bool = False,
     api: ApiTimes = NO_API,
     gpu: PublishedGpu | None = None,
@@ -154,7 +153,7 @@ def advise(
     base: the model, and options that all layouts share. load, kv_dtypes, one_server, gpu: as in `find_candidates`.
     limits: of medians.
     progress: called with (what, fraction) while steps are measured; None: nothing is measured. again: measure all steps
-    again. requests: number of all requests to simulate; None: some for each client. api: time of the HTTP server.
+    again. api: time of the HTTP server.
     Raises ModelError, LayoutError.
     """
     candidates, refused = find_candidates(base, ranks, load, kv_dtypes=kv_dtypes, one_server=one_server, gpu=gpu)
@@ -165,7 +164,7 @@ def advise(
     for candidate in candidates:
         try:
             table = step_times(candidate, load, progress, again) if gpu is None else _priced(gpu, candidate)
-            prediction = predict(candidate, table, load, limits or Limits(), requests, api)
+            prediction = predict(candidate, table, load, limits or Limits(), api=api)
         except (NotMeasured, EngineError, ModelError) as error:
             advice.not_known[str(candidate)] = str(error)
         else:
@@ -209,6 +208,7 @@ def predict(
 ) -> Prediction:
     """Return a candidate's figures by a table of its steps. Arguments are as in `advise`. Raises NotMeasured.
 
+    requests: number of all requests to simulate; None: some for each client.
     The time of each step is sampled from the spread of measured steps, with the same seed for all layouts.
     """
     own = load.per_server(candidate.replicas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -64,6 +64,17 @@ def context() -> Iterator[Any]:
     made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     yield made
     made.destroy(linger=0)
+
+
+@contextmanager
+def host_agent(config: EngineConfig, say: Callable[[str], None]) -> Iterator[Any]:
+    """An agent that closes its sockets if the test fails, too: the collection of garbage would wait for them."""
+    agent: Any = HostAgent(config, say)
+    try:
+        yield agent
+    finally:
+        agent._socket.disable_monitor()
+        agent._context.destroy(linger=0)
 
 
 @contextmanager
@@ -220,37 +231,31 @@ def test_a_node_without_ranks_may_leave_and_join(cluster: EngineConfig, context:
 @pytest.mark.parametrize("places, ranks, cores", [([[0, 1], [1]], (1,), "0-1"), ([[0, 1], []], None, None)])
 def test_an_agent_starts_the_ranks_that_are_left(cluster: EngineConfig, places: Any, ranks: Any, cores: Any) -> None:
     said: list[str] = []
-    agent: Any = HostAgent(replace(cluster, node_rank=1, cpu_bind="0|0-1"), said.append)
     launched: list[tuple[Any, ...]] = []
-    agent._ranks = SimpleNamespace(
-        stop=lambda grace_s: None, prepare=lambda: None, launch=lambda *launch: launched.append(launch)
-    )
     each = dict(attn_dp=1, attn_tp=2, ep=None, moe_tp=None, nnodes=sum(map(bool, places)), cpu_bind="off")
-    config = digests.plain(replace(cluster, **each, places=tuple(map(tuple, places)))) | {"node_rank": 0}
-    try:
+    config = replace(cluster, **each, places=tuple(map(tuple, places))).to_dict() | {"node_rank": 0}
+    with host_agent(replace(cluster, node_rank=1, cpu_bind="0|0-1"), said.append) as agent:
+        agent._ranks = SimpleNamespace(
+            stop=lambda grace_s: None, prepare=lambda: None, launch=lambda *launch: launched.append(launch)
+        )
         agent._start(Start(3, config, None))
-    finally:
-        agent._socket.disable_monitor()
-        agent._context.destroy(linger=0)
     assert [(c.cpu_bind, number, of_node) for c, number, of_node in launched] == [(cores, 3, ranks)] * bool(ranks)
     assert said == ["node 1: runs no ranks until all hosts start anew: others are lost for good"] * (not ranks)
 
 
 def test_an_agent_hands_on_messages_of_its_start_alone(cluster: EngineConfig) -> None:
     sent: list[tuple[int | None, bytes]] = []
-    agent: Any = HostAgent(replace(cluster, node_rank=1), lambda line: None)
-    agent._ranks = SimpleNamespace(
-        running=True, send=lambda *message: sent.append(message), send_all=lambda encoded: sent.append((None, encoded))
-    )
-    agent._number = 2
-    try:
+    with host_agent(replace(cluster, node_rank=1), lambda line: None) as agent:
+        agent._ranks = SimpleNamespace(
+            running=True,
+            send=lambda *message: sent.append(message),
+            send_all=lambda encoded: sent.append((None, encoded)),
+        )
+        agent._number = 2
         for number, rank in ((1, None), (2, None), (3, None), (1, 3), (2, 3)):
             assert agent._follow(encode(ToRanks(number, rank, b"%d" % number)))
         agent._ranks.running = False
         assert agent._follow(encode(ToRanks(2, None, b"2")))
-    finally:
-        agent._socket.disable_monitor()
-        agent._context.destroy(linger=0)
     assert sent == [(None, b"2"), (3, b"2")]
 
 

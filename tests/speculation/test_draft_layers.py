@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import small_model
+from support import run_world, small_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -22,7 +22,7 @@ from engine.test_engine import config
 from engine.test_hybrids import FAMILIES as OTHERS
 from speculation.draft_layers import add_draft_layer
 from speculation.test_outputs import GREEDY, LAYOUTS, PROMPTS, results, same, without_drafts
-from weft.comm.reference import ReferenceWorld
+from weft.comm.reference import ReferenceTransport, ReferenceWorld
 from weft.engine.assets import embedded_model_dir
 from weft.engine.attention.forward_batch import Batch
 from weft.engine.controller.engine import Engine
@@ -99,6 +99,10 @@ def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("mlp.experts.")}
     gate_up = torch.cat([of("gate_proj"), of("up_proj")], 1)
     return rest | {"mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": of("down_proj")}
+
+
+STEP = Step(1, (GroupRows(),), 1)
+"""A step that asks for a draft, before which delayed rows run."""
 
 
 class DraftingRank:
@@ -201,7 +205,7 @@ def test_warm_up_runs_delayed_rows_of_every_size(drafting_dir: Path, monkeypatch
 
     monkeypatch.setattr(DraftChain, "_pass", noting)
     rank.worker.warm_up(16, lambda done, total: None)
-    assert rank.worker.runner.draft and not rank.worker.runner.draft.delayed.due(Step(1, (GroupRows(),), 1))
+    assert rank.worker.runner.draft and not rank.worker.runner.draft.delayed.due(STEP)
     assert {((n,), n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256)} <= set(passes)
 
 
@@ -219,6 +223,22 @@ def test_warm_up_leaves_no_pass(drafting_dir: Path, monkeypatch: pytest.MonkeyPa
     assert count > 3 and not rank.worker.table.rows
     rank.worker.held.run()
     assert len(passes) == count
+
+
+@pytest.mark.parametrize("layout", ["2x2", "dcp 2", "dispatch"])
+def test_warm_up_is_the_same_on_all_ranks(drafting_dir: Path, layout: str) -> None:
+    """Passes of delayed rows have exchanges."""
+    options = dict(executor="thread", max_running=4, kv_tokens=1024, page_size=4, speculative="mtp") | WHOLE[layout]
+    made = resolve_defaults(config(drafting_dir, **options))
+
+    def warm_up(transport: ReferenceTransport) -> int:
+        worker = Worker(made, [transport], costs("cpu"), lambda message: None)
+        ran, worker.runner.stats.ran_draft = list[Counts](), lambda counts: ran.append(counts)  # type: ignore[method-assign]
+        worker.warm_up(16, lambda done, total: None)
+        assert not worker.table.rows and worker.runner.draft and not worker.runner.draft.delayed.due(STEP)
+        return len(ran)
+
+    assert len(set(run_world(made.mesh.world, warm_up))) == 1
 
 
 @contextmanager

@@ -164,9 +164,13 @@ class DraftChain:
         one. table: the rank's table, before the step's changes."""
         if not (counts := self.delayed.due(step)):
             return ()
+        self._run_delayed(counts, table)
+        return (counts,)
+
+    def _run_delayed(self, counts: Counts, table: RowTable) -> None:
+        """Run all delayed rows in a pass with these counts."""
         self._pass(counts, *self.delayed.taken(table))
         self.count((counts,))
-        return (counts,)
 
     def drafts_of(self, found: Sequence[Tensor], left: Sequence[int]) -> Drafts | None:
         """Return the drafts of passes; None if there were none.
@@ -212,7 +216,7 @@ class DraftChain:
             counts, zeros = (count,) * self._mesh.attn_dp, torch.zeros(count, dtype=torch.int64, device=table.device)
             hidden = self.model.embed.weight.new_zeros(count, self.kept.width)
             self.delayed.add(counts, [0] * count, table, zeros, hidden)
-            self._pass(counts, *self.delayed.taken(table))
+            self._run_delayed(counts, table)
 
     def rehearse(self, counts: Counts) -> None:
         """Run the first pass of a step that has just run, to measure its memory. Collective."""

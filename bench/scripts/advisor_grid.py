@@ -23,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -186,7 +186,7 @@ def measured(layout: dict[str, Any], load: str) -> dict[str, Any]:
     return {"tokens_s": round(sum(run["output_throughput"] for run in found), 3), **latencies}
 
 
-def measured_engines(layout: dict[str, Any], loads: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+def measured_engines(layout: dict[str, Any], loads: Sequence[str], rounds: int) -> Generator[dict[str, Any]]:
     """Yield the measured figures of a layout's engines, without HTTP: each load's quickest round."""
     commands = [parse(Serve, "serve", server_of(line)[1]) for line in layout["commands"]]
     configs = [engine_config(command.model, command.engine) for command in commands]
@@ -263,11 +263,12 @@ def measure_cells(
     for pairs in named.values():
         check_time()
         each = (measured(layout, row["load"]) for layout, row in pairs)
-        engines = measured_engines(pairs[0][0], [row["load"] for _, row in pairs], rounds)
-        for (layout, row), found in zip(pairs, each if http else engines, strict=False):
-            rows.append(row | {"predicted": predicted(layout), "measured": found, "host": host})
-            with out.open("a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+        # Closed here, for Ctrl-C: its servers end when it is closed.
+        with closing(measured_engines(pairs[0][0], [row["load"] for _, row in pairs], rounds)) as engines:
+            for (layout, row), found in zip(pairs, each if http else engines, strict=False):
+                rows.append(row | {"predicted": predicted(layout), "measured": found, "host": host})
+                with out.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import math
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 from weft.planner.cost import cache_folder
 
 Place = tuple[float, ...]
+StepTime = tuple[float, float]
+"""Time of a step in µs, and its relative error."""
 QUANTILES = 200  # enough for a 99th percentile
 
 
@@ -55,8 +58,7 @@ class StepTable:
     Attributes:
         decode: µs by (decode rows, context).
         mixed: µs by (decode rows, prompt rows, cached tokens).
-        residuals: relative errors: of interpolated steps that were also measured, and between the two best
-            measurements of a step.
+        residuals: relative errors: of interpolated steps that were also measured, and of measured ones.
         spread: quantiles of single steps divided by the mean of their run; the mean is 1.
         factor: measured time of a whole load divided by the predicted one, by which all times are multiplied.
         about: what was measured, in words.
@@ -134,12 +136,18 @@ def spread_of(runs: Sequence[Sequence[float]]) -> list[float]:
     return [each * len(found) / sum(found) for each in found]
 
 
-def best_of(rounds: Sequence[float]) -> tuple[float, float]:
+def best_of(rounds: Sequence[float]) -> StepTime:
     """Return the least of several measurements, as other work of the host only adds to them, and its relative distance
     from the next.
     """
     ordered = sorted(rounds)
     return ordered[0], ordered[min(1, len(ordered) - 1)] / ordered[0] - 1
+
+
+def extrapolate(few: StepTime, many: StepTime, more: float) -> StepTime:
+    """Return the time of a few layers and `more` times its difference to that of many, with the errors of both."""
+    us = few[0] + max(0.0, many[0] - few[0]) * more
+    return us, math.hypot((more - 1) * few[0] * few[1], more * many[0] * many[1]) / us
 
 
 def interpolate(points: Mapping[Place, float], at: Sequence[float]) -> float:

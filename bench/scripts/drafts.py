@@ -11,7 +11,7 @@ time of a step in which sequences draft, in steps without. With --forced ranks a
 probabilities --rates, whatever they sample: only the times mean something.
 
 The engines take turns `--turns` times. Prints a line of JSON per measurement: the median time per output token of its
-sequences, and the longest time between tokens.
+sequences, and the longest times between tokens, by the number of the token.
 
     python bench/scripts/drafts.py --preset qwen3-30b-a3b --num-layers 16 --clients 1 16
     python bench/scripts/drafts.py --device cpu --clients 1 --tokens 96
@@ -22,6 +22,7 @@ sequences, and the longest time between tokens.
 from __future__ import annotations
 
 import argparse
+import heapq
 import itertools
 import json
 import operator
@@ -45,7 +46,7 @@ from weft_bench import word_problems
 from weft_bench.breakdown import random_prompts
 
 OFF, DRAFTS = -1.0, "drafts"
-PROBLEMS, WARM = 32, 8
+PROBLEMS, WARM, LONGEST = 32, 8, 4
 """Word problems of a measurement, and of one before, by which an engine learns the price of its drafts."""
 
 
@@ -174,7 +175,8 @@ def main() -> None:
                         times, outputs = solve(engine, clients, PROBLEMS, args.tokens)
                     else:
                         times, outputs = complete(engine, prompts, replace(NOISE, max_tokens=args.tokens))
-                    after, longest = engine.stats(), max(b - a for each in times for a, b in itertools.pairwise(each))
+                    after = engine.stats()
+                    waits = ((b - a, at) for each in times for at, (a, b) in enumerate(itertools.pairwise(each), 1))
                     spans = [
                         (each[-1] - each[0]) / (len(tokens) - 1) for each, tokens in zip(times, outputs, strict=True)
                     ]
@@ -191,7 +193,7 @@ def main() -> None:
                             clients=clients,
                             rate=None if rate == OFF else rate,
                             tpot_ms=round(statistics.median(spans) * 1e3, 4),
-                            longest_ms=round(longest * 1e3, 2),
+                            longest_ms={at: round(wait * 1e3, 2) for wait, at in heapq.nlargest(LONGEST, waits)},
                             steps=after.steps - before.steps,
                             drafted=drafted,
                             accepted=round(accepted / max(1, drafted), 4),

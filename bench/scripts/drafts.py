@@ -47,7 +47,8 @@ from weft_bench.breakdown import random_prompts
 
 OFF, DRAFTS = -1.0, "drafts"
 PROBLEMS, WARM, LONGEST = 32, 8, 4
-"""Word problems of a measurement, and of one before, by which an engine learns the price of its drafts."""
+"""Word problems of a measurement, and of one before, by which an engine learns the price of its drafts; number of
+late tokens to show."""
 
 
 class Recorded:

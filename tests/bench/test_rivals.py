@@ -44,8 +44,8 @@ def test_the_command_of_readme_is_understood(script: Any, monkeypatch: pytest.Mo
     [command] = re.findall(r"^python (bench/scripts/rivals/compare.py .*)$", readme, re.MULTILINE)
     monkeypatch.setattr(sys, "argv", command.split())
     found = script("compare")["arguments"]()
-    assert (found.engines, found.ranks, found.num_layers, found.together) == (["weft", "vllm", "sglang"], 2, 16, True)
-    assert len(found.python) == 2
+    assert (found.engines, found.ranks, found.num_layers, found.together) == (["weft", "vllm", "sglang"], 2, None, True)
+    assert len(found.python) == 2 and found.cache_tokens == 180_000
 
 
 def test_cpu_engines_get_the_same_cores_and_format(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ that were accepted: none is after a wrong one. `equal` is the share of outputs t
 With --source the engine's own source drafts instead: for completions of word problems by the embedded model, greedy, or
 by the draft layer of a --preset with made-up weights, which are never right. `price` is what the engine measured: the
 time of a step in which sequences draft, in steps without. With --forced ranks accept the source's drafts with the
-probabilities --rates, whatever they sample: only the times mean something.
+probabilities --rates, whatever they sample: only the times mean something. Each measurement follows one that warms up.
 
 The engines take turns `--turns` times. Prints a line of JSON per measurement: the median time per output token of its
 sequences, and the longest times between tokens, by the number of the token.
@@ -171,6 +171,9 @@ def main() -> None:
                     prompts = [] if own else random_prompts(engine, clients, args.context, seed=clients)
                     if own:
                         solve(engine, clients, WARM * clients, args.tokens)
+                    elif args.source:  # as rivals/speculation.py
+                        again = random_prompts(engine, clients, args.context, seed=99)
+                        complete(engine, again, replace(NOISE, max_tokens=args.tokens))
                     source.rate, before = rate, engine.stats()
                     if own:
                         times, outputs = solve(engine, clients, PROBLEMS, args.tokens)

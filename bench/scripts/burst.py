@@ -5,8 +5,9 @@ an H200 with 24 layers of Qwen3-30B-A3B, unless --row-us and --step-ms say other
 serving`, another process. Prints a line of JSON: times to the first token in ms, their mean, 99th percentile, and their
 mean if they come evenly; how long the ranks had no step until the last prompt was sent to them; how long after the
 first request the first step came that is at least half full; intervals between tokens in ms, and tokens per second; CPU
-seconds of each process. --switch-ms sets the interval after which a thread that waits for Python's lock asks for it,
-which `weft serve` shortens.
+seconds of each process; with API processes also the seconds until all have started, and the means of the CPU seconds
+that each needs for that and of its memory in MB, resident and its own alone. --switch-ms sets the interval after which
+a thread that waits for Python's lock asks for it, which `weft serve` shortens.
 
     python bench/scripts/burst.py --clients 256 --input-len 1024
 
@@ -107,7 +108,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             model=model, executor="thread", max_running=asked.clients, max_batch_tokens=asked.batch_tokens,
             max_model_len=length, kv_tokens=(asked.clients + 8) * (length + 16),
         )  # fmt: skip
-        options, servers = Options(), asked.api_servers
+        options, servers, began = Options(), asked.api_servers, time.monotonic()
         with (
             bind("127.0.0.1", 0) as listener,
             nullcontext() if servers == 1 else ApiProcesses(servers, listener) as processes,
@@ -121,6 +122,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
                 server, setup = processes, {"options": options.to_dict(), "model_name": "burst"}
                 shared = Shared(engine, Metrics(engine), options, "burst")
                 processes.prepare(shared, setup | {"log_format": "text", "log_level": "warning"})
+            started = time.monotonic() - began
             pids = [os.getpid()] if processes is None else [os.getpid(), *processes.pids]
             run.prepare_interpreter()
             if asked.switch_ms is not None:
@@ -134,7 +136,7 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             engine.submit_all = submit  # type: ignore[method-assign]
             serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             serving.start()
-            before = [cpu_s(pid) for pid in pids]
+            before, memory = [cpu_s(pid) for pid in pids], list(map(memory_mb, pids[1:]))
             found = _load(f"http://127.0.0.1:{listener.getsockname()[1]}", asked)
             cpu = [cpu_s(pid) - earlier for pid, earlier in zip(pids, before, strict=True)]
             server.stop()
@@ -146,6 +148,10 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
     figures |= {"tokens_per_s": found["output_throughput"], "server_cpu_s": sum(cpu)}
     figures |= {f"cpu_s_{'engine' if at == 0 else at}": seconds for at, seconds in enumerate(cpu)}
     figures["cores_per_1000_tokens_s"] = 1000 * sum(cpu) / (asked.clients * asked.output_len)
+    if memory:
+        resident, own = map(statistics.mean, zip(*memory, strict=True))
+        figures |= {"start_s": started, "start_cpu_s": statistics.mean(before[1:])}
+        figures |= {"resident_mb": resident, "own_mb": own}
     return {name: round(value, 4) for name, value in figures.items()}
 
 
@@ -153,6 +159,13 @@ def cpu_s(pid: int) -> float:
     """Return the seconds of CPU time that a process has used."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_mb(pid: int) -> tuple[float, float]:
+    """Return the MB of memory that a process maps and uses, and the part that no other process shares."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    kb = {name: float(value) for name, value, _ in lines}
+    return kb["Rss:"] / 1e3, (kb["Private_Clean:"] + kb["Private_Dirty:"]) / 1e3
 
 
 def _load(url: str, asked: argparse.Namespace) -> Any:
@@ -174,7 +187,7 @@ def compare(asked: argparse.Namespace) -> None:
     )
     for figure in runs["before"][0]:
         before, after = (statistics.median(each[figure] for each in of) for of in runs.values())
-        print(f"{figure:16}{before:10.2f}{after:10.2f}")
+        print(f"{figure:24}{before:10.2f}{after:10.2f}")
 
 
 def main() -> None:

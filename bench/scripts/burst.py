@@ -115,12 +115,12 @@ def measure(asked: argparse.Namespace) -> dict[str, float]:
             Engine(config, executor=lambda given: TimedRanks(given, seconds)) as engine,
         ):
             ranks: Any = engine._executor
+            shared = Shared(engine, metrics := Metrics(engine), options, "burst")
             if processes is None:
-                client = EngineClient(engine, Metrics(engine), None)
-                server: Any = run.Server(app.create_app(client, "burst", options), client, options)
+                client = EngineClient(engine, metrics, None)
+                server: Any = run.Server(app.create_app(client, shared, "burst", options), client, options)
             else:
                 server, setup = processes, {"options": options.to_dict(), "model_name": "burst"}
-                shared = Shared(engine, Metrics(engine), options, "burst")
                 processes.prepare(shared, setup | {"log_format": "text", "log_level": "warning"})
             started = time.monotonic() - began
             pids = [os.getpid()] if processes is None else [os.getpid(), *processes.pids]

@@ -18,7 +18,8 @@ from weft.engine.controller.engine import Engine
 from weft.engine.kv.cache_spec import Rule
 from weft.engine.messages.rank_messages import GroupRows, Join, Sampling
 from weft.engine.messages.request import SamplingParams
-from weft.engine.output.text_processor import TextProcessor, read_tokenizer
+from weft.engine.output.text_processor import TextProcessor
+from weft.engine.output.tokenizer_files import read_tokenizer
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.row_table import RowTable
 from weft.serve.chat.protocol import SamplingFields

@@ -15,8 +15,9 @@ from engine.test_engine import config
 from weft.engine.config.config import EngineConfig
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.rank_executors import ProcessExecutor, ThreadExecutor
-from weft.engine.controller.startup import check_plans, load_tokenizer, read_model
+from weft.engine.controller.startup import check_plans, read_model
 from weft.engine.models.config_json.fields import ModelError
+from weft.engine.output.tokenizer_files import load_tokenizer
 from weft.planner.spec import LayoutError
 
 

@@ -19,7 +19,7 @@ import torch
 
 from engine.test_agents import reserved_ports
 from weft.engine.config.config import EngineConfig
-from weft.engine.controller.startup import load_tokenizer
+from weft.engine.output.tokenizer_files import load_tokenizer
 from weft_bench import word_problems
 
 GPUS = torch.cuda.device_count()

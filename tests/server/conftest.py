@@ -31,6 +31,7 @@ from weft.serve.http.loading import bind
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.run import Server
+from weft.serve.http.shared import Shared
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
@@ -119,8 +120,10 @@ def shared_templates(engine: Any) -> Templates:
 def serve(engine: Any, listener: socket.socket | None = None, **options: Any) -> Iterator[Served]:
     listener = listener or bind("127.0.0.1", 0)
     chosen = Options(**options)
-    engine_client = EngineClient(engine, Metrics(engine))
-    server = Server(create_app(engine_client, "small", chosen, shared_templates(engine)), engine_client, chosen)
+    metrics, name = Metrics(engine), next(iter(chosen.served_model_name), "small")
+    engine_client, shared = EngineClient(engine, metrics), Shared(engine, metrics, chosen, name)
+    app = create_app(engine_client, shared, name, chosen, shared_templates(engine))
+    server = Server(app, engine_client, chosen)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import signal
 import ssl
 import threading
@@ -219,6 +220,7 @@ def test_replies_are_those_of_one_process(alone: Served, two: Two, what: str, st
 def test_a_message_that_cannot_be_sent_is_its_callers_error_alone(own_engine: Engine) -> None:
     """Requests of other clients, in the same packet, were lost with it."""
     setup = {"config": json.dumps(own_engine.config.to_dict()), "max_model_len": 64, "vocabulary": 200, "eos": (0,)}
+    setup |= {"tokenizer": pickle.dumps(own_engine.tokenizer)}
     sent: list[bytes] = []
     engine = RemoteEngine(cast(Any, SimpleNamespace(send=sent.append)), 7, setup, cast(Any, None))
     with engine._sending:  # a packet waits already, so none is sent at once
@@ -350,6 +352,21 @@ def test_a_killed_process_ends_its_own_streams_alone(two: Two) -> None:
     with two.client_of(1) as http:  # the new process, once it serves
         assert http.post(C, json=LONG).json()["choices"][0]["text"] == whole
     two.engine.check_idle()
+
+
+def test_no_process_imports_torch(two: Two) -> None:
+    """It takes seconds and 200 MB. The replacement of a killed process counts too, and processes of templates and
+    grammars."""
+
+    def imported(process: Any) -> bool:
+        return "/libtorch" in Path(f"/proc/{process}/maps").read_text()
+
+    for index, what in itertools.product((0, 1), ("chat", "json", "grammar", "logprobs", "response")):
+        with two.client_of(index) as http:
+            assert answer(http, *BODIES[what])[0] == 200
+    helpers = [helper for pid in two.processes.pids for helper in children(pid)]
+    assert len(helpers) >= 4 and imported("self")
+    assert not list(filter(imported, [*two.processes.pids, *helpers]))
 
 
 def test_processes_may_end_while_all_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

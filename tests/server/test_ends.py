@@ -38,7 +38,7 @@ CALL = '<tool_call>\n{"name": "time", "arguments": {"city": "Question: </tool_ca
 def run(quiet: QuietEngine, completion: str, size: int = 1, **body: Any) -> tuple[OutputDelta, str | None, str]:
     """Return a client's view of an output in pieces: its parts, its end, and the text that was not generated."""
     quiet.tokenizer.chat_template = THINKS
-    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options(), None)  # type: ignore[arg-type]
     job = service.chat_job(ChatRequest.model_validate({"messages": HELLO, "tools": TOOLS} | body))
     assert job.params.watch is not None and job.parsers is not None and not job.params.stop
     watch, shown, parts, end, at = job.params.watch(), job.parsers(), OutputDelta(), None, 0
@@ -106,7 +106,7 @@ def until_it_ends(found: EndingParser, pieces: Sequence[str]) -> OutputDelta:
 def test_an_output_with_a_grammar_of_its_own_begins_with_calls_or_has_none(quiet: QuietEngine, size: int) -> None:
     """Whatever tags are in its strings."""
     quiet.tokenizer.chat_template = THINKS.replace("<think>", "")
-    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options(), None)  # type: ignore[arg-type]
     body = {"messages": HELLO, "tools": TOOLS, "response_format": {"type": "json_object"}}
     parsers = service.chat_job(ChatRequest.model_validate(body)).parsers
     assert parsers is not None and {HERMES, LLAMA} < set(TOOL_FORMATS)
@@ -121,7 +121,7 @@ def test_an_output_with_a_grammar_of_its_own_begins_with_calls_or_has_none(quiet
 def test_an_output_with_a_grammar_of_its_own_has_no_channels(quiet: QuietEngine, tools: Any) -> None:
     """A mark of one may be in its strings."""
     quiet.tokenizer.chat_template = "{# <|start|>assistant<|channel|> #}" + UNMARKED
-    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options(), None)  # type: ignore[arg-type]
     body = {"messages": HELLO, "tools": tools, "response_format": {"type": "json_object"}}
     assert service.chat_job(ChatRequest.model_validate(body)).parsers is None
     parsers = service.chat_job(ChatRequest.model_validate(body | {"response_format": {"type": "text"}})).parsers
@@ -132,7 +132,7 @@ def test_an_output_with_a_grammar_of_its_own_has_no_channels(quiet: QuietEngine,
 def test_an_output_goes_on_in_the_channel_of_the_message_that_it_continues(quiet: QuietEngine, size: int) -> None:
     turn = "<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>"
     quiet.tokenizer.chat_template = "{# <|start|>assistant #}{% for m in messages %}" + turn + "{% endfor %}"
-    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options(), None)  # type: ignore[arg-type]
     body = {"messages": [*HELLO, {"role": "assistant", "content": "Hel"}], "continue_final_message": True}
     parsers = service.chat_job(ChatRequest.model_validate(body)).parsers
     assert parsers is not None

@@ -115,7 +115,7 @@ def test_where_an_output_begins() -> None:
 
 def service(quiet: QuietEngine, how: ReasoningParser = "auto") -> Service:
     client, options = EngineClient(quiet, Metrics(quiet)), Options(reasoning_parser=how)  # type: ignore[arg-type]
-    return Service(client, ("small",), shared_templates(quiet), options)
+    return Service(client, ("small",), shared_templates(quiet), options, None)
 
 
 def parts(of: Service, completion: str, **more: Any) -> OutputDelta:

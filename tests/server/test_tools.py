@@ -363,7 +363,7 @@ def test_calls_in_later_chunks_are_numbered_on(quiet: QuietEngine) -> None:
 
 
 def test_special_tokens_are_kept_for_the_parser_alone(quiet: QuietEngine) -> None:
-    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options(), None)  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "{# <tool_call> #}" + TEMPLATE
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS})
     plain = ChatRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
@@ -540,7 +540,7 @@ def test_a_forced_call_has_precedence_over_another_grammar(tooled: Served) -> No
 @pytest.mark.parametrize("form", [HERMES, DEEPSEEK, XML], ids=["hermes", "deepseek", "xml"])
 def test_calls_that_may_be_made_are_an_alternative_to_another_grammar(quiet: QuietEngine, form: ToolFormat) -> None:
     """Agents with tools and a type of their output ask for both, and call first."""
-    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options(), None)  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks) + UNMARKED
     asked: Any = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
     asked["response_format"] = {

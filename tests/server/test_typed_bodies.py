@@ -155,7 +155,7 @@ def written(body: Any) -> bytes:
 @pytest.mark.parametrize("form", TOOL_FORMATS, ids=range(len(TOOL_FORMATS)))
 def test_no_schema_of_a_function_is_the_servers_fault(quiet: QuietEngine, form: ToolFormat) -> None:
     """Every form is tried, whether the function must be called or is strict."""
-    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options())  # type: ignore[arg-type]
+    service = Service(EngineClient(quiet, Metrics(quiet)), ("small",), shared_templates(quiet), Options(), None)  # type: ignore[arg-type]
     quiet.tokenizer.chat_template = "".join("{# " + mark + " #}" for mark in form.marks)
     for schema in SCHEMAS:
         for more in ({"tool_choice": "required"}, {}):

@@ -20,8 +20,8 @@ Metric = Literal[
 """Metric of a table.
 
 sequences at once: maximum with their tokens in the cache. MiB: received by the busiest rank
-(`weft.stream.stats.StepStat`). "of a decode step": means over steps and ranks of a profile; the first excludes waiting
-for the slowest rank.
+(`weft.stream.step_stat.StepStat`). "of a decode step": means over steps and ranks of a profile; the first excludes
+waiting for the slowest rank.
 """
 Variant = Mapping[str, Any]
 """Options of `weft.engine.config.config.EngineConfig`."""

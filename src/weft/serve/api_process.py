@@ -64,7 +64,8 @@ def main(path: str, number: str, descriptor: str) -> int:
     try:
         engine = RemoteEngine(connection, process, values, observed)
         engine_client = EngineClient(engine, observed, options.request_timeout_s)
-        server = ApiServer(app.create_app(engine_client, values["model_name"], options), engine_client, options, engine)
+        application = app.create_app(engine_client, engine, values["model_name"], options)
+        server = ApiServer(application, engine_client, options, engine)
     except ModelError as error:
         send(messages.ApiStarted(str(error)))
         return 1

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from weft import __version__
-from weft.engine.controller.profiling import MIN_STEPS
 from weft.engine.models.config_json.fields import ModelError
 from weft.serve.chat.service import Service
 from weft.serve.chat.templates import Templates
@@ -23,15 +22,18 @@ from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.errors import ApiError, bad_field
 from weft.serve.http.guard import Guard
 from weft.serve.http.options import Options
+from weft.serve.http.remote_engine import AnyShared
 
-MAX_WATCHED = 1000
-"""Maximum steps of a trace, which is written and read as a whole."""
 MAX_PLANNED = 2**20
 """Maximum tokens of a requested plan: far above any step, and within the cost model's numbers."""
 
 
 def create_app(
-    engine_client: EngineClient, model_name: str, options: Options, templates: Templates | None = None
+    engine_client: EngineClient,
+    shared: AnyShared,
+    model_name: str,
+    options: Options,
+    templates: Templates | None = None,
 ) -> FastAPI:
     """Return the OpenAI-compatible application. ModelError for a chat template that takes too long.
 
@@ -64,7 +66,7 @@ def create_app(
     errors.install(app)
     templates = templates or Templates(engine.tokenizer.special_tokens_map)
     _probe(engine.tokenizer, templates)
-    service = Service(engine_client, options.served_model_name or (model_name,), templates, options)
+    service = Service(engine_client, options.served_model_name or (model_name,), templates, options, shared)
     apis = (completions.router, responses.router, anthropic_messages.router, extras.router, extras.balancer_router)
     for router in (*apis, _status_routes, _step_routes):
         app.include_router(router(service))
@@ -152,8 +154,6 @@ def _step_routes(service: Service) -> APIRouter:
     async def profile(steps: int = 20) -> Any:
         if service.options.profile_dir is None:
             raise ApiError(400, "start weft serve with --profile-dir FOLDER, where the trace goes")
-        if not MIN_STEPS <= steps <= MAX_WATCHED:
-            raise bad_field("steps", f" is {steps}; it must be between {MIN_STEPS} and {MAX_WATCHED}")
         return await shared.ask("profile", steps)
 
     return made

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch.profiler import record_function
@@ -17,23 +17,10 @@ from weft.planner.chain import Counts
 from weft.planner.op import Op
 from weft.planner.plan import Plan, Planner
 from weft.planner.show import fold
+from weft.stream.step_stat import StepStat
 
 MAX_EVENTS = 4096
 """Maximum number of timed calls kept before the finished ones are added up."""
-
-
-@dataclass(frozen=True)
-class StepStat:
-    """Totals of one communicating step."""
-
-    site: str  # the read that it serves, with layers folded into `*`
-    step: str  # edge and placements
-    group: str  # name of the group
-    count: int = 0  # number of calls
-    bytes: int = 0  # received by the busiest rank (`weft.planner.exchange.rows_received`); a transport may move more
-    # Eager steps: measured in place, including waiting. CUDA graphs: in isolation, since no replay can be timed inside.
-    seconds: float = 0.0
-    predicted: float = 0.0  # seconds by the cost model
 
 
 StepKey = tuple[str, str]

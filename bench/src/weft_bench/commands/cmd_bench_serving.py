@@ -134,7 +134,7 @@ class Command:
     def _load_tokenizer(self) -> Any:
         if self.tokenizer is None:
             return None
-        from weft.engine.output.text_processor import read_tokenizer
+        from weft.engine.output.tokenizer_files import read_tokenizer
 
         return read_tokenizer(self.tokenizer)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from weft.comm.forks import ProcessBound
 from weft.engine.config.config import EngineConfig, EngineError
@@ -22,21 +22,22 @@ from weft.engine.controller.output_processor import OutputProcessor
 from weft.engine.controller.rank_executors import make_executor
 from weft.engine.controller.recovery import Recovery, one_line
 from weft.engine.controller.request_queue import RequestQueue
-from weft.engine.controller.startup import check_plans, context_tokens, load_tokenizer, read_model, resolve_defaults
+from weft.engine.controller.startup import check_plans, context_tokens, read_model, resolve_defaults
 from weft.engine.kv.manager import CacheManager
+from weft.engine.messages.api_messages import EngineState
 from weft.engine.messages.rank_messages import Step
 from weft.engine.messages.request import FAIR_SHARE, FinishReason, Output, SamplingParams, Sharing
 from weft.engine.output.request_output import OutputCallback, Request, RequestOutput, check_count, prepare_all
 from weft.engine.output.results import EngineStats, gather
 from weft.engine.output.text_processor import TextProcessor
+from weft.engine.output.tokenizer_files import load_tokenizer
 from weft.engine.scheduler.draft_rows import make_speculation, note_step
 from weft.engine.scheduler.scheduled import Scheduled
 from weft.engine.scheduler.scheduler import Scheduler, drafts_asked, make_schedulers, schedule_all
-from weft.stream.stats import StepStat
+from weft.stream.step_stat import StepStat
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-EngineState = Literal["starting", "serving", "degraded", "restarting", "draining", "failed", "stopped"]
 IDLE_CHECK_S = 1.0
 """Interval at which an idle engine checks that its ranks are alive."""
 NEWCOMERS_PER_STEP = 64

@@ -6,9 +6,6 @@ import logging
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import jinja2
 
 from weft.comm.transport import offer_of
 from weft.comm.transport_registry import transports
@@ -20,11 +17,11 @@ from weft.engine.config.device import attention_backend, dtype_of, enabled_trans
 from weft.engine.config.engine_options import LayoutOptions
 from weft.engine.kv.cache_spec import Recurrent, Spec
 from weft.engine.models.config_json.directory import config_file
-from weft.engine.models.config_json.fields import ModelError, first_line
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.models.load import model_shape
 from weft.engine.models.weights.checkpoint import weight_files
-from weft.engine.output.text_processor import read_tokenizer
+from weft.engine.output.tokenizer_files import read_tokenizer
 from weft.engine.worker.batch_limits import with_batch_limits
 from weft.engine.worker.open_transports import cost_model
 from weft.engine.worker.planning import may_split, plan_model, split_steps
@@ -46,26 +43,6 @@ def read_model(config: EngineConfig) -> ModelConfig:
     if config.load_format != "dummy":
         weight_files(config.model)
     return model
-
-
-def load_tokenizer(config: EngineConfig) -> Any:
-    """Load the tokenizer, and check its chat template, if it has one. Raises ModelError."""
-    tokenizer = read_tokenizer(config.tokenizer)
-    if config.chat_template is not None:
-        try:
-            tokenizer.chat_template = config.chat_template.read_text()
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or first_line(error)
-            raise ModelError(f"--chat-template {config.chat_template} cannot be read: {why}") from error
-    if tokenizer.chat_template:
-        try:
-            tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-        except jinja2.TemplateSyntaxError as error:
-            where = f"{config.chat_template or config.tokenizer}, line {error.lineno}"
-            raise ModelError(f"the chat template of {where}, cannot be read: {first_line(error)}") from error
-        except Exception:  # a template may reject this message, and accept others
-            return tokenizer
-    return tokenizer
 
 
 def context_tokens(config: EngineConfig, model: ModelConfig) -> int:

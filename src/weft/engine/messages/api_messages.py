@@ -7,13 +7,15 @@ the engine runs on for a step or two until it knows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from weft.engine.messages.rank_messages import Logprobs
 from weft.engine.messages.request import End, Sharing, TokenLogprob
+
+EngineState = Literal["starting", "serving", "degraded", "restarting", "draining", "failed", "stopped"]
 
 
 class ApiConnected(Struct, frozen=True, tag=True):
@@ -81,7 +83,7 @@ class CollectObserved(Struct, frozen=True, tag=True):
 class EngineStatus(Struct, frozen=True, tag=True):
     """Engine: its state and error, as in `Engine`, when they change."""
 
-    state: str
+    state: EngineState
     error: str | None
 
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.kv.tokens import TOKEN_BYTES, token_array
-from weft.stream.stats import StepStat
+from weft.stream.step_stat import StepStat
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Most probable tokens and their logprobs."""

@@ -6,44 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from weft.engine.grammar.grammar import Grammars
 from weft.engine.messages.rank_messages import PARAMETERS
 from weft.engine.messages.request import SamplingParams
-from weft.engine.models.config_json.common_fields import tokens
-from weft.engine.models.config_json.directory import is_gguf
-from weft.engine.models.config_json.fields import MAX_NUMBER, Fields, ModelError, first_line, read_json
+from weft.engine.models.config_json.fields import MAX_NUMBER, Fields, ModelError, read_json
 from weft.engine.output.detokenizer import Detokenizer
 
-ADVICE = "it needs the tokenizer.json and tokenizer_config.json that the model was published with"
 DEFAULTS = (*PARAMETERS, "repetition_penalty")
 """Sampling parameters with defaults in generation_config.json."""
-FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
-"""JSON files of a tokenizer's directory that transformers reads in addition to tokenizer.json."""
-
-
-def read_tokenizer(source: Path | str) -> Any:
-    """Return the transformers tokenizer of a directory, a GGUF file, or a name on the hub. Raises ModelError."""
-    for path in (Path(source, file) for file in FILES):
-        if path.exists():
-            read_json(path)  # raises ModelError for invalid JSON
-    try:
-        if is_gguf(Path(source)):
-            from weft.engine.models.weights import gguf_file  # its package is optional
-
-            tokenizer: Any = gguf_file.read_tokenizer(Path(source))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        made = tokenizer.encode("text", add_special_tokens=False)
-    except Exception as error:  # a broken file makes transformers and tokenizers raise anything
-        raise ModelError(f"{source} has no usable tokenizer: {first_line(error)}; {ADVICE}") from error
-    named = tokenizer.chat_template.values() if isinstance(tokenizer.chat_template, dict) else [tokenizer.chat_template]
-    if not all(template is None or isinstance(template, str) for template in named):
-        raise ModelError(f"{source} has no usable tokenizer: chat_template is no text; {ADVICE}")
-    if not made:  # for some types, transformers returns an empty tokenizer if files are missing
-        raise ModelError(f"{source} has no usable tokenizer: no tokens come of a text; {ADVICE}")
-    return tokenizer
 
 
 class TextProcessor:
@@ -66,7 +36,7 @@ class TextProcessor:
         fields = Fields(read_json(path) if path.exists() else {})
         try:
             self.defaults: dict[str, float] = _defaults(fields)
-            named = tokens(fields, "eos_token_id")
+            named = fields.tokens("eos_token_id")
         except ValueError as error:
             raise ModelError(f"{path}: {error}") from error
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

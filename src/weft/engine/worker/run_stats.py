@@ -14,7 +14,8 @@ from weft.planner.plan import Plan, Planner
 from weft.planner.recipes import Merge
 from weft.planner.show import fold
 from weft.stream.block_exchanges import BlockExchanges
-from weft.stream.stats import Stats, StepKey, StepStat, StepTimes
+from weft.stream.stats import Stats, StepKey, StepTimes
+from weft.stream.step_stat import StepStat
 
 MAX_COUNTS = 4096
 """Maximum distinct counts kept before they are added to the totals, as a limit of memory."""

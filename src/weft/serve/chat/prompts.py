@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from weft.engine.controller.engine import Engine
 from weft.serve.chat.chats import ChatRequest
 from weft.serve.chat.protocol import CommonRequest, CompletionRequest
 from weft.serve.chat.templates import Templates
 from weft.serve.http.errors import ApiError, bad_field
-from weft.serve.http.remote_engine import RemoteEngine
+from weft.serve.http.remote_engine import AnyEngine
 
 SPARE_TOKENS = 64
 """Extra tokens to encode of a text that is truncated to its last tokens."""
@@ -24,7 +23,7 @@ class Prompts:
     templates: renders chat templates. takes_templates: requests may have their own.
     """
 
-    def __init__(self, engine: Engine | RemoteEngine, templates: Templates, takes_templates: bool):
+    def __init__(self, engine: AnyEngine, templates: Templates, takes_templates: bool):
         self._engine, self._tokenizer, self._templates = engine, engine.tokenizer, templates
         self._takes_templates = takes_templates
 

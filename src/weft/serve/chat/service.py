@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from fastapi.responses import Response
 
-from weft.engine.controller.engine import Engine
 from weft.engine.grammar.grammar import either, json_grammar
 from weft.engine.messages.request import SamplingParams, Sharing
 from weft.serve.chat.chats import ChatRequest
@@ -23,10 +22,8 @@ from weft.serve.chat.tool_formats import tool_format_of
 from weft.serve.chat.tools import ChannelParser, Parser
 from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.errors import ApiError, bad_field, client_names
-from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
-from weft.serve.http.remote_engine import RemoteEngine
-from weft.serve.http.shared import Shared
+from weft.serve.http.remote_engine import AnyEngine, AnyShared
 
 
 class ChatJob(NamedTuple):
@@ -50,6 +47,7 @@ class Service:
     model_names: tuple[str, ...]
     templates: Templates
     options: Options
+    shared: AnyShared
 
     @property
     def model_name(self) -> str:
@@ -57,18 +55,9 @@ class Service:
         return self.model_names[0]
 
     @property
-    def engine(self) -> Engine | RemoteEngine:
+    def engine(self) -> AnyEngine:
         """Engine of the client."""
         return self.engine_client.engine
-
-    @cached_property
-    def shared(self) -> Shared | RemoteEngine:
-        """State that all processes of the server share."""
-        engine, metrics = self.engine, self.engine_client.metrics
-        if isinstance(engine, RemoteEngine):
-            return engine
-        assert isinstance(metrics, Metrics)
-        return Shared(engine, metrics, self.options, self.model_name)
 
     @cached_property
     def prompts(self) -> Prompts:

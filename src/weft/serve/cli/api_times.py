@@ -21,6 +21,7 @@ from weft.serve.http.loading import bind
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 from weft.serve.http.run import Server
+from weft.serve.http.shared import Shared
 from weft.tune.host import describe_host
 
 CLIENTS, ROUNDS, TOKENS = 4, 8, 32
@@ -80,8 +81,9 @@ def measure_api() -> ApiTimes:
     """Return the measured CPU times of this process as a server."""
     with bind("127.0.0.1", 0) as bound, slow_engine() as engine:
         options = Options()
-        client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
-        server = Server(create_app(client, "weft", options), client, options)
+        shared = Shared(engine, metrics := Metrics(engine), options, "weft")
+        client = EngineClient(engine, metrics, options.request_timeout_s)
+        server = Server(create_app(client, shared, "weft", options), client, options)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
 

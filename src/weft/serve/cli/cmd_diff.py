@@ -58,7 +58,7 @@ class Command:
         """Print the differences and return the exit code. Raises UserError, LayoutError, ModelError, CommError."""
         from transformers.utils import logging as transformers_logging
 
-        from weft.engine.controller.startup import load_tokenizer
+        from weft.engine.output.tokenizer_files import load_tokenizer
 
         self._check()
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -154,13 +154,14 @@ class Command:
         from weft.serve.http.shared import Shared
 
         name = next(iter(options.served_model_name), model_name(self.model, engine.config.model))
+        shared = Shared(engine, metrics := Metrics(engine), options, name)
         if processes is None:
-            engine_client = EngineClient(engine, Metrics(engine), options.request_timeout_s)
-            server: Any = run.Server(app.create_app(engine_client, name, options), engine_client, options)
+            engine_client = EngineClient(engine, metrics, options.request_timeout_s)
+            server: Any = run.Server(app.create_app(engine_client, shared, name, options), engine_client, options)
         else:
             server, log_options = processes, {"log_format": self.log_format, "log_level": self.log_level}
             setup = {"options": options.to_dict(), "model_name": name} | log_options
-            processes.prepare(Shared(engine, Metrics(engine), options, name), setup)
+            processes.prepare(shared, setup)
 
         def leave_with_engine() -> None:
             engine.wait()

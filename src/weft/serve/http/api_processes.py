@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -40,7 +41,7 @@ COLLECT_EACH_S = 5.0
 AGAIN_S = 1.0
 """Minimum seconds between the start of a process and that of its successor."""
 MAX_DEFAULT = 4
-"""Maximum processes unless `--api-servers` says more: each needs 0.4 GB of memory."""
+"""Maximum processes unless `--api-servers` says more: each needs 0.2 GB of memory, and more for a large vocabulary."""
 THREADS = 4
 """Maximum questions, and submissions with a grammar, at once."""
 
@@ -97,7 +98,7 @@ class ApiProcesses:
         self._stops = self._stops_sent = 0
         self._collect_next = 0.0
         self._serving = False
-        self._status: tuple[str, str | None] = ("serving", None)
+        self._status: tuple[messages.EngineState, str | None] = ("serving", None)
         self._ready, self._over = threading.Event(), threading.Event()
         self._error: str | None = None
         self._pool = ThreadPoolExecutor(THREADS, "weft-api-calls")
@@ -122,6 +123,7 @@ class ApiProcesses:
             "max_model_len": engine.max_model_len,
             "vocabulary": engine.text_processor.vocabulary,
             "eos": list(engine.model_config.eos_token_ids),
+            "tokenizer": pickle.dumps(engine.tokenizer),
         }
         engine.after_callbacks(self._flush)
         threading.Thread(target=self._loop, name="weft-api", daemon=True).start()

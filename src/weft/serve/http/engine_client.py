@@ -15,13 +15,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
 from weft.engine.config.config import EngineError, QueueFull
-from weft.engine.controller.engine import Engine
 from weft.engine.messages.request import FAIR_SHARE, Output, SamplingParams, Sharing
 from weft.engine.output.request_output import RequestOutput
 from weft.serve.http.errors import ApiError, of_value
 from weft.serve.http.metrics import Observations
 from weft.serve.http.record import Record
-from weft.serve.http.remote_engine import RemoteEngine
+from weft.serve.http.remote_engine import AnyEngine
 
 RETRY_S = 5
 """Seconds after which to retry a request that a stopping server refuses: a new server may run by then."""
@@ -155,7 +154,7 @@ class IncrementQueue:
 class EngineClient:
     """Client that submits requests to the engine and tracks running ones, on the event loop. timeout_s: per request."""
 
-    def __init__(self, engine: Engine | RemoteEngine, metrics: Observations, timeout_s: float | None = None):
+    def __init__(self, engine: AnyEngine, metrics: Observations, timeout_s: float | None = None):
         self.engine, self.metrics, self.timeout_s = engine, metrics, timeout_s
         self.closed = False
         self._live: set[IncrementQueue] = set()

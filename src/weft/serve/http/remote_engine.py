@@ -6,17 +6,16 @@ import asyncio
 import itertools
 import json
 import os
+import pickle
 import random
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import msgspec
 
 from weft.engine.config.config import EngineConfig, EngineError, QueueFull
-from weft.engine.controller.engine import EngineState
-from weft.engine.controller.startup import load_tokenizer
 from weft.engine.grammar.grammar import Compiled
 from weft.engine.messages import api_messages as messages
 from weft.engine.messages.rank_sockets import RankSocket
@@ -26,6 +25,14 @@ from weft.engine.output.text_processor import TextProcessor
 from weft.serve.http.errors import ApiError
 from weft.serve.http.metrics import Observations
 
+if TYPE_CHECKING:  # these import torch
+    from weft.engine.controller.engine import Engine
+    from weft.serve.http.shared import Shared
+
+AnyEngine: TypeAlias = "Engine | RemoteEngine"
+"""Engine of this process or of another one."""
+AnyShared: TypeAlias = "Shared | RemoteEngine"
+"""State that all processes of the server share, in this process or in another one."""
 HERE_ONLY = ("stop", "watch", "keep_special", "grammar")
 """Sampling parameters that need text, and the grammar, which is sent as a text."""
 
@@ -53,7 +60,7 @@ class RemoteEngine:
     """
 
     error: str | None = None
-    state: EngineState = "serving"
+    state: messages.EngineState = "serving"
     serving = stopped = False
     """serving: the process may accept connections. stopped: it must not go on."""
 
@@ -62,7 +69,7 @@ class RemoteEngine:
         self.config = EngineConfig.from_dict(json.loads(setup["config"]))
         self.max_model_len: int = setup["max_model_len"]
         vocabulary, eos = setup["vocabulary"], tuple(setup["eos"])
-        self.text_processor = TextProcessor(load_tokenizer(self.config), self.config.tokenizer, vocabulary, eos)
+        self.text_processor = TextProcessor(pickle.loads(setup["tokenizer"]), self.config.tokenizer, vocabulary, eos)
         self.tokenizer = self.text_processor.tokenizer
         self._seeds, self._numbers = random.Random(), itertools.count()
         self._open: dict[int, RequestOutput] = {}
@@ -154,7 +161,7 @@ class RemoteEngine:
                         else:
                             result.set_exception(ApiError(error[0], error[1], param=error[2]))
                 case messages.EngineStatus(state, error):
-                    self.state, self.error = cast(EngineState, state), error
+                    self.state, self.error = state, error
                 case messages.CollectObserved():
                     self._send(messages.encode(self._observed.take()))
                 case messages.ServeRequests():

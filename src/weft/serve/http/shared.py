@@ -12,14 +12,16 @@ from fastapi.concurrency import run_in_threadpool
 
 from weft.engine.config.device import on_gpus
 from weft.engine.controller.engine import Engine
-from weft.engine.controller.profiling import ProfileError, record
+from weft.engine.controller.profiling import MIN_STEPS, ProfileError, record
 from weft.kernels.cpu_rows import isa
-from weft.serve.http.errors import ApiError
+from weft.serve.http.errors import ApiError, bad_field
 from weft.serve.http.metrics import Metrics
 from weft.serve.http.options import Options
 
 MAX_RESPONSES = 10_000
 """Maximum stored responses of any size."""
+MAX_WATCHED = 1000
+"""Maximum steps of a trace, which is written and read as a whole."""
 
 
 class Stored(NamedTuple):
@@ -136,6 +138,8 @@ class Shared:
         } | (counts | {"k": k, "why": why})
 
     def _profile(self, steps: int) -> dict[str, Any]:
+        if not MIN_STEPS <= steps <= MAX_WATCHED:
+            raise bad_field("steps", f" is {steps}; it must be between {MIN_STEPS} and {MAX_WATCHED}")
         assert self._options.profile_dir is not None
         if not self._recording.acquire(blocking=False):
             raise ApiError(409, "steps are being watched already")

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from weft.engine.models.config_json.fields import MAX_LAYERS, MAX_SIZE, Fields, ModelError
+from weft.engine.models.config_json.fields import MAX_LAYERS, Fields, ModelError
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MAX_ROTATED, TINY = 2**16, 1e-30
@@ -103,17 +103,10 @@ def common_fields(
         max_position=max_position,
         rms_norm_eps=fields.number("rms_norm_eps", eps),
         tie_embeddings=fields.flag("tie_word_embeddings"),
-        eos_token_ids=tokens(fields, "eos_token_id"),
+        eos_token_ids=fields.tokens("eos_token_id"),
         dtype=dtype,
         rope=rope,
     )
-
-
-def tokens(fields: Fields, name: str) -> tuple[int, ...]:
-    """Return a field that holds a token, a list of tokens, or nothing. Raises ModelError."""
-    if isinstance(fields.get(name, ()), list | tuple):
-        return tuple(fields.items(name, int, ()))
-    return (fields.size(name, low=-MAX_SIZE),)
 
 
 def check_layer_types(fields: Fields, kinds: Sequence[str], *supported: str) -> None:

@@ -121,6 +121,12 @@ class Fields:
             raise self._wrong(name, f"a list of {kind.__name__}")
         return value
 
+    def tokens(self, name: str) -> tuple[int, ...]:
+        """Return the tokens of a field that holds a token, a list of tokens, or nothing."""
+        if isinstance(self.get(name, ()), list | tuple):
+            return tuple(self.items(name, int, ()))
+        return (self.size(name, low=-MAX_SIZE),)
+
     def only(self, name: str, *supported: Any) -> None:
         """Read a field with a limited choice of values. Missing and null are accepted. Raises ModelError."""
         value = self.get(name)

@@ -331,6 +331,22 @@ def test_a_server_that_drains_lets_requests_end(quiet: QuietEngine) -> None:
         assert b"ended" in end and b"shutting down" not in end and not quiet.cancelled
 
 
+def test_a_connection_that_was_accepted_last_gets_a_response(
+    quiet: QuietEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request was on the way when an API process that had no other left, and the connection was reset."""
+    monkeypatch.setattr("weft.serve.http.run.LAST_REQUESTS_S", WAIT_S)
+    for served in serve(quiet, drain_s=1000):
+        with served.socket() as connection:
+            while not served.server.server_state.connections:
+                pass
+            served.server.stop()
+            while served.server.servers[0].is_serving():
+                pass
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"draining" in received(connection)
+
+
 def test_a_request_of_http_1_1_needs_a_host(served: Served) -> None:
     for version, status in ((b"1.1", b"400"), (b"1.0", b"200")):
         with served.socket() as connection:

@@ -12,13 +12,16 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from weft.serve.http.connections import ACCEPTED_AT_ONCE, connection_class
+from weft.serve.http.connections import ACCEPTED_AT_ONCE, Connection, connection_class
 from weft.serve.http.engine_client import EngineClient
 from weft.serve.http.loading import QUEUED_BY_KERNEL
 from weft.serve.http.options import Options
 
 FAREWELL_S = 2.0
 """Seconds for clients to read their last bytes."""
+LAST_REQUESTS_S, TICK_S = 0.5, 0.01
+"""Seconds for the first request of a connection that was accepted just before the end, as closing it would reset it,
+and between two looks."""
 SWITCH_INTERVAL_S = 1e-4
 """Seconds until a waiting thread requests the interpreter's lock (Python's default: 5 ms)."""
 
@@ -33,6 +36,10 @@ def prepare_interpreter() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()  # a collection over all loaded objects would stop every stream for 0.3 s
+
+
+def _awaits_first_request(connection: object) -> bool:
+    return isinstance(connection, Connection) and connection.cycle is None
 
 
 class Server(uvicorn.Server):
@@ -86,6 +93,13 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
 
-        timer = asyncio.get_running_loop().call_later(FAREWELL_S, abort)
+        loop = asyncio.get_running_loop()
+        for listener in self.servers:
+            listener.close()
+        until = loop.time() + LAST_REQUESTS_S
+        await asyncio.sleep(TICK_S)  # until connections that were just accepted are known
+        while loop.time() < until and any(map(_awaits_first_request, self.server_state.connections)):
+            await asyncio.sleep(TICK_S)
+        timer = loop.call_later(FAREWELL_S, abort)
         await super().shutdown(sockets)
         timer.cancel()

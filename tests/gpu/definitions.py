@@ -87,7 +87,7 @@ def experts(
     down_bias: Tensor | None = None,
 ) -> Tensor:
     """Return `[T, width]`. Pairs of expert −1 are omitted. Between the products is
-    `weft.kernels.torch_reference.gated`.
+    `weft.engine.kernels.model_reference.gated`.
 
     With weights in FP8 the rows of both products are quantised (x only if it is not quantised yet), and the result is
     float32.

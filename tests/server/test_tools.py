@@ -86,11 +86,12 @@ def loaded(arguments: str) -> Any:
         ("a <tool and <tool_calls> b", "a <tool and <tool_calls> b", 0),
         ("<tool_call>no JSON</tool_call> x", "<tool_call>no JSON</tool_call> x", 0),
         ("a <tool_call>{", "a ", 0),
+        ("a <tool_cal", "a ", 0),
         (CALL.removesuffix("</tool_call>"), "", 1),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
         ("", "", 0),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_calls_however_they_are_cut(completion: str, text: str, calls: int) -> None:
     wanted = (text, [("weather", {"city": "Zürich"})] * calls)

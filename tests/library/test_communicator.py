@@ -77,7 +77,12 @@ def wrong_calls() -> None:
     refused(lambda: comm.all_reduce(x, out=ints), "out must be float32 [2, 4] on cpu")
     refused(lambda: comm.all_gatherv(x, [3]), "has 2 rows", "counts say 3")
     refused(lambda: comm.all_gatherv(x, [1, 1]), "counts must be 1 integers of 0 or more, not [1, 1]")
-    refused(lambda: comm.all_gatherv(x, [-2]), "0 or more")
+    refused(lambda: comm.all_gatherv(x, [-2]), "0 or more, not [-2]")
+    refused(lambda: comm.all_gatherv(x, 2), "1 integers")  # type: ignore[arg-type]
+    refused(lambda: comm.all_gatherv(x, numpy.array([2])), "array pass .tolist()")  # type: ignore[arg-type]
+    refused(lambda: comm.all_reduce([1.0]), "a list; pass a torch.Tensor")  # type: ignore[arg-type]
+    refused(lambda: comm.all_reduce_add_rms_norm(x, x, None, 1e-6), "weight is a NoneType")  # type: ignore[arg-type]
+    refused(lambda: comm.broadcast(x, 0.5), "root is 0.5")  # type: ignore[arg-type]
     refused(lambda: comm.all_gatherv(x, [2], capacity=3), "capacity")
     refused(lambda: comm.all_gatherv(x, torch.tensor([2])), "counts.tolist()")
     refused(lambda: comm.all_gatherv(torch.tensor(1.0), [1]), "[rows, …]")
@@ -106,6 +111,13 @@ def wrong_calls() -> None:
     assert comm.supports("all_reduce", x) and not comm.supports("all_reduce", ints)
     refused(lambda: Communicator(name="mine"), "'mine' is open already")
     refused(lambda: Communicator(max_bytes=0), "max_bytes is 0")
+    for wrong in (1.5, 8e6, "8M", None):
+        refused(lambda w=wrong: Communicator(max_bytes=w), f"max_bytes is {wrong!r}", "an integer")
+        refused(lambda w=wrong: Communicator(blocks=w), f"blocks is {wrong!r}", "an integer")
+    for forever in (math.inf, math.nan, 1e7, "60", None):  # type: ignore[assignment]
+        refused(lambda f=forever: Communicator(timeout_s=f), f"timeout_s is {forever!r}", "at most 1000000")
+    for sizes in ({"max_bytes": 1 << 60}, {"max_bytes": 1 << 80}, {"blocks": 1 << 44}):
+        refused(lambda s=sizes: Communicator(**s), "more than a process can address", "lower one")
     refused(lambda: Communicator(mesh=weft.Mesh(2, 1, 2, 1)), "2 ranks", "attn_tp")
     refused(lambda: Communicator(device="cuda"), "no GPU")
     refused(lambda: Communicator(dist.GroupMember.NON_GROUP_MEMBER), "no rank of the group")  # type: ignore[arg-type]

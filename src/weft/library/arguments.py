@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,6 +64,8 @@ class Arguments:
 
     def input(self, op: str, x: Tensor) -> Tensor:
         """Return the input, neither lazily negated nor conjugated."""
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{op}: the input is a {type(x).__name__}; pass a torch.Tensor")
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             raise ValueError(
                 f"{op}: torch's current GPU is another than that of communicator {self.name!r}; call "
@@ -164,7 +166,7 @@ class Arguments:
         """
         width = x.shape[-1]
         _expect(op, "residual", residual, (x.dtype,), shape, x.device)
-        weight = weight.detach()
+        weight = weight.detach() if isinstance(weight, Tensor) else weight
         _expect(op, "weight", weight, (x.dtype, torch.float32), (width,), x.device)
         rows = residual.resolve_neg().reshape(residual.shape[:-1].numel(), width)
         return Epilogue(rows, weight.resolve_neg(), eps)
@@ -181,9 +183,11 @@ class Arguments:
 
 def integers(op: str, what: str, counts: Sequence[int], n: int) -> Sizes:
     """Return `counts` as `n` integers. Raises ValueError with `op` and `what`."""
-    found = tuple(counts)
-    if len(found) != n or not all(isinstance(count, int) and count >= 0 for count in found):
-        raise ValueError(f"{op}: {what} must be {n} integers of 0 or more, not {list(found)}")
+    found = tuple(counts) if isinstance(counts, Iterable) else ()
+    whole = all(isinstance(count, int) for count in found)
+    if not whole or len(found) != n or any(count < 0 for count in found):
+        arrays = "" if whole else "; of a tensor or an array pass .tolist()"
+        raise ValueError(f"{op}: {what} must be {n} integers of 0 or more, not {list(found) or counts}{arrays}")
     return found
 
 
@@ -205,6 +209,8 @@ def _has_grad(x: Tensor) -> bool:
 def _expect(
     op: str, what: str, given: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int], device: torch.device
 ) -> None:
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{op}: {what} is a {type(given).__name__}; pass a torch.Tensor")
     if _has_grad(given):
         raise ValueError(f"{op}: {what} {NO_GRADIENTS}")
     if given.dtype not in dtypes or given.shape != tuple(shape) or given.device != device:

@@ -244,8 +244,8 @@ class Communicator(ProcessBound):
 
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
         """Return the x of rank `root`; all ranks pass a tensor of that shape and dtype."""
-        if not 0 <= root < self.world_size:
-            raise ValueError(f"broadcast: root is {root}, but ranks are 0 to {self.world_size - 1}")
+        if not isinstance(root, int) or not 0 <= root < self.world_size:
+            raise ValueError(f"broadcast: root is {root!r}, but ranks are 0 to {self.world_size - 1}")
         x = self._takes.input("broadcast", x)
         return self.transport.broadcast(_as_rows(x), self._everyone, root).view(x.shape)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -223,6 +225,8 @@ def ranks_that_cannot_meet(folder: Path) -> None:
     fails_for_rank_1(contained, "rank 1: runs in another container")
     fails_for_rank_1(no_compiler, "shm.cc does not compile")
     fails_for_rank_1(lambda patch: None, "rank 1: max_bytes is 2048", "1024 on rank 0", max_bytes=2048)
+    device = ("cpu", "cuda")[dist.get_rank()]
+    refused(lambda: Communicator(device=device), "no GPU", error=(weft.CommError, ValueError)[dist.get_rank()])
     meeting.tempfile.tempdir = str(folder / MEETINGS)
     with Communicator(max_bytes=1024):
         dist.barrier()

@@ -26,6 +26,11 @@ from weft.planner import exchange as exchanges
 from weft.planner.cost import host_table, read_tuning
 from weft.planner.spec import Mesh
 
+ADDRESSES = 1 << 47
+"""Bytes that a process can address on most hosts. Sizes that pass 64 bits would wrap around in the kernels."""
+MAX_WAIT_S = 1_000_000
+"""Longest `timeout_s`, 11 days: what the waits of sockets and selectors accept."""
+
 
 class Communicator(ProcessBound):
     """One rank's end of a ProcessGroup's collectives; ranks have their numbers in the group. Building it is collective.
@@ -62,7 +67,11 @@ class Communicator(ProcessBound):
     ):
         group = _process_group(group)
         self.rank, self.world_size = group.rank(), group.size()
-        self.device, self.max_bytes = _device(device), max_bytes
+        self.max_bytes, refused = max_bytes, None
+        try:
+            self.device = _device(device)
+        except (RuntimeError, ValueError) as error:  # the other ranks learn it when they meet
+            self.device, refused = torch.device("cpu"), error
         self.mesh = mesh or Mesh(1, self.world_size, 1, self.world_size)
         self._name = name or f"{group.group_name}:{self.device.type}"
         on_gpu = self.device.type == "cuda"
@@ -76,6 +85,8 @@ class Communicator(ProcessBound):
         }
 
         def prepare() -> None:
+            if refused is not None:
+                raise refused
             self._check_options(timeout_s, blocks)
             (cuda_kernels if on_gpu else cpu_kernels)()  # may compile, which can fail
 
@@ -104,9 +115,17 @@ class Communicator(ProcessBound):
                 f"the mesh ({self.mesh}) is of {self.mesh.world} ranks on {self.mesh.hosts} host(s), the group has "
                 f"{self.world_size} on one; give a mesh with attn_dp × attn_tp = ep × moe_tp = {self.world_size}"
             )
-        for what, value in {"max_bytes": self.max_bytes, "timeout_s": timeout_s, "blocks": blocks}.items():
-            if value <= 0:
-                raise ValueError(f"{what} is {value}; it must be more than 0")
+        for what, value in {"max_bytes": self.max_bytes, "blocks": blocks}.items():
+            if not isinstance(value, int) or value <= 0:
+                raise ValueError(f"{what} is {value!r}; it must be an integer of more than 0")
+        if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_WAIT_S:
+            raise ValueError(f"timeout_s is {timeout_s!r}; it must be more than 0, and at most {MAX_WAIT_S}")
+        arena = 2 * self.max_bytes * (blocks * self.world_size if self.device.type == "cpu" else 1)
+        if arena > ADDRESSES:
+            raise ValueError(
+                f"max_bytes={self.max_bytes} and blocks={blocks} make {arena} bytes on {self.world_size} ranks, more "
+                f"than a process can address ({ADDRESSES}); lower one of them"
+            )
         if self._name in OPEN:
             raise ValueError(f"a communicator {self._name!r} is open already; close it, or give this one another name=")
 

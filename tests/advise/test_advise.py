@@ -498,10 +498,14 @@ def test_a_recorded_load_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert each["ttft_ms"]["p99"]["value"] < 1.5 * each["ttft_ms"]["median"]["value"]
     code, out, err = weft_here("advise", *SIZES, "--trace", str(tmp_path / "none"))
     assert code == 2 and "cannot read" in err and err.count("\n") == 1
-    for text in ("[]", '{"timestamp": 1}', "x", "", "[1]", '{"timestamp": 0, "input_length": 0, "output_length": 3}'):
-        file.write_text(text)
+    row = '{"timestamp": %s, "input_length": %s, "output_length": 3}'
+    strange = (row % ("NaN", 5), row % ("Infinity", 5), row % ('"noon"', 5), row % (1, "1e400"), row % (1, "null"))
+    for text in ("[]", '{"timestamp": 1}', "x", "", "[1]", row % (0, 0), "\udcff", *strange):
+        file.write_text(text, errors="surrogateescape")
         code, out, err = weft_here("advise", *SIZES, "--trace", str(file))
         assert code == 2 and not out and err.count("\n") == 1, text
+    file.write_text(f"{row % (0, 5)}\n\n{row % (1, 'x')}\n")
+    assert "found in line 3: JSONDecodeError" in weft_here("advise", *SIZES, "--trace", str(file))[2]
 
 
 def test_a_layout_that_fails_to_run_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:

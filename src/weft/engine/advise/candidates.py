@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,8 @@ class ClientLoad:
     @classmethod
     def recorded(cls, arrivals: Sequence[Arrival]) -> ClientLoad:
         """Return the load of recorded requests, in the order of their arrival. Raises ValueError."""
-        if not arrivals or min(min(each.seconds, each.input_len - 1, each.output_len - 1) for each in arrivals) < 0:
+        known = all(0 <= each.seconds < math.inf and min(each.input_len, each.output_len) > 0 for each in arrivals)
+        if not (arrivals and known):
             raise ValueError("a recorded load needs requests, at 0 s or later, with 1 token or more in and out")
         first = min(each.seconds for each in arrivals)
         ordered = sorted(

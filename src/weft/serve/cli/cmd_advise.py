@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from weft.serve.cli.command import EngineArguments, ModelDir, SourceOptions, UserError, engine_config, stop_on_sigterm
+from weft.serve.cli.command import (
+    EngineArguments,
+    ModelDir,
+    SourceOptions,
+    UserError,
+    engine_config,
+    stop_on_sigterm,
+    user_errors,
+)
 from weft.serve.cli.other_engines import command_of
 from weft.serve.cli.progress import progress_bar
 
@@ -150,20 +159,11 @@ class Command:
         """Return the load of the options, or of a file. Raises UserError."""
         from weft.engine.advise.candidates import Arrival, ClientLoad
 
-        try:
+        with user_errors():
             if self.trace is None:
                 return ClientLoad(self.input_len, self.output_len, self.concurrency, self.shared_prefix)
-            lines = [json.loads(line) for line in self.trace.read_text().splitlines() if line.strip()]
-            rows = ((each["timestamp"], each["input_length"], each["output_length"]) for each in lines)
-            load = ClientLoad.recorded([Arrival(float(when), int(given), int(out)) for when, given, out in rows])
-            return replace(load, shared_prefix=self.shared_prefix)
-        except OSError as error:
-            raise UserError(f"cannot read {self.trace}: {error.strerror}") from error
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            need = 'a JSON object a line, such as {"timestamp": 0.5, "input_length": 200, "output_length": 50}'
-            raise UserError(f"--trace {self.trace} is {need}; found {type(error).__name__}: {error}") from error
-        except ValueError as error:
-            raise UserError(str(error)) from error
+            arrivals = [Arrival(*row) for row in _recorded(self.trace)]
+            return replace(ClientLoad.recorded(arrivals), shared_prefix=self.shared_prefix)
 
     def _commands(self, prediction: Any) -> list[str]:
         """Return the command line of each server of a layout."""
@@ -181,3 +181,20 @@ class Command:
             alone = f"CUDA_VISIBLE_DEVICES={gpus} " * (given.device == "cuda" and prediction.candidate.replicas > 1)
             lines.append(alone + shlex.join(["weft", "serve", *model, *options, *own, *port]))
         return lines
+
+
+def _recorded(file: Path) -> Iterator[tuple[float, int, int]]:
+    """Yield seconds, input tokens and output tokens of each line of a --trace. Raises UserError."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                each = json.loads(line)
+                yield float(each["timestamp"]), int(each["input_length"]), int(each["output_length"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            need = 'a JSON object a line, such as {"timestamp": 0.5, "input_length": 200, "output_length": 50}'
+            found = f"{type(error).__name__}: {error}"
+            raise UserError(f"--trace {file} is {need}; found in line {number}: {found}") from error

@@ -204,6 +204,15 @@ def test_bad_input_ends_in_one_line(arguments: str, text: str) -> None:
     assert code == 2 and not out and text in err and err.startswith("weft: ") and err.count("\n") == 1
 
 
+def test_a_folder_that_keeps_no_times_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It does so before anything is measured."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("weft.serve.cli.api_times.measure_api", lambda: pytest.fail("the server was measured"))
+    code, out, err = weft_here("advise", *SIZES)
+    assert code == 2 and not out and "cannot keep times" in err and "--no-measure" in err and err.count("\n") == 1
+
+
 def test_a_directory_without_weights_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It does so before the server is measured. Made-up weights are what the line proposes."""
     given(monkeypatch, by_layout)

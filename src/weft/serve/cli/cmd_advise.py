@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from weft.planner.cost import cache_folder
 from weft.serve.cli.command import (
     EngineArguments,
     ModelDir,
@@ -99,6 +101,8 @@ class Command:
         if self.measure_load is not None and (self.what_if or self.trace or self.measure_load < 0):
             raise UserError("--measure-load S runs clients here: drop --what-if and --trace, with S of 0 or more")
         load, (gpu, count) = self._load(), self._published()
+        if self.measure and gpu is None:
+            _check_cache(cache_folder())
         ranks, device = count, self.device
         if gpu is None:
             ranks, device = choose_ranks(self.gpus or self.ranks, "cuda" if self.gpus is not None else self.device)
@@ -181,6 +185,16 @@ class Command:
             alone = f"CUDA_VISIBLE_DEVICES={gpus} " * (given.device == "cuda" and prediction.candidate.replicas > 1)
             lines.append(alone + shlex.join(["weft", "serve", *model, *options, *own, *port]))
         return lines
+
+
+def _check_cache(folder: Path) -> None:
+    """Raise UserError unless times can be kept in a folder, before minutes are spent on them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()  # only an attempt shows a read-only file system, for root too
+    except OSError as error:
+        instead = "set XDG_CACHE_HOME, or use kept times only by --no-measure"
+        raise UserError(f"cannot keep times in {folder}: {error.strerror}; {instead}") from error
 
 
 def _recorded(file: Path) -> Iterator[tuple[float, int, int]]:

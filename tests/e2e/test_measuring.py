@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGINT
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ import torch
 
 from e2e.here import weft_here
 from weft.serve.cli import cmd_tune
+from weft.tune.ranks import Report, run_ranks
 from weft_bench.baselines import DeepSpeed, build_deepspeed
 from weft_bench.commands import cmd_bench_collectives, cmd_bench_dcp, cmd_bench_latency
 
@@ -50,6 +52,16 @@ def refused(*arguments: str) -> str:
     code, out, err = weft_here(*arguments)
     assert code == 2 and not out and err.startswith("weft: ") and err.count("\n") == 1, err
     return err
+
+
+def interrupted(rank: int, directory: Path, report: Report) -> None:
+    os.kill(os.getpid(), SIGINT)
+    report(rank)
+
+
+def test_ctrl_c_is_left_to_the_command() -> None:
+    """A terminal's Ctrl-C reaches the ranks too; a traceback of each would be all that the user sees."""
+    assert list(run_ranks(1, interrupted)) == [0]
 
 
 @pytest.mark.parametrize("command, module", MODULES.items())

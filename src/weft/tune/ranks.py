@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ def run_ranks(world: int | Sequence[int], work: Callable[..., None], *args: Any)
 def _main(
     rank: int, place: int, directory: Path, reports: Any, work: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
+    signal(SIGINT, SIG_IGN)  # Ctrl-C in a terminal reaches the parent too
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[place % len(cores)]})
     torch.set_num_threads(1)

@@ -116,8 +116,14 @@ def test_a_plan_without_ranks() -> None:
     traced = weft.trace(model, mesh, torch.empty(0, 64, dtype=torch.bfloat16), width=64, dtype=torch.bfloat16)
     ops = [str(op) for _, op in weft.plan(traced, 8, device="cuda", costs="h200x4").ops()]
     assert any("all_gatherv" in op for op in ops) and any("reduce_scatterv" in op for op in ops)
-    with pytest.raises(ValueError, match="4 counts of 0 or more"):
-        weft.plan(traced, [1, 2])
+    for rows in ([1, 2], [1.0] * 4, 2.5, None, torch.ones(4, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="4 counts of 0 or more"):
+            weft.plan(traced, rows)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device is 'tpu'; a plan is for cpu or cuda"):
+        weft.plan(traced, 1, device="tpu")  # type: ignore[arg-type]
+    for name in ({"owes": "tp"}, {"split": "tp"}):
+        with pytest.raises(weft.PlacementError, match="no group 'tp' of ranks; there are world, attn_tp"):
+            mesh.placement(weft.GROUP, **name)
     with pytest.raises(weft.LayoutError, match="no cost preset 'moon'"):
         weft.plan(traced, 1, costs="moon")
 

@@ -89,7 +89,7 @@ def plan(
 ) -> Plan:
     """Return the cheapest collectives for a step of `rows` tokens, rounded up to a power of two; equal on all ranks.
 
-    Raises ValueError for rows or a communicator of another mesh, LayoutError and PlacementError as
+    Raises ValueError for rows, a device or a communicator of another mesh, LayoutError and PlacementError as
     `weft.planner.plan.Planner`.
 
     Args:
@@ -97,6 +97,8 @@ def plan(
         costs: preset, or table FILE.json of `weft tune`; auto: this host's table, if there is one.
     """
     counts = _counts(traced.mesh, rows)
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r}; a plan is for cpu or cuda")
     if comm is not None:
         _check_mesh(traced.mesh, comm)
     return traced.planner(comm.device.type if comm else device, comm, costs).plan(counts)
@@ -127,8 +129,8 @@ class Stream(PlannedStream):
 
 
 def _counts(mesh: Mesh, rows: RowCounts) -> Counts:
-    counts = (rows,) * mesh.attn_dp if isinstance(rows, int) else tuple(rows)
-    if len(counts) != mesh.attn_dp or min(counts) < 0:
+    counts = tuple(rows) if isinstance(rows, Sequence) else (rows,) * mesh.attn_dp
+    if len(counts) != mesh.attn_dp or not all(isinstance(count, int) and count >= 0 for count in counts):
         raise ValueError(f"rows must be {mesh.attn_dp} counts of 0 or more, one for each DP group, not {rows}")
     return counts
 

@@ -328,7 +328,10 @@ class Mesh:
     # --- placements -------------------------------------------------------------------------------------------
 
     def placement(self, rows: Rows, owes: str | None = None, split: str | None = None) -> Placement:
-        """Return the normalised placement. Raises PlacementError if ranks to sum hold different tokens."""
+        """Return the normalised placement.
+
+        Raises PlacementError for an unknown group, and if ranks to sum hold different tokens.
+        """
         result = self._placements.get((rows, owes, split))
         if result is None:
             result = self._placements[rows, owes, split] = self._placement(rows, owes, split)
@@ -340,6 +343,9 @@ class Mesh:
         return {}
 
     def _placement(self, rows: Rows, owes: str | None, split: str | None) -> Placement:
+        for group in (owes, split):
+            if group not in (None, *self._canonical):
+                raise PlacementError(f"there is no group {group!r} of ranks; there are {', '.join(self._canonical)}")
         rows, owes, split = self.rows(rows), self.canonical(owes), self.canonical(split)
         for group in (owes, split):
             if not self.same_rows(rows, group):

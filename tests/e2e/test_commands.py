@@ -223,6 +223,8 @@ def test_the_example_of_a_model_completes_as_the_embedded_one() -> None:
 BAD = [
     (["nonsense"], "no command 'nonsense'"),
     (["generate", "/nowhere", "--prompt", "x"], "/nowhere has no config.json"),
+    (["plan", __file__], f"{__file__} is a file; give the directory of a Hugging Face model"),
+    (["plan", "--max-bytes=-5"], "--max-bytes -5 must be 1 or more"),
     (
         ["plan", "--attn-dp", "2", "--attn-tp", "2", "--ep", "3", "--moe-tp", "1"],
         "both must be the number of ranks, so ep is one of 1, 2, 4",
@@ -575,6 +577,16 @@ def test_a_reader_that_leaves_early(monkeypatch: pytest.MonkeyPatch, capfd: pyte
         patched.setattr(sys, "stdout", stdout)
         assert main(["plan", "--tokens", "1,2,3"]) == 1
     assert capfd.readouterr().err == ""
+
+
+def test_an_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """On a full disk it is one line, and a closed output is none."""
+    with monkeypatch.context() as patched, open("/dev/full", "w") as stdout:
+        patched.setattr(sys, "stdout", stdout)
+        assert main(["plan", "--tokens", "1,2,3"]) == 1
+        patched.setattr(sys, "stdout", None)
+        assert main(["plan", "--tokens", "1"]) == 0
+    assert capfd.readouterr().err == "weft: plan cannot write its output: No space left on device\n"
 
 
 def test_json_is_json() -> None:

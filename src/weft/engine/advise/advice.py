@@ -26,10 +26,15 @@ SIMULATED = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a load's median latencies, in ms; None: no limit."""
+    """Limits of a load's median latencies, in ms; None: no limit. Raises ValueError."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("ttft_ms", self.ttft_ms), ("itl_ms", self.itl_ms)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name} is {limit}; a limit must be more than 0")
 
     def excess(self, figures: LoadFigures) -> float:
         """Return by which factor the figures exceed their limits at worst; 1 or less: they keep to them."""

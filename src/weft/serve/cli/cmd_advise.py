@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -98,9 +99,13 @@ class Command:
 
         if self.gpus is not None and (self.ranks is not None or self.device == "cpu"):
             raise UserError("--gpus N is --ranks N --device cuda: give one of them")
-        if self.measure_load is not None and (self.what_if or self.trace or self.measure_load < 0):
+        if not self.kv_dtypes:
+            raise UserError("--kv-dtypes needs one or more of auto and fp8_e4m3")
+        if self.measure_load is not None and (self.what_if or self.trace or not 0 <= self.measure_load < math.inf):
             raise UserError("--measure-load S runs clients here: drop --what-if and --trace, with S of 0 or more")
         load, (gpu, count) = self._load(), self._published()
+        with user_errors():
+            limits = Limits(self.ttft_ms, self.itl_ms)
         if self.measure and gpu is None:
             _check_cache(cache_folder())
         ranks, device = count, self.device
@@ -118,7 +123,7 @@ class Command:
             def progress(what: str, part: float) -> None:
                 bar.update(task, description=what, completed=part)
 
-            limits, show = Limits(self.ttft_ms, self.itl_ms), progress if self.measure else None
+            show = progress if self.measure else None
             api = api_times(show, self.again, self.http) if gpu is None else NO_API
             ask = partial(advise, base, ranks, load, limits, kv_dtypes=self.kv_dtypes, api=api, gpu=gpu)
             advice, measured = ask(show, self.again), []

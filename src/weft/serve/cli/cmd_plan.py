@@ -29,7 +29,7 @@ from weft.planner.recipes import Merge, Prompt
 from weft.planner.show import columns, plan_dict, plan_text
 from weft.planner.spec import LayoutError
 from weft.planner.vocabulary import vocabulary_dict, vocabulary_text
-from weft.serve.cli.command import ModelDir, SourceOptions, model_dir, user_errors
+from weft.serve.cli.command import ModelDir, SourceOptions, UserError, model_dir, user_errors
 
 AUTOMATIC = " and ".join(
     e.option + (f" (to {e.max_ranks} ranks of a host)" if e.max_ranks else "")
@@ -87,6 +87,8 @@ class Command:
         """Print the plans and return the exit code. Raises LayoutError, ModelError, PlacementError."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         layout, tokens = self.layout, parse_tokens(self.tokens)
+        if self.max_bytes is not None and self.max_bytes < 1:
+            raise UserError(f"--max-bytes {self.max_bytes} must be 1 or more")
         if (layout.attn_dp, layout.attn_tp, layout.ep, layout.moe_tp) == (1, 1, None, None):
             layout = replace(layout, attn_dp=2, attn_tp=2)
         mesh = layout.mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -31,6 +32,8 @@ GROUPS = {
 """Headings of `weft --help`, with the first words of their commands; the last one also has all other commands."""
 EXTRAS = {"serve": "serve"}
 """Extra of weft with the packages that a command imports in addition to weft[engine]."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
     try:
         module = import_module(entry.module)
         code = int(parse(module.Command, name, rest).run())
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None if the shell has closed it
+            sys.stdout.flush()
         return code
     except ModuleNotFoundError as error:
         package = (error.name or "weft").split(".")[0]
@@ -109,8 +113,8 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
         what = package if entry.extra is None else f"'weft[{entry.extra}]'"
         print_error(f"{name} needs the package {package}; pip install {what}")
         return 2
-    except BrokenPipeError:  # the reader has closed the pipe, like `head`: Python must not flush into it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has closed the pipe, like `head`
+        _drop_output()
         return 1
     except KeyboardInterrupt:
         return 130
@@ -129,10 +133,19 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
         if isinstance(error, CommError | EngineError | ModelError):
             print_error(error)
             return 2 if isinstance(error, ModelError) else 1
+        if isinstance(error, OSError) and error.errno in FULL:
+            print_error(f"{name} cannot write {error.filename or 'its output'}: {error.strerror}")
+            _drop_output()
+            return 1
         if name != "serve":
             raise
         logging.getLogger("weft").critical("weft serve ends with an error", exc_info=error)
         return 1
+
+
+def _drop_output() -> None:
+    """Let Python not write the rest of the output at exit, where it would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unknown(name: str, known: list[str]) -> str:

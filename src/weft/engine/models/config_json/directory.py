@@ -48,6 +48,8 @@ def explain_no_model(path: Path) -> str | None:
         return None
     if is_gguf(path):
         return f"there is no file {path}"
+    if path.is_file():
+        return f"{path} is a file; give the directory of a Hugging Face model, or a GGUF file"
     if files := sorted(path.glob("*.gguf")):
         return f"{path} has no config.json; to run a GGUF file, name the file: {files[0]}"
     return f"{path} has no config.json; give the directory of a Hugging Face model, or a GGUF file"

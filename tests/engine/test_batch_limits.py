@@ -10,7 +10,9 @@ import torch
 
 from weft.engine.assets import preset_dir
 from weft.engine.config.config import EngineConfig
+from weft.engine.config.device import dtype_of
 from weft.engine.controller.startup import resolve_defaults
+from weft.engine.models.load import model_shape
 from weft.engine.worker import batch_limits
 from weft.engine.worker.batch_limits import choose_limits
 
@@ -21,7 +23,8 @@ QWEN = "qwen3-30b-a3b"
 def limits(preset: str, gpu_bytes: int, **options: Any) -> tuple[int, int]:
     small: dict[str, Any] = dict(load_format="dummy", dtype="bfloat16", num_layers=2) | options
     config = EngineConfig(preset_dir(preset), **small)
-    found = choose_limits(config, config.read_model(), gpu_bytes)
+    layers = model_shape(config.read_model(), config.mesh, dtype_of(config))
+    found = choose_limits(config, layers, gpu_bytes)
     return found.batch_sequences, found.batch_tokens
 
 

@@ -19,7 +19,7 @@ from weft.engine.config.config import EngineConfig
 from weft.engine.config.engine_options import KV_TOKENS
 from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Recurrent, Rule, Spec, Window
 from weft.engine.models.load import build_model, dummy_model
-from weft.engine.worker.memory import GIB, CacheNeed, Memory, check_weights, measure, min_over_ranks
+from weft.engine.worker.memory import GIB, CacheNeed, Memory, check_weights, measure, min_over_ranks, weight_bytes
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.worker import failure
 from weft.kernels.float8 import FLOAT8
@@ -207,9 +207,10 @@ def test_weights_that_do_not_fit(made: EngineConfig) -> None:
     model = made.read_model()
     weights = build_model(model, made.mesh, 1, torch.bfloat16, torch.device("meta")).parameters()
     need = sum(w.numel() * 2 for w in weights)
-    check_weights(model, made, 1, torch.bfloat16, need)
+    assert weight_bytes(model, made.mesh, 1, torch.bfloat16) == need
+    check_weights(need, 1, need)
     with pytest.raises(LayoutError, match=r"the weights of rank 1 take .* GiB are missing; spread the model"):
-        check_weights(model, made, 1, torch.bfloat16, need - 1)
+        check_weights(need, 1, need - 1)
 
 
 def test_a_cache_that_was_asked_for_and_does_not_fit() -> None:

@@ -997,7 +997,7 @@ OWN = [
     Fault(
         "a layout that does not fit in memory is tried",
         "engine/controller/recovery.py",
-        "check_weights(model, resolved, 0, dtype_of(resolved), gpu_bytes(resolved))",
+        "check_weights(weight_bytes(model, resolved.mesh, 0, dtype_of(resolved)), 0, gpu_bytes(resolved))",
         "pass",
         (f"{LOST_GPUS}::test_a_layout_that_does_not_fit_is_not_tried",),
     ),

@@ -260,7 +260,7 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
     need, weights = CacheNeed.of(config, layers), parameter_bytes(layers)
     if on_gpus(config):
         check_formats(model, need.dtype, device_of(config, 0))
-        need = _fit_gpu(need, model, weights, gpu_bytes(config))
+        need = _fit_gpu(need, weights, gpu_bytes(config))
     else:
         if config.mesh.world > 1 and SHM in enabled_transports(config):
             check_memory(config, arena := arena_need(config, model, dtype_of(config)), share * config.mesh.world)
@@ -283,9 +283,9 @@ def check_published(given: EngineConfig, replicas: int, load: ClientLoad, gpu: P
     given = replace(given, nnodes=hosts if hosts > 1 else None)
     config = replace(given, device="cpu", dtype="bfloat16", float8="on", moe_exchange="gather", split_vocabulary="off")
     model = config.read_model()
-    config = choose_limits(config, model, gpu.memory)
     layers = model_shape(model, config.mesh, dtype_of(config))
-    need = _fit_gpu(CacheNeed.of(config, layers), model, parameter_bytes(layers), gpu.memory)
+    config = choose_limits(config, layers, gpu.memory)
+    need = _fit_gpu(CacheNeed.of(config, layers), parameter_bytes(layers), gpu.memory)
     _check_request(need.config, load)
     footprint, planner = Footprint.of(layers, model.num_layers, need.dtype, config.mesh.dcp), gpu.planner(config, model)
     alone = replace(need.config, nnodes=None)
@@ -298,11 +298,11 @@ def _check_request(config: EngineConfig, load: ClientLoad) -> None:
         raise LayoutError(f"a cache of {config.cached_tokens} tokens holds no request of {load.tokens}")
 
 
-def _fit_gpu(need: CacheNeed, model: ModelConfig, weights: int, total: int) -> CacheNeed:
+def _fit_gpu(need: CacheNeed, weights: int, total: int) -> CacheNeed:
     """Return the cache that fits a GPU of `total` bytes next to the weights. Memory of steps and graphs, which only
     ranks can measure, is not subtracted."""
     config = need.config
-    check_weights(model, config, 0, dtype_of(config), total)
+    check_weights(weights, 0, total)
     if config.kv_tokens is not None:
         need.check(total - weights)
         return need

@@ -17,7 +17,7 @@ from weft.engine.controller.startup import check_plans, resolve_defaults
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.worker.batch_limits import gpu_bytes
-from weft.engine.worker.memory import check_weights
+from weft.engine.worker.memory import check_weights, weight_bytes
 from weft.planner.spec import LayoutError, divisors
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ def smaller_layout(given: EngineConfig, model: ModelConfig, left: Mapping[int, S
             try:
                 resolved = check_plans(resolve_defaults(smaller), model)
                 if on_gpus(resolved):
-                    check_weights(model, resolved, 0, dtype_of(resolved), gpu_bytes(resolved))
+                    check_weights(weight_bytes(model, resolved.mesh, 0, dtype_of(resolved)), 0, gpu_bytes(resolved))
                 return resolved
             except LayoutError as error:
                 refusals.append(str(error))

@@ -8,7 +8,7 @@ import torch
 
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, on_gpus
-from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.models.load import model_shape
 from weft.engine.worker.memory import CacheNeed, parameter_bytes
 
@@ -30,7 +30,8 @@ def with_batch_limits(config: EngineConfig) -> EngineConfig:
     """
     if not on_gpus(config) or None not in (config.max_batch_tokens, config.max_running):
         return config
-    return choose_limits(config, config.read_model(), gpu_bytes(config))
+    layers = model_shape(config.read_model(), config.mesh, dtype_of(config))
+    return choose_limits(config, layers, gpu_bytes(config))
 
 
 def gpu_bytes(config: EngineConfig) -> int:
@@ -39,9 +40,8 @@ def gpu_bytes(config: EngineConfig) -> int:
     return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
 
 
-def choose_limits(config: EngineConfig, model: ModelConfig, gpu_bytes: int) -> EngineConfig:
-    """Return the configuration with limits for GPUs with this memory."""
-    layers = model_shape(model, config.mesh, dtype_of(config))
+def choose_limits(config: EngineConfig, layers: LanguageModel, gpu_bytes: int) -> EngineConfig:
+    """Return the configuration with limits for GPUs with this memory. layers: the shape of a rank's model."""
     free_bytes = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)
     if config.max_batch_tokens is None and free_bytes >= LARGE_BATCH_BYTES:
         config = replace(config, max_batch_tokens=max(LARGE_BATCH_TOKENS, config.batch_tokens))

@@ -184,9 +184,9 @@ def parameter_bytes(model: LanguageModel) -> int:
     return sum(w.numel() * w.element_size() for w in model.parameters())
 
 
-def check_weights(model: ModelConfig, config: EngineConfig, rank: int, dtype: torch.dtype, free: int) -> None:
+def check_weights(need: int, rank: int, free: int) -> None:
     """Raise LayoutError, in one line with the missing bytes, if a rank's weights need more than the free memory."""
-    if (need := weight_bytes(model, config.mesh, rank, dtype)) > free:
+    if need > free:
         raise LayoutError(
             f"the weights of rank {rank} take {_gib(need)}, and its GPU has {_gib(free)} free: {_gib(need - free)} are "
             "missing; spread the model over more ranks (--attn-tp, --ep), or free the GPU"

@@ -44,7 +44,7 @@ from weft.engine.models.load import dummy_model, load_model, with_draft_model
 from weft.engine.worker.device_rows import DeviceRows
 from weft.engine.worker.graph_inputs import Shape
 from weft.engine.worker.held_drafts import HeldDrafts
-from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_over_ranks
+from weft.engine.worker.memory import CacheNeed, check_weights, measure, min_over_ranks, weight_bytes
 from weft.engine.worker.model_runner import ModelRunner
 from weft.engine.worker.rank_profiler import RankProfiler
 from weft.engine.worker.row_table import Accepted, RowTable
@@ -99,7 +99,8 @@ class Worker:
         if self.on_gpu:
             torch.cuda.set_device(device)
             check_formats(model_config, kv_dtype, device)
-            check_weights(model_config, config, self.rank, dtype, torch.cuda.mem_get_info()[0])
+            need = weight_bytes(model_config, self.mesh, self.rank, dtype)
+            check_weights(need, self.rank, torch.cuda.mem_get_info()[0])
 
         def load(path: Path, of: ModelConfig) -> LanguageModel:
             given = self.mesh, self.rank, dtype, device, progress, empty

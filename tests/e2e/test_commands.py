@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import importlib
 import io
 import json
@@ -587,6 +588,18 @@ def test_an_output_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capfd
         patched.setattr(sys, "stdout", None)
         assert main(["plan", "--tokens", "1"]) == 0
     assert capfd.readouterr().err == "weft: plan cannot write its output: No space left on device\n"
+
+
+def test_an_output_is_kept_where_another_file_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(command: object) -> int:
+        print("found")
+        raise OSError(errno.ENOSPC, "No space left on device", "f.json")
+
+    monkeypatch.setattr("weft.serve.cli.cmd_plan.Command.run", full)
+    with monkeypatch.context() as patched, (tmp_path / "out").open("w") as stdout:
+        patched.setattr(sys, "stdout", stdout)
+        assert main(["plan"]) == 1
+    assert (tmp_path / "out").read_text() == "found\n"
 
 
 def test_json_is_json() -> None:

@@ -114,7 +114,7 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
         print_error(f"{name} needs the package {package}; pip install {what}")
         return 2
     except BrokenPipeError:  # the reader has closed the pipe, like `head`
-        _drop_output()
+        _end_output()
         return 1
     except KeyboardInterrupt:
         return 130
@@ -135,7 +135,7 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
             return 2 if isinstance(error, ModelError) else 1
         if isinstance(error, OSError) and error.errno in FULL:
             print_error(f"{name} cannot write {error.filename or 'its output'}: {error.strerror}")
-            _drop_output()
+            _end_output()
             return 1
         if name != "serve":
             raise
@@ -143,9 +143,13 @@ def run_command(name: str, entry: CommandEntry, rest: list[str]) -> int:
         return 1
 
 
-def _drop_output() -> None:
-    """Let Python not write the rest of the output at exit, where it would fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _end_output() -> None:
+    """Write the rest of the output, or drop it if that fails, as Python would fail again at exit."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -174,11 +174,12 @@ def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepT
                     progress(f"measuring {candidate}", (done + of_layers) / len(counts))
         found.append([best_of(times) for times in rounds])
     table.spread = spread_of(runs)
+    times = found[0]
     if len(counts) > 1:
         more = (layers - counts[0]) / (counts[1] - counts[0])
-        found = [[extrapolate(few, many, more) for few, many in zip(*found, strict=True)]]
-    whole = [us for us, _ in found[0]]
-    table.residuals = [residual for _, residual in found[0]]
+        times = [extrapolate(few, many, more) for few, many in zip(*found, strict=True)]
+    whole = [us for us, _ in times]
+    table.residuals = [residual for _, residual in times]
     table.decode = dict(zip(decode, whole, strict=False))
     table.mixed = dict(zip(mixed, whole[len(decode) :], strict=False))
     predicted = [table.us(shape) for shape in checks]

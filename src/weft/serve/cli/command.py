@@ -151,6 +151,15 @@ def _registry(arguments: Sequence[str]) -> constructors.ConstructorRegistry:
     }
     result, reading = constructors.ConstructorRegistry(), list[Any]()
 
+    def others(get: Callable[[Any], Any], asked: Any) -> Any:
+        """Return the spec of a type by the other rules, to which it is left; None if they ask for it."""
+        if asked.type in reading:
+            return None
+        reading.append(asked.type)
+        spec = get(asked)
+        reading.pop()
+        return spec
+
     @result.primitive_rule
     def choose(asked: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec[Any] | None:
         if asked.type not in names:
@@ -161,11 +170,9 @@ def _registry(arguments: Sequence[str]) -> constructors.ConstructorRegistry:
 
     @result.primitive_rule
     def optional(asked: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec[Any] | None:
-        if type(None) not in get_args(asked.type) or asked.type in reading:
+        if type(None) not in get_args(asked.type):
             return None
-        reading.append(asked.type)
-        spec = constructors.ConstructorRegistry.get_primitive_spec(asked)
-        reading.pop()
+        spec = others(constructors.ConstructorRegistry.get_primitive_spec, asked)
         if not isinstance(spec, constructors.PrimitiveConstructorSpec):
             return None
         return dataclasses.replace(spec, metavar=spec.metavar.removeprefix("{None}|").replace("{None,", "{"))
@@ -187,11 +194,7 @@ def _registry(arguments: Sequence[str]) -> constructors.ConstructorRegistry:
 
     @result.struct_rule
     def with_paragraphs(asked: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-        if asked.type in reading:  # use tyro's own rule, which keeps the line ends of a docstring
-            return None
-        reading.append(asked.type)
-        spec = constructors.ConstructorRegistry.get_struct_spec(asked)
-        reading.pop()
+        spec = others(constructors.ConstructorRegistry.get_struct_spec, asked)  # tyro's keeps a docstring's line ends
         if not isinstance(spec, constructors.StructConstructorSpec):
             return None
         fields = (dataclasses.replace(field, helptext=partial(_paragraph, field.helptext)) for field in spec.fields)

@@ -345,16 +345,16 @@ def test_ranks_are_measured_on_both_grids() -> None:
         table.us(StepShape(4, 20))
 
 
-def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers beyond the measured ones cost the difference of the two measurements."""
+@pytest.mark.parametrize(("whole", "us"), [(3, 20.0 + 2 * 15), (4, 80.0)])
+def test_a_deep_model_is_measured_by_some_layers(monkeypatch: pytest.MonkeyPatch, whole: int, us: float) -> None:
+    """Layers beyond the measured ones cost the difference of the two measurements, if the model has too many."""
     monkeypatch.setattr("weft.engine.advise.measure.FEW_LAYERS", (1, 2))
-    monkeypatch.setattr(
-        "weft.engine.controller.step_runner.StepRunner.run_us", lambda self, *_: [10.0 + 5 * self._config.num_layers]
-    )
+    monkeypatch.setattr("weft.engine.advise.measure.WHOLE_LAYERS", whole)
+    monkeypatch.setattr(StepRunner, "run_us", lambda self, *_: [5.0 * self._config.num_layers**2])
     load = ClientLoad(20, 8, 1)
     [candidate], _ = find_candidates(EngineConfig(executor="thread", device="cpu"), 1, load)
     table = measure(candidate, load, lambda what, part: None)
-    assert candidate.model.num_layers == 4 and set(table.decode.values()) == {10.0 + 5 * 4}
+    assert candidate.model.num_layers == 4 and set(table.decode.values()) == {us}
 
 
 def test_steps_are_measured_again_until_two_agree(monkeypatch: pytest.MonkeyPatch) -> None:

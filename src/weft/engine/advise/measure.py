@@ -35,10 +35,10 @@ from weft.tune.step_table import (
 
 log = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
-FEW_LAYERS = 4, 16
-"""Numbers of layers to measure of a deeper model: times of more grow by their difference. Layers repeat with a period
-of at most four, and dense layers before experts are at most four. With 8 in place of 16, errors of both would be 1.6
-times as large in the times of 48 layers."""
+FEW_LAYERS, WHOLE_LAYERS = (4, 16), 32
+"""Numbers of layers to measure of a deep model: times grow by their difference. A model of up to 32 runs whole, as two
+starts take longer. Layers repeat with a period of at most four, and as few dense layers precede experts. With 8 in
+place of 16, errors of both would be 1.6 times as large in the times of 48 layers."""
 ROUNDS, MAX_ROUNDS, AGREED = 3, 8, 0.1
 """Measurements of each step, and the maximum if its two least ones differ by more than this fraction."""
 CHECKED = "weft", "torch", "ranks"
@@ -160,7 +160,7 @@ def measure(candidate: Candidate, load: ClientLoad, progress: Progress) -> StepT
     shapes += [StepShape(int(n), load.shortest, int(prompt), cached) for n, prompt, cached in mixed]
     checks = _between(decode, mixed, load)
     layers = candidate.model.num_layers
-    counts = FEW_LAYERS if layers > FEW_LAYERS[1] + FEW_LAYERS[0] else (layers,)
+    counts = FEW_LAYERS if layers > WHOLE_LAYERS else (layers,)
     found, table, points, runs = list[list[StepTime]](), StepTable(), [*shapes, *checks], list[list[float]]()
     for done, number in enumerate(counts):
         with started_ranks(configs(candidate, load, number), candidate.model, progress) as ranks:

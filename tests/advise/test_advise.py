@@ -455,7 +455,7 @@ def test_published_gpus_stand_for_ones_that_are_not_here() -> None:
     shape = StepShape(2, 100)
     near, far = (PricedSteps(small, each.footprint, each.planner).us(shape) for each in (two, over_hosts))
     assert near < far
-    floor = two.footprint.bytes_read(shape, 2) / (small.gb_s * 1e3) / small.efficiency
+    floor = two.footprint.bytes_read(shape, 2) / (small.gb_s * 1e3) / small.read
     assert near > floor + 32 * small.layer_us
 
 

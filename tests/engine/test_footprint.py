@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from support import small_config
 
@@ -68,7 +69,7 @@ def test_a_window_is_read_up_to_its_size() -> None:
 def test_caches_of_a_step_with_prompts() -> None:
     """Chunks read the tokens before them once, states are read and written, and dcp ranks share whole sequences."""
     latent, window, state = Latent(10, 8), Window(6, 1, 4), Recurrent(((3, 2), (5,)))
-    footprint = Footprint(3, 100, 1000, (50, 500), 0.25, ((latent, 2), (window, 1), (state, 3)), BF16, dcp=2)
+    footprint = Footprint(3, 100, 1000, (50, 500), 0.25, 2, ((latent, 2), (window, 1), (state, 3)), BF16, dcp=2)
 
     def cached(shape: StepShape) -> float:
         return footprint.bytes_read(shape, 1) - 100 - 250
@@ -78,7 +79,17 @@ def test_caches_of_a_step_with_prompts() -> None:
     assert cached(StepShape(1, 3, 7, 2)) == 2 * (3 + 9) * 20 / 2 + (3 + 9) * 16 + 3 * 2 * 2 * 44
 
 
+def test_attention_of_prompts_counts_as_operations() -> None:
+    """Rows of two prompts attend to 40 cached tokens, and to half of their own prompt; windows to 6 tokens."""
+    window, state = Window(6, 1, 4), Recurrent(((3, 2), (5,)))
+    for latent, width in ((Latent(10, 8), 18), (Latent(10, 8, (3, 5)), 3 + 2 + 5)):
+        footprint = Footprint(3, 100, 1000, (50, 500), 0.25, 2, ((latent, 2), (window, 1), (state, 3)), BF16)
+        products = 7 * 50 + 7 * 500 * 0.25
+        expected = 2 * (products + 7 * 2 * (2 * 41.75 * width + 6 * 8))
+        assert footprint.operations(StepShape(0, 0, 7, 40, 2), 7) == pytest.approx(expected)
+
+
 def test_rows_choose_experts_of_all_groups() -> None:
-    footprint = Footprint(2, 100, 1000, (50, 500), 0.25, (), BF16)
+    footprint = Footprint(2, 100, 1000, (50, 500), 0.25, 1, (), BF16)
     assert footprint.bytes_read(StepShape(1, 10), 2) == 100 + 1000 * (1 - 0.75**2)
     assert footprint.operations(StepShape(3, 10), 6) == 2 * (3 * 50 + 6 * 500 * 0.25)

@@ -33,12 +33,14 @@ class StepShape:
         context: mean number of cached tokens of a decode row.
         prompt: rows of prompts.
         cached: mean number of cached tokens before a prompt's rows.
+        prompts: number of prompts that have these rows.
     """
 
     decode: int
     context: float = 0.0
     prompt: int = 0
     cached: float = 0.0
+    prompts: int = 1
 
     def __str__(self) -> str:
         return (

@@ -270,7 +270,7 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
             given = replace(given, kv_tokens=need.config.kv_tokens)
     _check_request(need.config, load)
     config = check_plans(need.config, model)
-    footprint = Footprint.of(layers, model.num_layers, need.dtype, config.mesh.dcp)
+    footprint = Footprint.of(layers, model, config.mesh, need.dtype)
     return Candidate(given, config, replicas, model, need.groups(), planner_of(config, model), cores, footprint)
 
 
@@ -287,7 +287,7 @@ def check_published(given: EngineConfig, replicas: int, load: ClientLoad, gpu: P
     config = choose_limits(config, layers, gpu.memory)
     need = _fit_gpu(CacheNeed.of(config, layers), parameter_bytes(layers), gpu.memory)
     _check_request(need.config, load)
-    footprint, planner = Footprint.of(layers, model.num_layers, need.dtype, config.mesh.dcp), gpu.planner(config, model)
+    footprint, planner = Footprint.of(layers, model, config.mesh, need.dtype), gpu.planner(config, model)
     alone = replace(need.config, nnodes=None)
     return Candidate(given, alone, replicas, model, need.groups(), planner, ["auto"] * replicas, footprint)
 

@@ -171,8 +171,8 @@ class ModelledRanks(Executor):
         for row in rows.decode_rows:
             context += lengths[row]
             lengths[row] += 1
-        decode = len(rows.decode_rows)
-        return StepShape(decode, context / decode if decode else 0.0, prompt, cached / prompt if prompt else 0.0)
+        decode, prompts = len(rows.decode_rows), max(1, len(rows.chunks))
+        return StepShape(decode, context / max(1, decode), prompt, cached / max(1, prompt), prompts)
 
     def report(self) -> None: ...
     def idle(self) -> None: ...

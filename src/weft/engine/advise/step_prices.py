@@ -33,10 +33,10 @@ def draft_prices(
 ) -> dict[int, list[float]]:
     """Return the µs of a decode step of a `model` with 0 to 4 drafts of each of its `sequences` per DP group. drafts:
     planner of what drafts on the ranks: a pass for each draft, and of a draft model one more."""
-    groups, dcp, found = planner.mesh.attn_dp, planner.mesh.dcp, dict[int, list[float]]()
+    groups, found = planner.mesh.attn_dp, dict[int, list[float]]()
 
     def footprint(of: ModelConfig) -> Footprint:
-        return Footprint.of(model_shape(of, planner.mesh, of.dtype), of.num_layers, of.dtype, dcp)
+        return Footprint.of(model_shape(of, planner.mesh, of.dtype), of, planner.mesh, of.dtype)
 
     held = footprint(replace(model, drafts=False, draft_model=None))
     own = None if model.draft_model is None else footprint(model.draft_model)
@@ -56,7 +56,7 @@ class PublishedGpu:
     Attributes:
         memory: bytes.
         gb_s, tflops: peaks of memory, and of bfloat16 products.
-        efficiency: fraction of both that steps reach.
+        read, computed: fractions of both that steps reach.
         layer_us: µs of a layer's kernels and launches that depend on no size.
         error: relative error that these figures do not exceed.
         cost: cost model of exchanges.
@@ -66,7 +66,8 @@ class PublishedGpu:
     memory: int
     gb_s: float
     tflops: float
-    efficiency: float
+    read: float
+    computed: float
     layer_us: float
     error: float
     cost: str
@@ -80,10 +81,11 @@ class PublishedGpu:
         return plan_model(model, mesh, dtype_of(config), offers, slices_copy=True)
 
 
-GPUS = {"h200": PublishedGpu(int(141e9), 4800.0, 989.0, 0.82, 21.0, 0.35, "h200x4")}
+GPUS = {"h200": PublishedGpu(int(141e9), 4800.0, 989.0, 0.82, 0.6, 21.0, 0.35, "h200x4")}
 """Published GPUs by name. H200: the constants give Weft's four ITLs of Qwen3-30B-A3B (docs/log/rivals.md) with errors
-of 7 %, and with 0.62 and 75 µs the nine of GPT-OSS-120B by another engine (docs/guide/advise.md) with errors of 11 %.
-One pair of constants for all of them errs by up to 34 %, which is the interval."""
+of 7 %, its steps of prompts with one of 9 %, and with 0.62 of the bytes and 75 µs the nine ITLs of GPT-OSS-120B by
+another engine (docs/guide/advise.md) with errors of 11 %. One set of constants for all of them errs by up to 34 %,
+which is the interval."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,9 @@ class PricedSteps:
     def us(self, shape: StepShape) -> float:
         """Return the µs of a step."""
         groups, held, own = self.planner.mesh.attn_dp, self.footprint, shape.decode + shape.prompt
-        moved_us = held.bytes_read(shape, own * groups) / (self.gpu.gb_s * 1e3)
-        products_us = held.operations(shape, own * groups) / (self.gpu.tflops * 1e6)
+        # Both are added, as experts' bytes and products hardly overlap.
+        us = held.bytes_read(shape, own * groups) / (self.gpu.gb_s * self.gpu.read * 1e3)
+        us += held.operations(shape, own * groups) / (self.gpu.tflops * self.gpu.computed * 1e6)
         plan = self.planner.plan((own,) * groups)
         exchanges_us = sum(op.us for _, op in plan.ops(optional=False) if op.collectives)
-        return held.layers * self.gpu.layer_us + max(moved_us, products_us) / self.gpu.efficiency + exchanges_us
+        return held.layers * self.gpu.layer_us + us + exchanges_us

@@ -11,7 +11,7 @@ import torch
 
 from weft.engine.attention.caches import cached_layers
 from weft.engine.kv.cache import state_bytes, token_bytes
-from weft.engine.kv.cache_spec import Recurrent, Spec, Window
+from weft.engine.kv.cache_spec import Latent, Recurrent, Spec, Window
 from weft.engine.models.layers.basic import Embedding, Head
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.layers.moe import SparseMoE
@@ -29,6 +29,7 @@ class Footprint:
         dense, experts: bytes of weights that all rows use, and of routed experts.
         products: the same as numbers of weights.
         chosen: fraction of the experts that a row uses.
+        heads: query heads of a rank.
         caches: each kind of cache, and the number of its layers.
         kv_dtype: dtype of keys and values, as in `KVCache`.
         dcp: ranks that share the tokens of whole sequences.
@@ -39,19 +40,20 @@ class Footprint:
     experts: int
     products: tuple[int, int]
     chosen: float
+    heads: int
     caches: tuple[tuple[Spec, int], ...]
     kv_dtype: torch.dtype
     dcp: int = 1
 
     @classmethod
-    def of(cls, model: LanguageModel, layers: int, kv_dtype: torch.dtype, dcp: int) -> Footprint:
+    def of(cls, model: LanguageModel, config: ModelConfig, mesh: Mesh, kv_dtype: torch.dtype) -> Footprint:
         """Return the footprint of a rank's model.
 
         Steps read a row of the embedding per token, so it counts only where it is the head, too.
 
         Args:
-            model: the rank's layers.
-            layers, kv_dtype, dcp: as in `Footprint`.
+            model: layers of a rank of `mesh`.
+            kv_dtype: as in `Footprint`.
         """
         blocks = [module for module in model.modules() if isinstance(module, SparseMoE)]
         routed = {id(weight): weight for block in blocks for weight in block.experts.parameters()}
@@ -64,7 +66,8 @@ class Footprint:
         )
         chosen = blocks[0].router.routing.k / blocks[0].experts.experts if blocks else 0.0
         caches = tuple(Counter(cached_layers(model).values()).items())
-        return cls(layers, dense, experts, (dense_count, count), chosen, caches, kv_dtype, dcp)
+        heads, products = -(-config.num_heads // mesh.attn_tp), (dense_count, count)
+        return cls(config.num_layers, dense, experts, products, chosen, heads, caches, kv_dtype, mesh.dcp)
 
     def bytes_read(self, shape: StepShape, rows: int) -> float:
         """Return the bytes that a step with these rows of a DP group, and `rows` of all groups, reads.
@@ -84,8 +87,24 @@ class Footprint:
         return total
 
     def operations(self, shape: StepShape, rows: int) -> float:
-        """Return the floating-point operations of a step's products, without attention. Arguments as above."""
-        return 2.0 * ((shape.decode + shape.prompt) * self.products[0] + rows * self.products[1] * self.chosen)
+        """Return the floating-point operations of a step's products, and of attention in prompts. Arguments as above.
+
+        Attention of decode rows is bound by the bytes that it reads, and omitted.
+        """
+        total = (shape.decode + shape.prompt) * self.products[0] + rows * self.products[1] * self.chosen
+        for spec, layers in self.caches:
+            if isinstance(spec, Recurrent):
+                continue
+            tokens = shape.cached + shape.prompt / shape.prompts / 2  # the mean of what a row attends to
+            if isinstance(spec, Window):
+                tokens = min(tokens, spec.size)
+            if isinstance(spec, Latent):
+                key, value = spec.expanded or (spec.value_width, spec.value_width)
+                width = key + spec.width - spec.value_width + value
+            else:
+                width = 2 * spec.dim
+            total += layers * shape.prompt * tokens * self.heads * width
+        return 2.0 * total
 
 
 def decode_step_bytes(
@@ -105,5 +124,5 @@ def decode_step_bytes(
         kv_dtype: of keys and values, as of `KVCache`; defaults to dtype.
     """
     model = model_shape(config, mesh, dtype)
-    footprint = Footprint.of(model, config.num_layers, kv_dtype or dtype, mesh.dcp)
+    footprint = Footprint.of(model, config, mesh, kv_dtype or dtype)
     return round(footprint.bytes_read(StepShape(-(-sequences // mesh.attn_dp), context), sequences))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -77,6 +78,22 @@ def test_caches_of_a_step_with_prompts() -> None:
     assert cached(StepShape(2, 30)) == 2 * 2 * 30 * 20 / 2 + 2 * 6 * 16 + 3 * 2 * 2 * 44
     assert cached(StepShape(0, 0, 7, 40)) == 2 * 47 * 20 / 2 + (6 + 7) * 16 + 3 * 2 * 44
     assert cached(StepShape(1, 3, 7, 2)) == 2 * (3 + 9) * 20 / 2 + (3 + 9) * 16 + 3 * 2 * 2 * 44
+
+
+@pytest.mark.parametrize(("rows", "ep"), [(1, 2), (4, 2), (4, 8), (16, 4), (400, 4)])
+def test_the_rank_with_the_most_chosen_experts_counts(rows: int, ep: int) -> None:
+    """Compared with the mean of 500 random choices."""
+    experts, chosen, random = 128, 8, Random(0)
+    config = config_of("qwen3_moe", 1, num_experts=experts, num_experts_per_tok=chosen)
+    mesh = Mesh(ep, 1, ep, 1)
+    footprint = Footprint.of(build_model(config, mesh, 0, BF16, torch.device("meta")), config, mesh, BF16)
+    most = 0
+    for _ in range(500):
+        hit = {expert for _ in range(rows) for expert in random.sample(range(experts), chosen)}
+        most += max(sum(expert * ep // experts == rank for expert in hit) for rank in range(ep))
+    assert footprint.products == (footprint.dense / 2, footprint.experts / 2)
+    found = (footprint.bytes_read(StepShape(1), rows) - footprint.dense) / footprint.experts * experts / ep
+    assert found == pytest.approx(most / 500, rel=0.07)
 
 
 def test_attention_of_prompts_counts_as_operations() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 
@@ -33,6 +34,8 @@ class Footprint:
         caches: each kind of cache, and the number of its layers.
         kv_dtype: dtype of keys and values, as in `KVCache`.
         dcp: ranks that share the tokens of whole sequences.
+        uneven: how far the expert-parallel rank with the most chosen experts exceeds the mean, as a fraction of its
+            experts, where one expert is chosen or not with a standard deviation of 1.
     """
 
     layers: int
@@ -44,6 +47,7 @@ class Footprint:
     caches: tuple[tuple[Spec, int], ...]
     kv_dtype: torch.dtype
     dcp: int = 1
+    uneven: float = 0.0
 
     @classmethod
     def of(cls, model: LanguageModel, config: ModelConfig, mesh: Mesh, kv_dtype: torch.dtype) -> Footprint:
@@ -64,18 +68,24 @@ class Footprint:
             (sum(w.numel() * w.element_size() for w in weights), sum(w.numel() for w in weights))
             for weights in (others, routed.values())
         )
-        chosen = blocks[0].router.routing.k / blocks[0].experts.experts if blocks else 0.0
+        of = blocks[0].experts.experts if blocks else 1
+        chosen = blocks[0].router.routing.k / of if blocks else 0.0
+        # Expected maximum of ep normal values (G. Blom, Statistical estimates and transformed beta-variables, 1958)
+        most = NormalDist().inv_cdf((mesh.ep - 0.375) / (mesh.ep + 0.25))
         caches = tuple(Counter(cached_layers(model).values()).items())
         heads, products = -(-config.num_heads // mesh.attn_tp), (dense_count, count)
-        return cls(config.num_layers, dense, experts, products, chosen, heads, caches, kv_dtype, mesh.dcp)
+        uneven = most / math.sqrt(of / mesh.ep)
+        return cls(config.num_layers, dense, experts, products, chosen, heads, caches, kv_dtype, mesh.dcp, uneven)
 
     def bytes_read(self, shape: StepShape, rows: int) -> float:
         """Return the bytes that a step with these rows of a DP group, and `rows` of all groups, reads.
 
         It reads every weight once, except for experts: only the expected number of chosen ones, if all are equally
-        likely. It also reads the cached tokens, and reads and writes recurrent states. Activations are omitted.
+        likely, on the rank with the most. It also reads the cached tokens, and reads and writes recurrent states.
+        Activations are omitted.
         """
-        total = self.dense + self.experts * (1 - (1 - self.chosen) ** rows)
+        likely = 1 - (1 - self.chosen) ** rows
+        total = self.dense + self.experts * min(1.0, likely + self.uneven * math.sqrt(likely * (1 - likely)))
         chunks = int(shape.prompt > 0)  # rows of one prompt share a pass over its tokens
         for spec, layers in self.caches:
             if isinstance(spec, Recurrent):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from weft.engine.models.config_json.fields import ModelError
-from weft.engine.models.load import load_model
+from weft.engine.models.load import load_model, model_shape
 from weft.engine.models.registry import load_config
+from weft.engine.models.weights import expert_sources
 from weft.planner.spec import LayoutError, Mesh
 
 
@@ -37,6 +39,16 @@ def test_a_rank_holds_its_shard_only(directory: Path) -> None:
             assert held == [weight.numel()] * 4, name
         elif "qkv" not in name:  # two of its key-value heads are held twice
             assert held == [weight.numel() // 4] * 4, name
+
+
+def test_a_shape_makes_no_sources_of_experts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first one of each weight, by which the weight's format is chosen."""
+    config, made, true = load_config(directory), list[str](), expert_sources._parts_of_expert
+    monkeypatch.setattr(expert_sources, "_parts_of_expert", lambda path, *more: made.append(path) or true(path, *more))
+    model_shape(config, Mesh(), torch.float32)
+    assert 0 < max(Counter(made).values()) <= 3
+    load_model(directory, config, Mesh(), 0)
+    assert min(Counter(made).values()) > 2 * 4  # of four experts
 
 
 def test_progress_counts_every_tensor(directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -122,7 +122,7 @@ class Int8Format(WeightFormat):
             return super().read(tensors, name, shape, take)
         return Int8().dequantise(Int8Rows(*self._slices(tensors, name, shape, take)), torch.float32)
 
-    def declare(self, path: str, shape: Shape, sources: Sequence[Source], empty: Empty) -> Int8Weight:
+    def declare(self, path: str, shape: Shape, sources: Iterable[Source], empty: Empty) -> Int8Weight:
         return Int8Weight(empty(*shape, dtype=torch.int8), empty(*shape[:-1], 1, dtype=torch.float32))
 
     def load(self, weight: Int8Weight, tensors: StoredTensors, source: Source) -> None:

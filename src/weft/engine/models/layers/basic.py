@@ -12,7 +12,7 @@ No layer communicates. A layer raises PlacementError for an input with another p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
@@ -123,18 +123,18 @@ class Layer(nn.Module):
     def __init__(self, path: str):
         super().__init__()
         self.path = path
-        self.sources: dict[str, list[Source]] = {}
+        self.sources: dict[str, Iterable[Source]] = {}
         self.kept: dict[str, KeptWeight] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call `forward` without torch's search for hooks: layers have none."""
         return self.forward(*args, **options)
 
-    def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: list[Source]) -> None:
+    def declare(self, b: Builder, name: str, shape: tuple[int, ...], sources: Iterable[Source]) -> None:
         """Add an unfilled weight, which stays in a format if all its sources do. Raises LayoutError."""
         self.sources[name] = sources
-        kind = b.format_of(sources[0].name)
-        if kind is None or not all(b.format_of(source.name) for source in sources):
+        kinds = (b.format_of(source.name) for source in sources)
+        if (kind := next(kinds)) is None or not all(kinds):
             self.register_parameter(name, b.empty(*shape))
             return
         self.kept[name] = kind.declare(self.path, shape, sources, b.empty)
@@ -205,8 +205,7 @@ class ColumnLinear(Layer):
         shares = [out.share(b, over) for out in outs]
         self.sizes = [s.stop - s.start for s in shares]
         self.bias = b.empty(sum(self.sizes)) if bias else None
-        if bias:
-            self.sources["bias"] = []
+        biases: list[Source] = []
         self.products: list[tuple[str, slice]] = []
         total = 0
         held = zip(outs, shares, self.sizes, strict=True)
@@ -215,13 +214,14 @@ class ColumnLinear(Layer):
             for out, share, size in neighbours:
                 at = (slice(total - start, total - start + size),)
                 sources.append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at, out.views))
-                if bias:
-                    to = (slice(total, total + size),)
-                    self.sources["bias"].append(Source(f"{out.name}.bias", (out.features,), (share,), to, out.views))
+                to = (slice(total, total + size),)
+                biases.append(Source(f"{out.name}.bias", (out.features,), (share,), to, out.views))
                 total += size
             name = f"weight_{len(self.products)}" if self.products else "weight"
             self.declare(b, name, (total - start, inputs), sources)
             self.products.append((name, slice(start, total)))
+        if bias:
+            self.sources["bias"] = biases
 
     def forward(self, x: Hidden) -> Hidden:
         return Hidden(self._product(x), self._placement(x), x.mesh, self.path)

@@ -49,13 +49,12 @@ class GatedDeltaNet(Layer):
         self.project = ColumnLinear(b, f"{path}.in_proj", width, outs, over="attn_tp")
         self.sizes, features = self.project.sizes, sum(self.project.sizes[:3])
         self.conv = b.empty(features, 1, heads.window)
-        self.sources["conv"] = []
-        start = 0
+        self.sources["conv"], start = (sources := list[Source]()), 0
         for out, view in zip(outs[:3], fused, strict=True):
             share = out.share(b, "attn_tp")
             at = (slice(start, start + share.stop - share.start),)
             shape = (out.features, 1, heads.window)
-            self.sources["conv"].append(Source(f"{path}.conv1d.weight", shape, (share,), at, (view,)))
+            sources.append(Source(f"{path}.conv1d.weight", shape, (share,), at, (view,)))
             start = at[0].stop
         mine = b.share(f"{path} (heads)", heads.value, "attn_tp", groups=heads.key)
         held = mine.stop - mine.start

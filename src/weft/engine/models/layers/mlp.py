@@ -58,15 +58,16 @@ class WholeMLP(Layer):
         self.gate_up, self.down = b.empty(2 * padded, width), b.empty(width, padded)
         if padded > inner and not b.shape_only:
             self.gate_up.zero_(), self.down.zero_()
-        self.sources["gate_up"], self.sources["down"] = [], []
+        gate_up, down = list[Source](), list[Source]()
+        self.sources |= {"gate_up": gate_up, "down": down}
         for rank, share in enumerate(shares):
             held, start = share.stop - share.start, rank * self.size
-            self.sources["gate_up"] += [
+            gate_up += [
                 Source(f"{path}.{name}.weight", (inner, width), (share,), (slice(to, to + held),))
                 for name, to in (("gate_proj", 2 * start), ("up_proj", 2 * start + self.size))
             ]
             to = slice(None), slice(start, start + held)
-            self.sources["down"].append(Source(f"{path}.down_proj.weight", (width, inner), (slice(None), share), to))
+            down.append(Source(f"{path}.down_proj.weight", (width, inner), (slice(None), share), to))
 
     def forward(self, x: Hidden, score: Linear | None = None) -> Hidden:
         value, by = x.require_complete(self.path), _score(x, score)

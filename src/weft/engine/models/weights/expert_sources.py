@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from weft.engine.models.weights.source import Fused, Source, Stacked, Transposed, View
+from weft.engine.models.weights.source import Fused, Shape, Slices, Source, Stacked, Transposed, View
 
 ExpertLayout = Literal["per_expert", "per_expert_w123", "stacked", "fused", "interleaved", "interleaved_transposed"]
 
@@ -39,22 +41,34 @@ EXPERT_STORAGE = ExpertStorage()
 """Names in most checkpoints."""
 
 
+@dataclass(frozen=True, slots=True)
+class SourcesOnDemand(Iterable[Source]):
+    """Sources that are made each time they are read: a model has tens of thousands of them."""
+
+    make: Callable[[], Iterator[Source]]
+
+    def __iter__(self) -> Iterator[Source]:
+        return self.make()
+
+
 def expert_sources(
     path: str, layout: ExpertLayout, experts: int, width: int, inner: int, mine: slice, cut: slice
-) -> dict[str, list[Source]]:
+) -> dict[str, Iterable[Source]]:
     """Return the sources of parameters `gate_up` `[held, 2·size, width]`, gate's rows first, and `down` `[held, width,
     size]`. mine: the `held` experts of this rank. cut: the `size` of their `inner` features on this rank."""
     size = cut.stop - cut.start
     gate, up, everything = slice(0, size), slice(size, 2 * size), slice(None)
     if layout not in ("stacked", "fused"):
-        sources = dict[str, list[Source]](gate_up=[], down=[])
-        for i, e in enumerate(range(mine.start, mine.stop)):
-            gate_part, up_part, down_part = _parts_of_expert(path, layout, e, experts, inner)
-            for (name, views), rows_at in ((gate_part, gate), (up_part, up)):
-                sources["gate_up"].append(Source(name, (inner, width), (cut,), (i, rows_at), views))
-            name, views = down_part
-            sources["down"].append(Source(name, (width, inner), (everything, cut), (i,), views))
-        return sources
+
+        def each(parts: slice, shape: Shape, take: Slices, at: tuple[Slices, ...]) -> Iterator[Source]:
+            for i, e in enumerate(range(mine.start, mine.stop)):
+                stored = _parts_of_expert(path, layout, e, experts, inner)[parts]
+                for (name, views), rows_at in zip(stored, at, strict=True):
+                    yield Source(name, shape, take, (i, *rows_at), views)
+
+        gate_up = partial(each, slice(0, 2), (inner, width), (cut,), ((gate,), (up,)))
+        down = partial(each, slice(2, 3), (width, inner), (everything, cut), ((),))
+        return {"gate_up": SourcesOnDemand(gate_up), "down": SourcesOnDemand(down)}
     end, fused = (".weight", False) if layout == "stacked" else ("", True)
     rows, gate_name, up_name = (2 * inner, "gate_up", "gate_up") if fused else (inner, "gate", "up")
     below = slice(inner + cut.start, inner + cut.stop) if fused else cut

@@ -9,7 +9,7 @@ MIN_COLUMNS raise LayoutError, which names the weight.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import cache
@@ -98,7 +98,7 @@ class Float8Format(WeightFormat):
         part = self._values(tensors, name, shape, take)
         return part.float() * self._scales(tensors, name, shape, take) if part.dtype == FLOAT8 else part
 
-    def declare(self, path: str, shape: Shape, sources: Sequence[Source], empty: Empty) -> Float8Weight:
+    def declare(self, path: str, shape: Shape, sources: Iterable[Source], empty: Empty) -> Float8Weight:
         rows, columns = unit_of(path, len(shape), sources)
         blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
         return Float8Weight(empty(*shape, dtype=FLOAT8), empty(*blocks, dtype=torch.float32), (rows, columns))
@@ -144,7 +144,7 @@ def _pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(translate(f"*.{name}.*") for name in plain) or r"(?!)")
 
 
-def unit_of(path: str, dims: int, sources: Sequence[Source]) -> tuple[int, int]:
+def unit_of(path: str, dims: int, sources: Iterable[Source]) -> tuple[int, int]:
     """Return the (rows, columns) of a weight that share a scale. dims: dimensions of the weight. Raises LayoutError."""
     rows = columns = BLOCK
     for source in sources:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -76,7 +76,7 @@ class WeightFormat:
         part: Tensor = tensors.part(name, shape, FLOATS)[take]
         return part
 
-    def declare(self, path: str, shape: Shape, sources: Sequence[Source], empty: Empty) -> KeptWeight:
+    def declare(self, path: str, shape: Shape, sources: Iterable[Source], empty: Empty) -> KeptWeight:
         """Return an unfilled weight of a layer. Raises LayoutError, which names the path."""
         raise NotImplementedError
 

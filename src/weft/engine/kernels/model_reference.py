@@ -73,6 +73,8 @@ def linear_or_partials(
     arithmetic; None: x's."""
     if dtype is None:
         return F.linear(x, weight, bias)
+    if not len(x):  # a trace, which need not convert weights
+        return x.new_empty(0, len(weight), dtype=dtype)
     return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 

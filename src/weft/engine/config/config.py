@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from weft.comm.cores import core_list
 from weft.comm.transport_registry import AUTO, transports
@@ -73,7 +73,7 @@ class EngineConfig(EngineOptions, ModelDirectory, PlainValues):
         if (self.node_rank or 0) >= (hosts := len(self.places) or self.mesh.hosts):
             raise ValueError(f"node_rank {self.node_rank} is none of {hosts} host(s): they are 0 to {hosts - 1}")
         _ = self.cores
-        for name, kind in get_type_hints(type(self)).items():
+        for name, kind in self.kinds().items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(kind))}")
         for name, auto, entries in ("transport", AUTO, transports), ("attention_backend", ANY_BACKEND, backends):

@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Literal
 
 from weft.planner.chain import Chain, Counts, Read, bucket
@@ -44,7 +44,7 @@ class ReadPlan:
             yield from op.steps()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Plan of a step, made for `counts` tokens in each DP group: a read plan for each read of the chain."""
 
@@ -65,6 +65,11 @@ class Plan:
         """Yield all ops in order, with the sites of their reads. optional: include ops that run only if a row asks."""
         for read in self.reads:
             yield from ((read.read.site, op) for op in read.ops() if op.kinds and (optional or not op.optional))
+
+    @cached_property
+    def exchanges_us(self) -> float:
+        """Time of all collectives that run in every step."""
+        return sum(op.us for _, op in self.ops(optional=False) if op.collectives)
 
     def checksum(self) -> int:
         """CRC-32 of the ops and their rows: ranks with a different checksum run different collectives."""

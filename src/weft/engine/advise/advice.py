@@ -234,8 +234,8 @@ def predict(
     plan = candidate.planner.plan((rows,) * groups)
     us = _decode_us(candidate, table, load)
     collectives = sum(len(op.collectives) for _, op in plan.ops(optional=False))
-    moved = sum(op.us for _, op in plan.ops(optional=False) if op.collectives)
-    return Prediction(candidate, figures, table.error, us, min(us, moved), collectives, limits.excess(figures))
+    moved = min(us, plan.exchanges_us)
+    return Prediction(candidate, figures, table.error, us, moved, collectives, limits.excess(figures))
 
 
 def _priced(gpu: PublishedGpu, candidate: Candidate) -> PricedSteps:

@@ -111,6 +111,4 @@ class PricedSteps:
         # Both are added, as experts' bytes and products hardly overlap.
         us = held.bytes_read(shape, own * groups) / (self.gpu.gb_s * self.gpu.read * 1e3)
         us += held.operations(shape, own * groups) / (self.gpu.tflops * self.gpu.computed * 1e6)
-        plan = self.planner.plan((own,) * groups)
-        exchanges_us = sum(op.us for _, op in plan.ops(optional=False) if op.collectives)
-        return held.layers * self.gpu.layer_us + us + exchanges_us
+        return held.layers * self.gpu.layer_us + us + self.planner.plan((own,) * groups).exchanges_us

@@ -134,6 +134,9 @@ class ModelledRanks(Executor):
         self._sent: deque[tuple[Step, float]] = deque()
         self._lengths: list[dict[int, int]] = [{} for _ in range(config.attn_dp)]  # tokens of each row, by DP group
 
+    def plan(self, model: Any) -> None:
+        """Plan nothing: times are given, and a layout was planned when it was found."""
+
     def start(self, progress: Any = None, poll: Callable[[], None] = lambda: None) -> None:
         """Start nothing."""
         self.groups = self._of_start

@@ -22,7 +22,7 @@ from weft.engine.controller.output_processor import OutputProcessor
 from weft.engine.controller.rank_executors import make_executor
 from weft.engine.controller.recovery import Recovery, one_line
 from weft.engine.controller.request_queue import RequestQueue
-from weft.engine.controller.startup import check_plans, context_tokens, read_model, resolve_defaults
+from weft.engine.controller.startup import context_tokens, read_model, resolve_defaults
 from weft.engine.kv.manager import CacheManager
 from weft.engine.messages.api_messages import EngineState
 from weft.engine.messages.rank_messages import Step
@@ -80,7 +80,7 @@ class Engine(ProcessBound):
             self.text_processor = TextProcessor(load_tokenizer(config), config.tokenizer, vocabulary, eos)
             self.tokenizer = self.text_processor.tokenizer
             self.max_model_len = context_tokens(config, self.model_config)
-            self._executor.config = check_plans(config, self.model_config)
+            self._executor.plan(self.model_config)
             self._executor.start(progress)
         except BaseException:
             self._executor.close(grace_s=0)

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from weft.engine.config.config import EngineConfig, EngineError
+from weft.engine.controller.startup import check_plans
 from weft.engine.kv.cache_spec import CacheGroup
 from weft.engine.messages import rank_messages as messages
 from weft.engine.models.config_json.fields import ModelError
+from weft.engine.models.layers.model_config import ModelConfig
 from weft.engine.processes.rank_processes import POLL_S
 from weft.planner.chain import Counts
 
@@ -40,6 +42,10 @@ class Executor(ABC):
         self._reports_due, self._asked_at, self._unreported = 0, 0.0, False
         self._in_flight: deque[tuple[int, Counts, float]] = deque()  # steps not collected yet, with deadlines
         self._results: list[deque[messages.Result]] = []  # results of each rank, not collected yet
+
+    def plan(self, model: ModelConfig) -> None:
+        """Check that every step can be planned, before `start`. Raises errors as `check_plans`."""
+        self.config = check_plans(self.config, model)
 
     def prepare(self) -> None:
         """Begin slow preparations that need no rank; `start` waits for them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -31,6 +32,17 @@ def config_of(directory: Path, **changes: object) -> EngineConfig:
 def simulated(config: EngineConfig, load: ClientLoad, requests: int, us: float = 1000.0) -> LoadFigures:
     groups = (CacheGroup(Rule(), config.num_pages),)
     return simulate(config, groups, load, lambda shapes: us, requests)
+
+
+def test_prompts_are_random_numbers_of_the_standard_library() -> None:
+    for vocabulary in (1, 256, 1000):
+        clients, random = Clients(LOADS[0], 1, vocabulary, lambda: 0.0, seed=3), Random(3)
+        assert clients._tokens(99) == [random.randrange(vocabulary) for _ in range(99)]
+
+
+def test_a_simulation_plans_no_steps(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.engine.controller.executor.check_plans", lambda *_: pytest.fail("steps were planned"))
+    assert simulated(config_of(model_dir), LOADS[0], 4).steps
 
 
 @pytest.mark.parametrize("load", LOADS, ids=str)

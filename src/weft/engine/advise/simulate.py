@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from random import Random
 from typing import Any
 
@@ -295,7 +295,9 @@ class Clients:
         return [*self._shared[: input_len - 1], *own][:input_len], params, callback
 
     def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(self._vocabulary) for _ in range(count)]
+        # The same numbers as by `randrange`, in a third of its time.
+        numbers = iter(partial(self._random.getrandbits, self._vocabulary.bit_length()), None)
+        return list(islice((token for token in numbers if token < self._vocabulary), count))
 
 
 def simulate(

@@ -287,7 +287,7 @@ def check_published(given: EngineConfig, replicas: int, load: ClientLoad, gpu: P
     config = choose_limits(config, layers, gpu.memory)
     need = _fit_gpu(CacheNeed.of(config, layers), parameter_bytes(layers), gpu.memory)
     _check_request(need.config, load)
-    footprint, planner = Footprint.of(layers, model, config.mesh, need.dtype), gpu.planner(config, model)
+    footprint, planner = Footprint.of(layers, model, config.mesh, need.dtype), gpu.planner(config, layers)
     alone = replace(need.config, nnodes=None)
     return Candidate(given, alone, replicas, model, need.groups(), planner, ["auto"] * replicas, footprint)
 

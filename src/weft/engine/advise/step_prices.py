@@ -9,10 +9,10 @@ from weft.comm.transport import offer_of
 from weft.comm.transport_registry import automatic, transports
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import dtype_of
-from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.load import model_shape
 from weft.engine.worker.footprint import Footprint
-from weft.engine.worker.planning import plan_model
+from weft.engine.worker.planning import trace_layers
 from weft.planner.cost import INFINIBAND, costs, over_network
 from weft.planner.plan import Planner
 from weft.tune.step_table import StepShape
@@ -73,12 +73,12 @@ class PublishedGpu:
     cost: str
     per_host: int = 8
 
-    def planner(self, config: EngineConfig, model: ModelConfig) -> Planner:
-        """Return the planner of ranks on these GPUs. Raises LayoutError, PlacementError."""
+    def planner(self, config: EngineConfig, layers: LanguageModel) -> Planner:
+        """Return the planner of ranks on these GPUs. layers: shape of a model. Raises LayoutError, PlacementError."""
         mesh, table = config.mesh, over_network(costs(self.cost), INFINIBAND)
         entries = automatic(transports(), "cuda", config.ranks_of_host)
         offers = [offer_of(entry, mesh, table.of(entry.name, mesh.world)) for entry in entries]
-        return plan_model(model, mesh, dtype_of(config), offers, slices_copy=True)
+        return Planner(mesh, trace_layers(layers, mesh, dtype_of(config)), offers, slices_copy=True)
 
 
 GPUS = {"h200": PublishedGpu(int(141e9), 4800.0, 989.0, 0.82, 0.6, 21.0, 0.35, "h200x4")}

@@ -14,7 +14,7 @@ from weft.engine.attention.gathered_tokens import gathered_bytes
 from weft.engine.kv.cache import token_bytes
 from weft.engine.kv.cache_spec import CacheGroup, Latent, PagedKV, Spec, rule
 from weft.engine.models.layers.basic import Workspace, torch_empty
-from weft.engine.models.layers.model_config import ModelConfig
+from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
 from weft.engine.models.load import model_shape
 from weft.planner.chain import Chain
 from weft.planner.cost import Offer
@@ -38,8 +38,12 @@ def trace(
 
     workspace: allocator of the layers' tensors, which sees all of them. draft: the chain of its source of drafts.
     """
-    cpu, model = torch.device("cpu"), model_shape(config, mesh, dtype, workspace=workspace)
-    layers = cached_layers(model)
+    return trace_layers(model_shape(config, mesh, dtype, workspace=workspace), mesh, dtype, draft)
+
+
+def trace_layers(model: LanguageModel, mesh: Mesh, dtype: torch.dtype, draft: bool = False) -> Chain:
+    """Return the chain of a model that `model_shape` has built. Arguments and errors: see `trace`."""
+    config, cpu, layers = model.config, torch.device("cpu"), cached_layers(model)
     check_heads(config, mesh, layers.values())
     if config.draft_model is not None:
         check_heads(config.draft_model, mesh, layers.values())

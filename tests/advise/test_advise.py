@@ -8,6 +8,7 @@ import runpy
 import shlex
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -435,12 +436,15 @@ def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.figures.ttft_ms == one.figures.ttft_ms
 
 
-def test_published_gpus_stand_for_ones_that_are_not_here() -> None:
+def test_published_gpus_stand_for_ones_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are priced, memory is that of the GPUs, and the first line says so. Hosts have a network between them."""
-    sizes = ["--preset=llama-3.1-8b", "--input-len=64", "--output-len=8", "--concurrency=2"]
+    sizes, said = ["--preset=llama-3.1-8b", "--input-len=64", "--output-len=8", "--concurrency=2"], dict[str, float]()
+    monkeypatch.setattr("weft.serve.cli.cmd_advise.shown_progress", lambda what: nullcontext(said.__setitem__))
     code, out, err = weft_here("advise", *sizes, "--what-if", "h200x2")
     assert code == 0 and not err and out.startswith("what if h200x2: predicted from published figures")
     assert "each ± 35%" in out and "--preset llama-3.1-8b" in out
+    assert 0 < said.pop("finding layouts") < 1
+    assert len(said) == 3 and all(what.startswith("simulating") for what in said)
     base = EngineConfig(model=preset_dir("llama-3.1-8b"), load_format="dummy")
     load, small = ClientLoad(64, 8, 2), replace(GPUS["h200"], memory=12 << 30)
     one, refused = find_candidates(base, 1, load, gpu=small)

@@ -38,7 +38,7 @@ from weft.serve.cli.command import EngineArguments, UserError, parse
 from weft.serve.cli.main import commands as all_commands
 from weft.serve.cli.main import main
 from weft.serve.cli.other_engines import ADVICE
-from weft.serve.cli.progress import startup_progress
+from weft.serve.cli.progress import shown_progress
 from weft.serve.cli.start import start_engine
 from weft.serve.http.options import Options
 from weft_bench.commands import cmd_demo
@@ -698,8 +698,8 @@ def test_a_demo_that_is_ended_takes_its_server_along(tmp_path: Path) -> None:
     assert not [c for c in commands() if f"--port {port[1]} " in c]
 
 
-def test_a_start_without_a_terminal_says_how_far_it_is(capfd: pytest.CaptureFixture[str]) -> None:
-    with startup_progress(pause_s=0.01) as start:
-        start.what, start.part = "loading weights", 0.5
+def test_a_command_without_a_terminal_says_how_far_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    with shown_progress("starting", pause_s=0.01) as progress:
+        progress("loading weights", 0.5)
         while "weft: loading weights: 50%\n" not in capfd.readouterr().err:
             pass

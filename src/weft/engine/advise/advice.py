@@ -156,19 +156,20 @@ def advise(
     """Return the advice for a model on `ranks` ranks of this host.
 
     base: the model, and options that all layouts share. load, kv_dtypes, one_server, gpu: as in `find_candidates`.
-    limits: of medians.
-    progress: called with (what, fraction) while steps are measured; None: nothing is measured. again: measure all steps
-    again. api: time of the HTTP server.
+    limits: of medians. api: time of the HTTP server.
+    progress: called with (what, fraction); None: nothing is measured. again: measure all steps again.
     Raises ModelError, LayoutError.
     """
-    candidates, refused = find_candidates(base, ranks, load, kv_dtypes=kv_dtypes, one_server=one_server, gpu=gpu)
+    candidates, refused = find_candidates(base, ranks, load, None, kv_dtypes, one_server, gpu, progress)
     advice = Advice(refused=refused)
     if gpu is not None:
         candidates.sort(key=lambda each: _decode_us(each, _priced(gpu, each), load))
         advice.omitted, candidates = len(candidates[SIMULATED:]), candidates[:SIMULATED]
-    for candidate in candidates:
+    for done, candidate in enumerate(candidates):
         try:
             table = step_times(candidate, load, progress, again) if gpu is None else _priced(gpu, candidate)
+            if progress:
+                progress(f"simulating {candidate}", done / len(candidates))
             prediction = predict(candidate, table, load, limits or Limits(), api=api)
         except (NotMeasured, EngineError, ModelError) as error:
             advice.not_known[str(candidate)] = str(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -176,6 +176,7 @@ def find_candidates(
     kv_dtypes: Sequence[KvDtype] = ("auto",),
     one_server: bool = False,
     gpu: PublishedGpu | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return every layout of `ranks` ranks, in one server or several equal ones, that starts and can hold its load.
 
@@ -189,6 +190,7 @@ def find_candidates(
         kv_dtypes: dtypes of the cache to consider.
         one_server: one server with any number of ranks that divides `ranks`, instead of several.
         gpu: GPU of each rank, on hosts that are not here; None: this host.
+        progress: called with (what, fraction).
 
     Raises ModelError for a model that cannot be read, or a request beyond its context.
     """
@@ -206,7 +208,10 @@ def find_candidates(
     whole = model_shape(model, Mesh(), dtype_of(base))
     experts = any(isinstance(layer, Experts) for layer in whole.modules())
     pinned = [(at, size) for at, name in enumerate(SIZES) if (size := getattr(base, name)) not in (None, 1)]
-    for sizes, kv_dtype in product(layouts(ranks, experts), kv_dtypes):
+    asked = list(product(layouts(ranks, experts), kv_dtypes))
+    for done, (sizes, kv_dtype) in enumerate(asked):
+        if progress:
+            progress("finding layouts", done / len(asked))
         if any(sizes[at] != size for at, size in pinned):
             continue
         attn_dp, attn_tp, ep, moe_tp, dcp = sizes

@@ -25,7 +25,7 @@ from weft.serve.cli.command import (
     user_errors,
 )
 from weft.serve.cli.other_engines import command_of
-from weft.serve.cli.progress import progress_bar
+from weft.serve.cli.progress import shown_progress
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ class Command:
         from weft.engine.advise.measured_load import correct
         from weft.engine.advise.simulate import NO_API
         from weft.engine.controller.startup import read_model
-        from weft.serve.cli.api_times import api_times
 
         if self.gpus is not None and (self.ranks is not None or self.device == "cpu"):
             raise UserError("--gpus N is --ranks N --device cuda: give one of them")
@@ -117,19 +116,19 @@ class Command:
         base = replace(engine_config(self.model, options), nnodes=None)
         read_model(base)  # its errors come before anything is measured
         stop_on_sigterm()
-        with progress_bar() as bar:
-            task = bar.add_task("layouts", total=1.0)
+        with shown_progress("finding layouts") as progress:
+            show, api = progress if self.measure or gpu is not None else None, NO_API
+            if gpu is None:
+                from weft.serve.cli.api_times import api_times
 
-            def progress(what: str, part: float) -> None:
-                bar.update(task, description=what, completed=part)
-
-            show = progress if self.measure else None
-            api = api_times(show, self.again, self.http) if gpu is None else NO_API
+                api = api_times(show, self.again, self.http)
             ask = partial(advise, base, ranks, load, limits, kv_dtypes=self.kv_dtypes, api=api, gpu=gpu)
             advice, measured = ask(show, self.again), []
             if self.measure_load is not None:
                 alone = api_times(show, http=False)
-                measured = [correct(each, load, self.measure_load, alone) for each in advice.predictions[:2]]
+                for number, best in enumerate(advice.predictions[:2]):
+                    progress(f"running the load on {best.candidate}", number / 2)
+                    measured.append(correct(best, load, self.measure_load, alone))
                 advice = ask()
         if not (advice.predictions or advice.not_known):
             raise no_layout(ranks, advice.refused)

@@ -12,7 +12,7 @@ import tyro
 
 from weft.serve.cli.command import EngineArguments, ModelDir, UserError, engine_config, parse, stop_on_sigterm
 from weft.serve.cli.other_engines import layout_arguments
-from weft.serve.cli.progress import progress_bar, startup_progress
+from weft.serve.cli.progress import shown_progress
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,10 @@ class Command:
         """Return the first layout's outputs and a report per other run, plus one on its own ranks if it has several."""
         from weft.engine.controller.layout_diff import compare, record, record_transformers, tolerance_of
 
-        with startup_progress() as start, progress_bar() as bar:
-            task = bar.add_task("starting", total=1.0)
+        with shown_progress("starting") as progress:
 
             def say(name: str, what: str, part: float) -> None:
-                start.what, start.part = f"{name}: {what}", part
-                bar.update(task, description=start.what, completed=part)
+                progress(f"{name}: {what}", part)
 
             def report(name: str, run: Any, config: Any) -> dict[str, Any]:
                 tolerance = self.tolerance or tolerance_of(configs[0], config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,20 @@ def startup_progress(pause_s: float = SAY_S) -> Iterator[Start]:
         yield start
     finally:
         ended.set()
+
+
+@contextmanager
+def shown_progress(what: str, pause_s: float = SAY_S) -> Iterator[Callable[[str, float], None]]:
+    """Show progress, beginning with `what`: a bar on a terminal, otherwise a line every `pause_s` seconds. Yields a
+    function of the current step and its fraction done."""
+    with startup_progress(pause_s) as start, progress_bar() as bar:
+        start.what, task = what, bar.add_task(what, total=1.0)
+
+        def progress(what: str, part: float) -> None:
+            start.what, start.part = what, part
+            bar.update(task, description=what, completed=part)
+
+        yield progress
 
 
 def progress_bar(*columns: ProgressColumn) -> Progress:

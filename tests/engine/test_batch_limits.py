@@ -15,6 +15,7 @@ from weft.engine.controller.startup import resolve_defaults
 from weft.engine.models.load import model_shape
 from weft.engine.worker import batch_limits
 from weft.engine.worker.batch_limits import choose_limits
+from weft.engine.worker.memory import CacheNeed, parameter_bytes
 
 GIB = 1 << 30
 QWEN = "qwen3-30b-a3b"
@@ -24,7 +25,7 @@ def limits(preset: str, gpu_bytes: int, **options: Any) -> tuple[int, int]:
     small: dict[str, Any] = dict(load_format="dummy", dtype="bfloat16", num_layers=2) | options
     config = EngineConfig(preset_dir(preset), **small)
     layers = model_shape(config.read_model(), config.mesh, dtype_of(config))
-    found = choose_limits(config, layers, gpu_bytes)
+    found = choose_limits(CacheNeed.of(config, layers), parameter_bytes(layers), gpu_bytes)
     return found.batch_sequences, found.batch_tokens
 
 

@@ -8,7 +8,6 @@ import torch
 
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import device_of, dtype_of, on_gpus
-from weft.engine.models.layers.model_config import LanguageModel
 from weft.engine.models.load import model_shape
 from weft.engine.worker.memory import CacheNeed, parameter_bytes
 
@@ -31,7 +30,7 @@ def with_batch_limits(config: EngineConfig) -> EngineConfig:
     if not on_gpus(config) or None not in (config.max_batch_tokens, config.max_running):
         return config
     layers = model_shape(config.read_model(), config.mesh, dtype_of(config))
-    return choose_limits(config, layers, gpu_bytes(config))
+    return choose_limits(CacheNeed.of(config, layers), parameter_bytes(layers), gpu_bytes(config))
 
 
 def gpu_bytes(config: EngineConfig) -> int:
@@ -40,14 +39,14 @@ def gpu_bytes(config: EngineConfig) -> int:
     return min(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
 
 
-def choose_limits(config: EngineConfig, layers: LanguageModel, gpu_bytes: int) -> EngineConfig:
-    """Return the configuration with limits for GPUs with this memory. layers: the shape of a rank's model."""
-    free_bytes = int(config.gpu_memory_fraction * gpu_bytes) - parameter_bytes(layers)
+def choose_limits(need: CacheNeed, weights: int, gpu_bytes: int) -> EngineConfig:
+    """Return the configuration with limits for GPUs with this memory. weights: bytes of a rank's weights."""
+    config = need.config
+    free_bytes = int(config.gpu_memory_fraction * gpu_bytes) - weights
     if config.max_batch_tokens is None and free_bytes >= LARGE_BATCH_BYTES:
         config = replace(config, max_batch_tokens=max(LARGE_BATCH_TOKENS, config.batch_tokens))
     if config.max_running is not None:
         return config
-    need = CacheNeed.of(config, layers)
     for sequences in SEQUENCES:
         tokens = sequences * SEQUENCE_TOKENS
         if sequences > config.mixed_tokens or (config.kv_tokens is not None and tokens > config.cached_tokens):

@@ -150,8 +150,9 @@ def unit_of(path: str, dims: int, sources: Iterable[Source]) -> tuple[int, int]:
     for source in sources:
         at = source.at[dims - 2] if len(source.at) > dims - 2 else slice(0)
         begin = (at.start or 0) if isinstance(at, slice) else at
-        rows = gcd(rows, begin, source.used[-2].start, *(view.unit for view in source.views))
-        columns = gcd(columns, source.used[-1].start)
+        *_, of_rows, of_columns = source.used
+        rows = gcd(rows, begin, of_rows.start, *(view.unit for view in source.views))
+        columns = gcd(columns, of_columns.start)
     if columns < MIN_COLUMNS:
         raise LayoutError(
             f"{path}: a rank's features begin {columns} columns into a block, and products in FP8 take {MIN_COLUMNS} "

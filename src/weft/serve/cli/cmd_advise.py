@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shlex
@@ -96,6 +97,7 @@ class Command:
         from weft.engine.advise.simulate import NO_API
         from weft.engine.controller.startup import read_model
 
+        gc.freeze()  # a collection would scan all that is imported
         if self.gpus is not None and (self.ranks is not None or self.device == "cpu"):
             raise UserError("--gpus N is --ranks N --device cuda: give one of them")
         if not self.kv_dtypes:

@@ -46,7 +46,7 @@ from weft.planner.spec import LayoutError
 from weft_bench import word_problems
 
 GPUS = torch.cuda.device_count()
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "1x1": dict(),
     "1x2": dict(attn_tp=2, ep=2),
     "1x2 split": dict(attn_tp=2, ep=2, split_vocabulary="on"),

@@ -108,10 +108,11 @@ class Products:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         from gpu import definitions
         from weft.engine.kernels.triton import fused_experts
+        from weft.engine.models.layers.products import product
 
         self.dense: list[float] = []
         self.experts: list[float] = []
-        product, experts = layers.product, fused_experts.experts
+        experts = fused_experts.experts
 
         def checked_product(x: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, *more: Any, **named: Any) -> Tensor:
             found = product(x, weight, *more, **named)

@@ -15,6 +15,7 @@ from gpu.test_engine import prompts_of
 from weft.engine.config.config import EngineConfig
 from weft.engine.config.device import gpus_of
 from weft.engine.controller.engine import Engine
+from weft.engine.controller.process_executor import ProcessExecutor
 from weft.engine.worker.gpu_probe import unusable
 
 GPUS = torch.cuda.device_count()
@@ -37,6 +38,7 @@ def free_mib() -> list[int]:
 
 def kill_first(engine: Engine) -> None:
     """Kill rank 0."""
+    assert isinstance(engine._executor, ProcessExecutor)
     os.kill(engine._executor.processes[0].pid, signal.SIGKILL)
 
 

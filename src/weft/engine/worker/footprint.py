@@ -71,10 +71,10 @@ class Footprint:
         of = blocks[0].experts.experts if blocks else 1
         chosen = blocks[0].router.routing.k / of if blocks else 0.0
         # Expected maximum of ep normal values (G. Blom, Statistical estimates and transformed beta-variables, 1958)
-        most = NormalDist().inv_cdf((mesh.ep - 0.375) / (mesh.ep + 0.25))
+        maximum = NormalDist().inv_cdf((mesh.ep - 0.375) / (mesh.ep + 0.25))
         caches = tuple(Counter(cached_layers(model).values()).items())
         heads, products = -(-config.num_heads // mesh.attn_tp), (dense_count, count)
-        uneven = most / math.sqrt(of / mesh.ep)
+        uneven = maximum / math.sqrt(of / mesh.ep)
         return cls(config.num_layers, dense, experts, products, chosen, heads, caches, kv_dtype, mesh.dcp, uneven)
 
     def bytes_read(self, shape: StepShape, rows: int) -> float:

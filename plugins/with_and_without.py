@@ -41,7 +41,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from weft.engine.hosts.addresses import reserve
+from weft.comm.ports import reserve
 
 HERE = Path(__file__).resolve()
 ARMS = ("without", "with")

@@ -34,10 +34,10 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from weft.comm.cores import own_cores
+from weft.comm.ports import reserve
 from weft.engine.advise.candidates import Arrival, ClientLoad, measured_servers
 from weft.engine.advise.measured_load import run_load, started_servers
 from weft.engine.assets import preset_names
-from weft.engine.hosts.addresses import reserve
 from weft.serve.cli.cmd_advise import Command as Advise
 from weft.serve.cli.cmd_serve import Command as Serve
 from weft.serve.cli.command import engine_config, parse, stop_on_sigterm

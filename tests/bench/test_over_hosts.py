@@ -16,11 +16,11 @@ import torch
 from chaos.hosts_rig import arguments, joined_hosts
 from e2e.here import weft_here
 from engine.test_agents import is_given, reserved_ports
+from weft.comm.ports import reserve
 from weft.comm.shm import ShmTuning
 from weft.comm.transport_registry import GLOO, SHM
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.hosts import measurement
-from weft.engine.hosts.addresses import reserve
 from weft.engine.hosts.measurement import run_over_hosts
 from weft.engine.worker.open_transports import cost_model, table_file
 from weft.planner.cost import ETHERNET, costs, host_table

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from chaos.server_process import ServerProcess, children, forker_of
-from weft.engine.hosts.addresses import reserve
+from weft.comm.ports import reserve
 
 KEY = "a key that no command line shows"
 

@@ -12,7 +12,7 @@ import pytest
 
 from chaos.__main__ import main as chaos
 from e2e.here import weft_here
-from weft.engine.hosts.addresses import reserve
+from weft.comm.ports import reserve
 from weft.serve.cli.command import EngineArguments
 from weft.serve.cli.several_hosts import first_host, with_launcher
 

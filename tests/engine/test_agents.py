@@ -27,6 +27,7 @@ from engine.conftest import WAIT_S
 from engine.test_engine import GREEDY, config, expected, prompts
 from engine.test_faults import wait_until
 from weft.comm import torchdist
+from weft.comm.ports import reserve
 from weft.engine.config.config import EngineConfig, EngineError
 from weft.engine.controller.engine import Engine
 from weft.engine.controller.startup import resolve_defaults
@@ -51,7 +52,7 @@ def reserved_ports() -> Iterator[int]:
     """Reserve a port and the next one, on which a test's processes may listen, and no other program's."""
     with ExitStack() as stack:
         while True:
-            port = stack.enter_context(addresses.reserve()).getsockname()[1]
+            port = stack.enter_context(reserve()).getsockname()[1]
             second = stack.enter_context(socket.socket())
             with suppress(OSError, OverflowError):
                 second.bind(("", port + 1))  # alone: another test's reservation is an error

@@ -19,9 +19,9 @@ import torch
 from bundle import NO_MULTICAST
 
 from weft.comm.cores import own_cores
+from weft.comm.ports import reserve
 from weft.engine.attention.caches import cached_layers
 from weft.engine.config.cpu_shares import divide
-from weft.engine.hosts.addresses import reserve
 from weft.engine.kv.cache import token_bytes
 from weft.engine.models.load import model_shape
 from weft.engine.models.registry import load_config

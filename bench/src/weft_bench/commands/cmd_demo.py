@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from weft.engine.hosts.addresses import reserve
+from weft.comm.ports import reserve
 from weft.planner.show import columns, size_text
 from weft.serve.cli.command import UserError, stop_on_sigterm
 

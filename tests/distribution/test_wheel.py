@@ -155,14 +155,20 @@ def test_the_core_alone_has_communicator_and_planner(environment: Environment) -
     assert (said.returncode, said.stderr) == (2, "weft: commands need the package tyro; pip install 'weft[engine]'\n")
 
 
-@pytest.mark.nightly
-def test_the_librarys_tests_need_the_library_alone(environment: Environment) -> None:
-    """The two plug-ins too. Without tests/conftest.py, which is of the engine."""
+@pytest.mark.parametrize(
+    ("options", "said"), [(["--collect-only"], "collected"), pytest.param([], "passed", marks=pytest.mark.nightly)]
+)
+def test_the_librarys_tests_need_the_library_alone(environment: Environment, options: list[str], said: str) -> None:
+    """The two plug-ins' tests and script too. Without tests/conftest.py, which is of the engine, and with a compiler,
+    for kernels that are emulated. By day tests are only imported."""
     environment.add("")
     link(["pytest", "numpy"], environment.site)
-    tests = ("--noconftest", "-q", "-p", "no:cacheprovider", "tests/library", "tests/plugins/test_under_engines.py")
-    done = run(environment.bin / "python", "-m", "pytest", *tests, env=environment.variables, cwd=REPOSITORY)
-    assert re.search(r"\d+ passed", done.stdout)
+    tests = ("-m", "not nightly", "tests/library", "tests/plugins/test_under_engines.py")
+    command = (environment.bin / "python", "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider")
+    variables = environment.variables | {"PATH": f"{environment.bin}{os.pathsep}{os.environ['PATH']}"}
+    done = run(*command, *options, *tests, env=variables, cwd=REPOSITORY)
+    assert re.search(rf"\d+ (tests )?{said}", done.stdout)
+    run(environment.bin / "python", REPOSITORY / "plugins" / "with_and_without.py", "--help", env=environment.variables)
     found = run(environment.bin / "python", "-c", "import weft; print(weft.__file__)", env=environment.variables)
     assert found.stdout.startswith(str(environment.site))
 

@@ -22,8 +22,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from plugins import vllm_events
-
 HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins"
 ENGINES = ("vllm", "sglang")
@@ -65,6 +63,9 @@ GROUP = "sglang.srt.distributed.parallel_state:GroupCoordinator"
 DP = "sglang.srt.layers.dp_attention"
 FUSION = "sglang.srt.layers.flashinfer_comm_fusion"
 MERGE = "weft_vllm/context_parallel.py:merging.merge"
+KV_EVENTS = "vllm.distributed.kv_events"
+EVENT_CLASSES = ("EventBatch", "KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")
+"""Classes that a subscriber decodes, in the order of their definition."""
 NEEDS: dict[str, tuple[Need, ...]] = {
     "vllm": (
         need("vllm.plugins:DEFAULT_PLUGINS_GROUP", value="'vllm.general_plugins'"),
@@ -140,7 +141,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
             same_as=MERGE,
         ),
         need("vllm.v1.attention.ops.dcp:mask_dcp_empty_shards_", takes="lse seq_lens query_start_loc", since="0.30.0"),
-        *(need(f"{vllm_events.MODULE}:{name}") for name in vllm_events.CLASSES),
+        *(need(f"{KV_EVENTS}:{name}") for name in EVENT_CLASSES),
     ),
     "sglang": (
         need("sglang.srt.plugins:GENERAL_PLUGINS_GROUP", value="'sglang.srt.plugins'"),
@@ -418,6 +419,8 @@ def stored(engine: str, version: str) -> Path:
 
 
 def main() -> None:
+    from plugins import vllm_events  # of the engine, which tests of the plug-ins do without
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", help="ENGINE-VERSION; default: all that the plug-ins support")
     parser.add_argument("--from", dest="folder", type=Path, help="a folder with the unpacked wheel of the one version")

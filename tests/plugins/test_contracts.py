@@ -47,7 +47,7 @@ def test_vllms_decoder_reads_kv_events(version: str) -> None:
     """Events decode by the fields that each version has; `make plugin-contracts` runs vLLM's own source."""
     found = found_in("vllm", version)
     assert vllm_events.problems(vllm_events.load(vllm_events.source_of(found))) == []
-    name = f"{vllm_events.MODULE}:BlockStored"
+    name = f"{contracts.KV_EVENTS}:BlockStored"
     for changed, problem in (
         (["key: int", *found[name]["fields"]], "missing required field `key`"),
         ([each for each in found[name]["fields"] if "group_idx" not in each], "BlockStored.group_idx is read as None"),

@@ -11,11 +11,9 @@ from typing import Any
 
 import msgspec
 
+from plugins.contracts import EVENT_CLASSES, KV_EVENTS
 from weft.engine.kv.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 
-MODULE = "vllm.distributed.kv_events"
-CLASSES = ("EventBatch", "KVCacheEvent", "BlockStored", "BlockRemoved", "AllBlocksCleared", "KVEventBatch")
-"""Classes that a subscriber decodes, in the order of their definition."""
 EVENTS = [
     BlockStored([7, 2**64 - 1], None, [1, 2, 3, 4], 2, None, "GPU", None),
     BlockStored([9], 7, [5, 6], 2, None, "GPU", None, [("salt",)], 1, "sliding_window", 5),
@@ -27,8 +25,8 @@ EVENTS = [
 def source_of(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The classes as a contract has them."""
     text = "import msgspec\nfrom typing import Any\n"
-    for name in CLASSES:
-        it = found[f"{MODULE}:{name}"]
+    for name in EVENT_CLASSES:
+        it = found[f"{KV_EVENTS}:{name}"]
         text += f"class {name}({', '.join(it['bases'] + it.get('keywords', []))}):\n"
         text += "".join(f"    {field}\n" for field in it.get("fields", ())) + "    pass\n"
     return text
@@ -36,11 +34,11 @@ def source_of(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def load(source: str) -> ModuleType:
     """The module, without what it imports of vLLM's."""
-    module, tree = ModuleType(f"{MODULE}_alone"), ast.parse(source)
+    module, tree = ModuleType(f"{KV_EVENTS}_alone"), ast.parse(source)
     module.__dict__.update(ExternalBlockHash=bytes | int, KVEventsConfig=object, init_logger=lambda name: None)
     kept = [each for each in tree.body if not (isinstance(each, ast.ImportFrom) and "vllm" in str(each.module))]
     sys.modules[module.__name__] = module  # where msgspec looks for the names in annotations
-    exec(compile(ast.Module(kept, []), MODULE, "exec"), module.__dict__)
+    exec(compile(ast.Module(kept, []), KV_EVENTS, "exec"), module.__dict__)
     return module
 
 
@@ -50,17 +48,17 @@ def problems(theirs: ModuleType) -> list[str]:
     try:
         read = msgspec.msgpack.Decoder(theirs.KVEventBatch).decode(msgspec.msgpack.encode(sent))
     except msgspec.DecodeError as error:
-        return [f"{MODULE} does not decode KV events: {error}"]
+        return [f"{KV_EVENTS} does not decode KV events: {error}"]
     pairs = [(sent, read), *zip(sent.events, read.events, strict=True)]
     wrong = [f"{type(one).__name__} is {type(other).__name__}" for one, other in pairs]
     wrong = [line for line in wrong if len({*line.split(" is ")}) == 2]
     for one, other in pairs:
         for name in one.__struct_fields__:
             if name != "events" and getattr(other, name, None) != getattr(one, name):
-                wrong.append(f"{MODULE}:{type(one).__name__}.{name} is read as {getattr(other, name, None)}")
+                wrong.append(f"{KV_EVENTS}:{type(one).__name__}.{name} is read as {getattr(other, name, None)}")
     return wrong
 
 
 def source_file(folder: Path) -> Path:
     """Return the module's file below the folder of an unpacked wheel."""
-    return folder / f"{MODULE.replace('.', '/')}.py"
+    return folder / f"{KV_EVENTS.replace('.', '/')}.py"

@@ -41,17 +41,28 @@ def test_nothing_is_lost_hangs_or_stays_behind(
     assert found["requests"]["completed"] > 0 and not found["requests"]["lost"]
 
 
+FREE_DRAFTS = """
+from weft.engine.speculation.draft_prices import Price, StepPrices
+
+FAMILIES = {}
+StepPrices.price = lambda self: Price(0.0, 0.0)
+"""
+"""Plug-in of a server that drafts in every step, whatever time steps take on a busy machine."""
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("source", ["ngram", "mtp"])
 def test_ranks_that_are_killed_in_the_middle_of_drafts(tmp_path: Path, source: str) -> None:
-    report = tmp_path / "report.json"
-    options = ["--attn-tp", "2", "--dtype", "float32", "--speculative", source, "--clients", "2", "--tokens", "48"]
+    report, plugin = tmp_path / "report.json", tmp_path / "free_drafts.py"
+    plugin.write_text(FREE_DRAFTS)
+    options = ["--attn-tp", "2", "--dtype", "float32", "--speculative", source, "--plugins", str(plugin)]
+    options += ["--clients", "2", "--tokens", "48"]
     code = main([*options, "--faults", "8", "--bound-factor", "60", "--json", str(report)])
     found = json.loads(report.read_text())
     assert code == 0 and found["passed"], json.dumps(found, indent=1)
     assert any(fault.startswith("kill rank") for fault in found["faults"]) and found["restarts"] >= 1
     assert found["requests"]["completed"] > 0 and not found["requests"]["lost"] + found["requests"]["different"]
-    assert found["after"]["drafts"] > 20
+    assert found["after"]["drafts"] > found["requests"]["completed"], found
 
 
 def losses(report: Path, layout: str, lost: int, *more: str) -> dict[str, Any]:

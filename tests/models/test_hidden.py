@@ -24,6 +24,7 @@ from weft.engine.models.layers.routing import Router, Routing
 from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
 from weft.engine.worker.model_runner import ModelRunner
+from weft.kernels import torch_reference
 from weft.planner.spec import Mesh, PlacementError, Rows
 from weft.stream.hidden import Hidden
 
@@ -253,6 +254,7 @@ def test_a_norm_about_one_is_rounded_once() -> None:
     norm.weight.data.copy_(1 + theirs.weight.data)
     x = Hidden(torch.randn(200, 64).bfloat16(), MESH.placement(Rows.GROUP), MESH, "block")
     assert norm.weight.dtype == torch.float32 and torch.equal(norm(x).value, theirs(x.value))
+    assert torch.equal(torch_reference.rms_norm(x.value, norm.weight, 1e-5), theirs(x.value)), "where no kernel runs"
     rounded_first = (norm.weight * theirs._norm(x.value.float()).bfloat16()).bfloat16()
     assert not torch.equal(rounded_first, theirs(x.value)), "or this test would show nothing"
 

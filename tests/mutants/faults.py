@@ -646,6 +646,13 @@ OWN = [
         "engine/kernels/model_reference.py",
         "return weight, expert - mine.start",
         "return weight, expert",
+        ("tests/models/test_logits.py::test_rows_that_are_sent_to_their_experts",),
+    ),
+    Fault(
+        "a CPU's kernel numbers experts from the world's first",
+        "kernels/csrc/model/small.inl",
+        "int32_t(e - first)",
+        "int32_t(e)",
         (f"{LOGITS}[qwen3_moe-attn_dp=1 attn_tp=2 ep=2 moe_tp=1]",),
     ),
     Fault(
@@ -702,6 +709,13 @@ OWN = [
         "engine/kernels/model_reference.py",
         "value = F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)",
         "value = F.silu(gate).clamp(max=limit) * up.clamp(max=limit)",
+        ("tests/engine/test_cpu_kernels.py", "-k", "test_gated", "-m", "not nightly"),
+    ),
+    Fault(
+        "a CPU's kernel bounds gate and up alike",
+        "kernels/csrc/model/rowwise.inl",
+        "silu = min(limit, silu), up = min(limit, max(low, up))",
+        "silu = min(limit, silu), up = min(limit, up)",
         (f"tests/models/test_step.py::test_logits_are_transformers[{ONE}]",),
     ),
     Fault(

@@ -407,7 +407,7 @@ OWN = [
         "stream/stream.py",
         "self.deltas[op.into] = self.deltas[op.into] + delta",
         "self.deltas[op.into] = delta",
-        ("tests/planner/test_planner.py::test_plans_compute_what_the_naive_plan_computes",),
+        ("tests/planner/test_planner.py::test_two_deltas_that_are_merged_are_both_in_the_sum",),
     ),
     Fault(
         "times of one step stand for another's",

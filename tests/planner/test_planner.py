@@ -153,6 +153,22 @@ def test_plans_compute_what_the_naive_plan_computes(problem, offered, data) -> N
             assert torch.allclose(a, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_two_deltas_that_are_merged_are_both_in_the_sum() -> None:
+    """Random plans may have no such step, by chance."""
+    mesh, counts = Mesh(2, 2, 4, 1), (3, 2)
+    deltas = mesh.placement(Rows.GROUP, "attn_tp"), mesh.placement(Rows.WORLD, "world")
+    complete = mesh.placement(Rows.GROUP)
+    chain = Chain((Read("first", complete, (complete,)), Read("second", complete, deltas)), WIDTH, 8)
+    plan = Planner(mesh, chain, [Offer("one", EVERY, frozenset(), AlphaBeta("slow", 0.1, 0, 0.01, 0.1, 5000))]).plan(
+        counts
+    )
+    assert any(step.op == "merge" for step in plan.reads[1].steps)
+    whole = whole_result(plan, counts, 0)[1]
+    results = run_world(mesh.world, lambda t: execute({"one": t}, plan, counts, 0))
+    for rank, found in enumerate(results):
+        assert torch.allclose(found[1], held(whole, mesh, Rows.GROUP, rank, counts), rtol=1e-12, atol=1e-12)
+
+
 @given(meshes, st.data())
 @settings(deadline=None)
 def test_rows_of_the_ranks_tile_the_world(mesh, data) -> None:

@@ -28,6 +28,7 @@ from triton.runtime.errors import OutOfResources  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from weft.engine.kernels import step_inputs  # noqa: E402
+from weft.engine.kernels.mxfp4 import Mxfp4  # noqa: E402
 from weft.engine.kernels.split_k import SplitKPartials  # noqa: E402
 from weft.engine.kernels.triton import (  # noqa: E402
     copied_prompts,
@@ -355,6 +356,16 @@ def mix_float8_experts(rows: int, held: int, inner: int, width: int, unit: tuple
     fused_experts.experts(empty(rows, width), routing, gate_up, down, empty(rows, width))
 
 
+def mix_packed_experts(rows: int, held: int, inner: int, width: int) -> None:
+    def packed(outputs: int, inputs: int) -> Mxfp4:
+        return Mxfp4(*(empty(held, outputs, inputs // each, dtype=torch.uint8) for each in (2, 32)))
+
+    routing = routed(rows, held, tile_rows_of(rows, 4 * rows, held))
+    more = dict(limit=7.0, alpha=1.702, gate_up_bias=empty(held, 2 * inner), down_bias=empty(held, width))
+    x, out = empty(rows, width), empty(rows, width)
+    fused_experts.experts(x, routing, packed(2 * inner, width), packed(width, inner), out, **more)
+
+
 def multiply_float8(rows: int, outputs: int, width: int, unit: tuple[int, int] = (128, 128)) -> None:
     float8.linear(empty(rows, width), in_float8(outputs, width, unit=unit), empty(rows, outputs))
 
@@ -490,6 +501,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "experts, 128 rows": (lambda: mix_experts(128), ("HMMA", "LDGSTS")),
     "experts, 4096 rows": (lambda: mix_experts(4096), ("HGMMA", "LDGSTS", "UTMALDG")),
     "experts with biases": (lambda: mix_experts(4096, 32, 720, 2880, True), ("HGMMA", "LDGSTS")),
+    "MXFP4 experts, 1 row": (lambda: mix_packed_experts(1, 128, 1440, 2880), ("HMMA", "LDGSTS")),
+    "MXFP4 experts, 64 rows": (lambda: mix_packed_experts(64, 128, 1440, 2880), ("HMMA", "LDGSTS")),
+    "MXFP4 experts, 256 rows": (lambda: mix_packed_experts(256, 32, 736, 2880), ("HGMMA", "LDGSTS")),
+    "MXFP4 experts, 4096 rows": (lambda: mix_packed_experts(4096, 128, 736, 2880), ("HGMMA", "LDGSTS")),
     "FP8 experts, 1 row": (lambda: mix_float8_experts(1, 64, 768, 2048), ("QGMMA", "LDGSTS")),
     "FP8 experts, 128 rows": (lambda: mix_float8_experts(128, 32, 2048, 7168), ("HMMA", "LDGSTS")),
     "FP8 experts, 256 rows": (lambda: mix_float8_experts(256, 32, 2048, 7168), ("QGMMA", "LDGSTS")),
@@ -544,6 +559,7 @@ AT_NIGHT = {name for name in CASES if "FP8 cache" in name and name not in BY_DAY
     *("experts in float32, 256 rows", "experts in float32, 4096 rows", "experts, 64 rows", "experts, 128 rows"),
     *("experts with biases", "FP8 experts, 128 rows", "FP8 experts, 256 rows", "FP8 experts, cut blocks"),
     *("FP8 product, 1 row", "FP8 product, cut blocks", "norm, rotary, cache, many rows", "routes, 8192 rows"),
+    *("MXFP4 experts, 64 rows", "MXFP4 experts, 256 rows"),
     *("dispatch, many rows", "products of heads, 1 row", "norms over all heads, one rank"),
 }
 """Most forms of caches in FP8, and further sizes of kernels that other cases compile by day."""

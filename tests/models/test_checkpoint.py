@@ -19,8 +19,8 @@ from weft.engine.models.load import load_model
 from weft.engine.models.registry import load_config
 from weft.engine.models.weights.checkpoint import Checkpoint
 from weft.engine.models.weights.float8_weights import Float8Format
+from weft.engine.models.weights.mxfp4_weights import Mxfp4Format
 from weft.engine.models.weights.source import Fused, Source, Stacked, Transposed, View
-from weft.engine.models.weights.weight_formats import Mxfp4Format
 from weft.planner.spec import Mesh
 
 W = torch.arange(7 * 10.0).view(7, 10)

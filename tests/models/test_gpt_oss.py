@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,13 @@ from models.layouts import MESHES, check, nearness, stored_shapes
 from models.oss import GptOss, small_config, small_gpt_oss
 from weft.engine.assets import preset_dir
 from weft.engine.attention.caches import cached_layers
+from weft.engine.kernels.model_reference import route_chosen
+from weft.engine.kernels.mxfp4 import Mxfp4
 from weft.engine.kv.cache_spec import PagedKV, Window
 from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.layers.basic import Builder
-from weft.engine.models.load import load_model
+from weft.engine.models.layers.moe import Experts
+from weft.engine.models.load import describe_products, dummy_model, load_model
 from weft.engine.models.registry import load_config, read_config
 from weft.planner.spec import Mesh
 
@@ -68,6 +73,65 @@ def test_experts_in_mxfp4(saved: tuple[Path, GptOss], tmp_path: Path) -> None:
             for directory in directories
         )
         assert wanted.keys() == found.keys() and all(torch.equal(wanted[n], found[n]) for n in wanted)
+
+
+def packed_checkpoint(directory: Path, **changes: Any) -> Path:
+    """Save a small model with random experts in MXFP4, in the powers of two that weights have."""
+    small_gpt_oss(directory, **changes)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(122, 126, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, directory / "model.safetensors")
+    quantised = dict(quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]))
+    (directory / "config.json").write_text(json.dumps(small_config(**changes, **quantised)))
+    return directory
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 1, 1), Mesh(1, 2, 1, 2), Mesh(1, 4, 2, 2), Mesh(1, 3, 1, 3)], ids=str)
+def test_experts_that_stay_in_mxfp4(mesh: Mesh, tmp_path: Path) -> None:
+    """They stand for the dequantised ones, and so do the sums. Five blocks of 32 features divide over no ranks, and
+    no rank has a part of a block."""
+    config = load_config(packed_checkpoint(tmp_path, intermediate_size=160))
+    kept, plain = replace(config, float8=True), replace(config, float8=False)
+    sizes = []
+    for rank in range(mesh.world):
+        found = [layer for layer in load_model(tmp_path, kept, mesh, rank).modules() if isinstance(layer, Experts)]
+        wanted = [layer for layer in load_model(tmp_path, plain, mesh, rank).modules() if isinstance(layer, Experts)]
+        sizes.append(found[0].declared("down").shape[-1])
+        for ours, theirs in zip(found, wanted, strict=True):
+            if sizes[-1] != theirs.down.shape[-1]:
+                continue  # shares of plain features are cut anywhere
+            x, expert = torch.randn(7, 32), torch.randint(8, (7, 3))
+            chosen = route_chosen(torch.rand(7, 3), expert, None, ours.mine, False)
+            for name in ("gate_up", "down"):
+                weight = ours.declared(name)
+                assert isinstance(weight, Mxfp4) and torch.equal(
+                    weight.dequantise(torch.float32), theirs.declared(name)
+                )
+            torch.testing.assert_close(ours._sum(x, x, chosen), theirs._sum(x, x, chosen))
+    assert sum(sizes) == 160 * mesh.ep * (mesh.world // (mesh.ep * mesh.moe_tp)) and all(n % 32 == 0 for n in sizes)
+
+
+def test_logits_of_experts_that_stay_in_mxfp4(tmp_path: Path) -> None:
+    """The whole model, with made-up weights: layouts have parts of one model, next to one that is dequantised."""
+    config = replace(load_config(packed_checkpoint(tmp_path)), float8=True)
+    weights: list[dict[str, torch.Tensor]] = []
+    for mesh in (Mesh(), Mesh(1, 2, 2, 1)):
+        model = dummy_model(config, mesh, 0)
+        weights.append({})
+        for path, layer in model.named_modules():
+            if isinstance(layer, Experts):
+                for name in ("gate_up", "down"):
+                    weight = layer.declared(name)
+                    assert isinstance(weight, Mxfp4)
+                    weights[-1][f"{path}.{name}"] = weight.dequantise(torch.float32)
+                    spread = weights[-1][f"{path}.{name}"].std() * weight.shape[-1] ** 0.5
+                    assert 0.6 < spread < 1.7
+    assert all(torch.equal(whole[:4], weights[1][name]) for name, whole in weights[0].items())
+    assert "MXFP4: gate_up_proj, down_proj" in describe_products(config, Mesh(), torch.float32)
 
 
 def test_every_published_tensor_is_read_and_no_other(saved: tuple[Path, GptOss]) -> None:

@@ -42,10 +42,11 @@ class Float8(Format):
 
 
 class QuantisedWeight(Protocol):
-    """Weight in a format of its own, `[…, outputs, inputs]`. format: of the rows that its products take."""
+    """Weight in a format of its own, `[…, outputs, inputs]`. format: of the rows that its products take; None: in the
+    activations' dtype."""
 
     @property
-    def format(self) -> Format: ...
+    def format(self) -> Format | None: ...
 
     @property
     def shape(self) -> torch.Size: ...

@@ -118,7 +118,7 @@ class Hidden:
         Raises PlacementError like `require_complete`.
         """
         self._require_features(reader)
-        if self.given is None or isinstance(weight, Tensor):
+        if self.given is None or isinstance(weight, Tensor) or weight.format is None:
             return self.require_complete(reader)
         return self.in_format(weight.format)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpu import definitions
 from gpu.triton_checks.worker import INTERPRETED
-from weft.engine.kernels import ops
+from weft.engine.kernels import mxfp4, ops
 from weft.engine.kernels.model_reference import choose
 from weft.engine.kernels.side_stream import on_side_stream
 from weft.engine.kernels.split_k import SplitKPartials
@@ -206,6 +206,43 @@ def test_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device
     wanted = definitions.experts(x.double(), weight, expert, gate_up.double(), down.double())
     assert (out.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
     assert (out[(expert < 0).all(-1)] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        *(pytest.param(case, torch.float32, id=name) for name, case in CASES.items()),
+        *(pytest.param(CASES[name], torch.float16, id=f"{name}, float16") for name in HALF),
+    ],
+)
+@pytest.mark.parametrize("tile", [ExpertsTile(32, 32, 4, 2), ExpertsTile(16, 64, 4, 2)])
+def test_experts_in_mxfp4(case: tuple[int, ...], dtype: torch.dtype, tile: ExpertsTile, device: torch.device) -> None:
+    """Random bytes, powers of two from −6 to 1, and biases. Weights that are not chosen are huge."""
+    rows, live, held = case[0], case[1], case[5]
+    found, weight, expert = routed(*case, device)
+    width, inner = 96, 160  # multiples of 32, and not of a tile's sides
+    x = torch.randn(rows, width, device=device).to(dtype)
+    x[live:] = NAN
+    unchosen = [e for e in range(held) if e not in expert.flatten().tolist()]
+
+    def weights(outputs: int, inputs: int) -> mxfp4.Mxfp4:
+        values = torch.randint(256, (held, outputs, inputs // 2), device=device).byte()
+        scales = torch.randint(121, 129, (held, outputs, inputs // 32), device=device).byte()
+        scales[unchosen] = 240
+        return mxfp4.Mxfp4(values, scales)
+
+    gate_up, down = weights(2 * inner, width), weights(width, inner)
+    biases = [torch.randn(held, n, device=device).to(dtype) for n in (2 * inner, width)]
+    out = torch.full((rows, width), NAN, dtype=dtype, device=device)
+    fused_experts.experts(x, found, gate_up, down, out, tile, tile, 7.0, 1.7, *biases)
+    wide = [mxfp4.dequantise(part, torch.float64) for part in (gate_up, down)]
+    wanted = definitions.experts(x.double(), weight, expert, *wide, 7.0, 1.7, *(each.double() for each in biases))
+    assert (out.double() - wanted).norm() <= (2e-6 if dtype == torch.float32 else 3e-3) * wanted.norm()
+    plain = torch.full_like(out, NAN)
+    fused_experts.experts(
+        x, found, *(mxfp4.dequantise(part, dtype) for part in (gate_up, down)), plain, tile, tile, 7.0, 1.7, *biases
+    )
+    assert torch.equal(out, plain), "the bits of dequantised weights"
 
 
 @pytest.mark.parametrize("limit, alpha, biased", [(0.5, None, False), (0.5, 1.7, True), (None, None, True)])

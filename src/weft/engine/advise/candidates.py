@@ -286,7 +286,8 @@ def check_published(given: EngineConfig, replicas: int, load: ClientLoad, gpu: P
     """
     hosts = -(-given.mesh.world // gpu.per_host)
     given = replace(given, nnodes=hosts if hosts > 1 else None)
-    config = replace(given, device="cpu", dtype="bfloat16", float8="on", moe_exchange="gather", split_vocabulary="off")
+    config = replace(given, device="cpu", dtype="bfloat16", moe_exchange="gather", split_vocabulary="off")
+    config = replace(config, float8="on" if config.read_model().storage.automatic else "off")
     model = config.read_model()
     layers = model_shape(model, config.mesh, dtype_of(config))
     need, weights = CacheNeed.of(config, layers), parameter_bytes(layers)

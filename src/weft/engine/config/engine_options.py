@@ -95,7 +95,8 @@ class ModelOptions(OptionGroup):
     chat_template: Path | None = None
     """A file with the Jinja template of chats; omitted: the template that the model was published with."""
     float8: Literal["auto", "on", "off"] = "auto"
-    """on: keep FP8 weights in FP8 and run their matmuls in FP8; off: dequantise them at load; auto: on for GPUs."""
+    """on: keep FP8 weights in FP8 and run their matmuls in FP8, and keep experts in MXFP4; off: dequantise them at
+    load; auto: on for FP8 on GPUs."""
 
     def check(self) -> None:
         self._above_zero("num_layers")

@@ -71,7 +71,7 @@ def resolve_defaults(config: EngineConfig) -> EngineConfig:
     backend = attention_backend(config, lambda: declared_caches(config, read_model(config)))
     config = replace(config, attention_backend=BackendChoice(backend.option))
     if config.float8 == "auto":
-        config = replace(config, float8="on" if on_gpus(config) else "off")
+        config = replace(config, float8="on" if on_gpus(config) and read_model(config).storage.automatic else "off")
     if config.moe_exchange == "auto" and on_gpus(config):
         config = replace(config, moe_exchange="gather")
     if config.speculative == "auto":

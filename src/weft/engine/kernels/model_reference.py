@@ -83,6 +83,8 @@ def rounded(x: Any, weight: Tensor | QuantisedWeight, dtype: torch.dtype) -> Ten
     or rows in the weight's format."""
     if isinstance(weight, Tensor):
         return cast(Tensor, x)
+    if weight.format is None:
+        return cast(Tensor, x.to(dtype))
     rows = weight.format.make(x) if isinstance(x, Tensor) else x
     return cast(Tensor, weight.format.dequantise(rows, dtype))
 
@@ -251,7 +253,7 @@ def experts(
     wait: Callable[[], None] = nothing,
 ) -> Tensor:
     """Fill and return out `[T, width]`: Σ of weight · down(gated(gate_up(x))) over a token's experts on this rank. With
-    quantised weights the rows of both products are quantised too, and sums are in float32.
+    quantised weights the rows of both products may be quantised too, and sums are in float32.
 
     Args:
         x: `[T, width]`, or rows in the format of quantised weights.

@@ -58,8 +58,8 @@ def build_model(
         return config.storage if config.float8 and config.storage.keeps(name, stored) else None
 
     try:
-        unit = config.storage.share_unit if config.float8 else WeightFormat.share_unit
-        of_model = (config.experts, format_of, unit)
+        units = config.storage if config.float8 else WeightFormat
+        of_model = (config.experts, format_of, units.share_unit, units.whole_unit)
         model = config.build(Builder(mesh, rank, dtype, device, workspace, queries, shape_only, *of_model))
     except (LayoutError, PlacementError, ModelError):
         raise

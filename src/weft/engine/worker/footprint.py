@@ -64,16 +64,15 @@ class Footprint:
         tied = any(isinstance(head, Head) and head.tied for head in model.modules())
         rows = {id(each.weight) for each in model.modules() if isinstance(each, Embedding) and not tied}
         others = [weight for weight in model.parameters() if id(weight) not in routed.keys() | rows]
-        (dense, dense_count), (experts, count) = (
-            (sum(w.numel() * w.element_size() for w in weights), sum(w.numel() for w in weights))
-            for weights in (others, routed.values())
-        )
+        dense, experts = (sum(w.numel() * w.element_size() for w in weights) for weights in (others, routed.values()))
+        kept = [block.experts.declared(name) for block in blocks for name in ("gate_up", "down")]
+        products = sum(w.numel() for w in others), sum(math.prod(weight.shape) for weight in kept)
         of = blocks[0].experts.experts if blocks else 1
         chosen = blocks[0].router.routing.k / of if blocks else 0.0
         # Expected maximum of ep normal values (G. Blom, Statistical estimates and transformed beta-variables, 1958)
         maximum = NormalDist().inv_cdf((mesh.ep - 0.375) / (mesh.ep + 0.25))
         caches = tuple(Counter(cached_layers(model).values()).items())
-        heads, products = -(-config.num_heads // mesh.attn_tp), (dense_count, count)
+        heads = -(-config.num_heads // mesh.attn_tp)
         uneven = maximum / math.sqrt(of / mesh.ep)
         return cls(config.num_layers, dense, experts, products, chosen, heads, caches, kv_dtype, mesh.dcp, uneven)
 

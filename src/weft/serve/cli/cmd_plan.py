@@ -104,7 +104,12 @@ class Command:
         config = load_config(where, registry(self.plugins))
         gpus = any(entry.device == "cuda" for entry in entries)
         forms: Forms = "gather" if gpus and layout.moe_exchange == "auto" else layout.moe_exchange
-        config = replace(config, replicate_queries=layout.dcp_query == "replicate", experts=forms, float8=gpus)
+        config = replace(
+            config,
+            replicate_queries=layout.dcp_query == "replicate",
+            experts=forms,
+            float8=gpus and config.storage.automatic,
+        )
         with user_errors():
             SpeculationOptions(speculative=self.speculative, draft_model=self.draft_model).check()
         drafts = self.speculative not in ("off", "ngram")

@@ -9,6 +9,8 @@ values have x's dtype. Gate and up rows of a weight are stored as in checkpoints
 reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by 11
 µs for one row; and reading a product's weights while the previous kernel still runs (docs/log/gpu-kernels.md).
 
+Weights in MXFP4 (PACKED) are dequantised as they are loaded, and rows stay as they are.
+
 FP8 weights have blocks of 32, 64 or 128 columns, and the rows of both products are quantised in groups of the same
 number of columns. With few rows, programs split the depth of each product: each has a tile's depth (0: see
 `float8_linear.parts_of`), and the next kernel sums the parts. With many rows a tile's depth is one group, and the first
@@ -25,9 +27,10 @@ from torch import Tensor
 
 from weft.engine.kernels import hopper_experts
 from weft.engine.kernels.model_reference import Rule
+from weft.engine.kernels.mxfp4 import Mxfp4
 from weft.engine.kernels.side_stream import nothing
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.kernels.triton import float8_linear, fused_experts_float8, prompt_experts
+from weft.engine.kernels.triton import float8_linear, fused_experts_float8, mxfp4_tiles, prompt_experts
 from weft.engine.kernels.triton.experts_tiles import (
     ExpertsTile,
     down_tile_of,
@@ -46,7 +49,7 @@ from weft.kernels.triton.rms_norm import activated
 def _up(
     x, x_scale, weight, scale, bias, order, tile_expert, out, out_scale, pairs, x_row,
     WIDTH: tl.constexpr, INNER: tl.constexpr, K: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNIT: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, UNIT: tl.constexpr, PACKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     overlap.begin()
@@ -61,24 +64,31 @@ def _up(
     depth = tl.arange(0, BLOCK_K)
     token = (tl.where(real, pair, 0) // K).to(tl.int64)
     x += token[:, None] * x_row + depth[None, :]
-    weight += expert.to(tl.int64) * (2 * INNER * WIDTH)
-    gate_at = weight + tl.where(wanted, column, 0)[None, :] * WIDTH + depth[:, None]
+    row = tl.where(wanted, column, 0)
+    if PACKED:
+        weight += expert.to(tl.int64) * (INNER * WIDTH)
+        scale += expert.to(tl.int64) * (2 * INNER * WIDTH // 32)
+    else:
+        weight += expert.to(tl.int64) * (2 * INNER * WIDTH)
+    gate_at = weight + row[None, :] * WIDTH + depth[:, None]
     up_at = gate_at + INNER * WIDTH
     if UNIT:
         GROUPS: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
         x_scale += token * GROUPS
-        gate_scale = scale + expert * (2 * INNER // UNIT * GROUPS) + tl.where(wanted, column, 0) // UNIT * GROUPS
+        gate_scale = scale + expert * (2 * INNER // UNIT * GROUPS) + row // UNIT * GROUPS
         up_scale = gate_scale + INNER // UNIT * GROUPS
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
-        if WIDTH % BLOCK_K == 0:
-            held = real[:, None]
+        inside = depth < WIDTH - k
+        held = real[:, None] if WIDTH % BLOCK_K == 0 else real[:, None] & inside[None, :]
+        if PACKED:
+            b = mxfp4_tiles.dequantised(weight, scale, row, k, WIDTH, BLOCK_K, x.dtype.element_ty)
+            c = mxfp4_tiles.dequantised(weight, scale, row + INNER, k, WIDTH, BLOCK_K, x.dtype.element_ty)
+        elif WIDTH % BLOCK_K == 0:
             b = tl.load(gate_at + k)
             c = tl.load(up_at + k)
         else:
-            inside = depth < WIDTH - k
-            held = real[:, None] & inside[None, :]
             b = tl.load(gate_at + k, mask=inside[:, None], other=0.0)
             c = tl.load(up_at + k, mask=inside[:, None], other=0.0)
         a = tl.load(x + k, mask=held, other=0.0)
@@ -109,7 +119,7 @@ def _up(
 def _down(
     inner, inner_scale, weight, scale, bias, route_weight, order, tile_expert, out, pairs,
     WIDTH: tl.constexpr, INNER: tl.constexpr, SORTED: tl.constexpr, BIAS: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     COLUMN_BLOCKS: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     tile, first = tl.program_id(0) // COLUMN_BLOCKS, tl.program_id(0) % COLUMN_BLOCKS * BLOCK_N
@@ -124,21 +134,27 @@ def _down(
     wanted = column < WIDTH
     depth = tl.arange(0, BLOCK_K)
     inner += tl.where(real, pair, 0).to(tl.int64)[:, None] * INNER + depth[None, :]
-    weight += expert.to(tl.int64) * (WIDTH * INNER)
-    weight += tl.where(wanted, column, 0)[None, :] * INNER + depth[:, None]
+    row = tl.where(wanted, column, 0)
+    if PACKED:
+        weight += expert.to(tl.int64) * (WIDTH * INNER // 2)
+        scale += expert.to(tl.int64) * (WIDTH * INNER // 32)
+    else:
+        weight += expert.to(tl.int64) * (WIDTH * INNER)
+    at = weight + row[None, :] * INNER + depth[:, None]
     if UNIT:
         GROUPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
         inner_scale += tl.where(real, pair, 0).to(tl.int64) * GROUPS
-        scale += (expert * ((WIDTH + UNIT - 1) // UNIT) + tl.where(wanted, column, 0) // UNIT) * GROUPS
+        scale += (expert * ((WIDTH + UNIT - 1) // UNIT) + row // UNIT) * GROUPS
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, INNER, BLOCK_K):
-        if INNER % BLOCK_K == 0:
-            held = real[:, None]
-            b = tl.load(weight + k)
+        inside = depth < INNER - k
+        held = real[:, None] if INNER % BLOCK_K == 0 else real[:, None] & inside[None, :]
+        if PACKED:
+            b = mxfp4_tiles.dequantised(weight, scale, row, k, INNER, BLOCK_K, inner.dtype.element_ty)
+        elif INNER % BLOCK_K == 0:
+            b = tl.load(at + k)
         else:
-            inside = depth < INNER - k
-            held = real[:, None] & inside[None, :]
-            b = tl.load(weight + k, mask=inside[:, None], other=0.0)
+            b = tl.load(at + k, mask=inside[:, None], other=0.0)
         a = tl.load(inner + k, mask=held, other=0.0)
         if UNIT:
             group = k // BLOCK_K
@@ -147,8 +163,8 @@ def _down(
         else:
             acc = tl.dot(a, b, acc, input_precision="ieee")
     if BIAS:
-        at = bias + expert.to(tl.int64) * WIDTH + column
-        acc += tl.load(at, mask=wanted, other=0.0).to(tl.float32)[None, :]
+        bias += expert.to(tl.int64) * WIDTH + column
+        acc += tl.load(bias, mask=wanted, other=0.0).to(tl.float32)[None, :]
     acc *= share[:, None]
     to = out + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & wanted[None, :])
@@ -190,8 +206,8 @@ def _sum_choices(
 def experts(
     x: Tensor | Fp8Rows,
     routing: Routing,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Tensor | Fp8Weight | Mxfp4,
+    down: Tensor | Fp8Weight | Mxfp4,
     out: Tensor,
     up_tile: ExpertsTile | None = None,
     down_tile: ExpertsTile | None = None,
@@ -207,8 +223,8 @@ def experts(
     Args:
         x: `[T, width]` with contiguous rows; with FP8 weights also its quantised rows.
         routing: result of `route_scored` or `route_chosen`.
-        gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, both in FP8 or
-            neither.
+        gate_up: `[E, 2 · inner, width]`, gate's rows first. down: `[E, width, inner]`. Contiguous, both in FP8, both in
+            MXFP4, or neither.
         out: `[T, width]`, zero where no expert is on this rank.
         limit, alpha: as in `weft.engine.kernels.model_reference.gated`.
         gate_up_bias, down_bias: `[E, 2 · inner]`, `[E, width]`, added to the products.
@@ -231,8 +247,8 @@ def experts(
 def _products(
     x: Tensor | Fp8Rows,
     routing: Routing,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Tensor | Fp8Weight | Mxfp4,
+    down: Tensor | Fp8Weight | Mxfp4,
     out: Tensor,
     up_tile: ExpertsTile | None,
     down_tile: ExpertsTile | None,
@@ -243,9 +259,10 @@ def _products(
     shared: bool,
 ) -> tuple[Tensor, int]:
     """Return the input of `_sum`, with its count. out: shape and dtype to copy. shared: see `up_tile_of`."""
-    up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
+    up, last = (w if isinstance(w, Tensor) else w.values for w in (gate_up, down))
     given = x.values if isinstance(x, Fp8Rows) else x
-    (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2]
+    packed = isinstance(gate_up, Mxfp4)
+    (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2] * (1 + packed)
     pairs = rows * k
     x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # not read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
@@ -272,24 +289,26 @@ def _products(
         hidden_scale = down_scale.new_empty(pairs, cdiv(inner, down_unit[1]))
         up_tile = up_tile._replace(columns=down_unit[1], depth=up_unit[1])
         down_tile = down_tile._replace(depth=down_unit[1])
+    elif isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
+        up_scale, down_scale = gate_up.scales, down.scales
     elif plain and limit is None and prompt_experts.takes(given, routing, up, last):
         return prompt_experts.pairs_outputs(given, routing, up, last)[None], 0
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden
     order, tile_expert, tiles = routing.tiles()
-    cut = up_tile or up_tile_of(rows, routing.tile_rows, up.itemsize, shared)
+    cut = up_tile or up_tile_of(rows, routing.tile_rows, given.itemsize, shared)
     _up[(tiles * cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
-        BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], BLOCK_M=routing.tile_rows,
-        BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
+        BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], PACKED=packed,
+        BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
         **overlap.options(),
     )  # fmt: skip
-    cut = down_tile or down_tile_of(rows, routing.tile_rows, last.itemsize)
+    cut = down_tile or down_tile_of(rows, routing.tile_rows, given.itemsize)
     each = out.new_empty(1, pairs, width)
     _down[(tiles * cdiv(width, cut.columns),)](
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
         tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
-        BIAS=down_bias is not None, UNIT=down_unit[0], BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
+        BIAS=down_bias is not None, UNIT=down_unit[0], PACKED=packed, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
         BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return each, 0
@@ -317,19 +336,21 @@ def route_chosen(weight: Tensor, expert: Tensor, live: Tensor | None, mine: rang
 def _check(
     x: Tensor | Fp8Rows,
     routing: Routing,
-    gate_up: Tensor | Fp8Weight,
-    down: Tensor | Fp8Weight,
+    gate_up: Tensor | Fp8Weight | Mxfp4,
+    down: Tensor | Fp8Weight | Mxfp4,
     out: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> bool:
     """Return True if there are rows. Raises ValueError if shapes, dtypes or strides do not match."""
-    up, last = (w.values if isinstance(w, Fp8Weight) else w for w in (gate_up, down))
-    given = x.values if isinstance(x, Fp8Rows) else x
-    (rows, width), inner = given.shape, last.shape[2]
-    if up.shape[1:] != (2 * inner, width) or last.shape[1] != width or routing.expert.shape[0] != rows:
+    up, last = (w if isinstance(w, Tensor) else w.values for w in (gate_up, down))
+    given, each = x.values if isinstance(x, Fp8Rows) else x, 2 if isinstance(gate_up, Mxfp4) else 1
+    (rows, width), inner = given.shape, last.shape[2] * each
+    if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
+        gate_up.check(), down.check()
+    if up.shape[1:] != (2 * inner, width // each) or last.shape[1] != width or routing.expert.shape[0] != rows:
         raise ValueError(f"x is {list(given.shape)}, gate_up {list(up.shape)}, down {list(last.shape)}")
-    if not (up.dtype == last.dtype and (isinstance(gate_up, Fp8Weight) or given.dtype == up.dtype)):
+    if not (up.dtype == last.dtype and (not isinstance(gate_up, Tensor) or given.dtype == up.dtype)):
         raise ValueError(f"x is {given.dtype}, gate_up {up.dtype}, down {last.dtype}; they must be alike")
     if not (up.is_contiguous() and last.is_contiguous() and given.stride(1) == 1 and out.stride(1) == 1):
         raise ValueError("the weights and the rows of x and out must be contiguous")

@@ -59,6 +59,7 @@ class Builder:
         experts: allowed exchanges of rows for mixtures of experts.
         format_of: returns the format to keep a weight in, by its name; None: dequantise it.
         share_unit: unit of features for uneven shares.
+        whole_unit: unit of features that no share cuts.
     """
 
     mesh: Mesh
@@ -71,6 +72,7 @@ class Builder:
     experts: Forms = "gather"
     format_of: Callable[[str], WeightFormat | None] = no_format
     share_unit: int = WeightFormat.share_unit
+    whole_unit: int = WeightFormat.whole_unit
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Return an unfilled weight, of the model's dtype by default."""
@@ -96,13 +98,13 @@ class Builder:
             over: group of ranks; None: the rank alone.
             replicate: with fewer units than ranks, neighbouring ranks hold the same unit (key-value heads).
             shared_by: number of neighbouring ranks that hold the same share.
-            cut: features may be cut anywhere; if they do not divide, in units of `share_unit`, or fewer if there are
-                fewer of these units than ranks.
+            cut: features may be cut at `whole_unit`s; if they do not divide, in units of `share_unit`, or fewer if
+                there are fewer of these units than ranks.
             groups: groups of neighbouring units with a common key-value head, which the group of ranks splits first.
         """
         ranks = self.mesh.size(self.mesh.canonical(over)) // shared_by
         place = self.mesh.peers(self.mesh.canonical(over), self.rank).index(self.rank) // shared_by
-        if cut and size % ranks:
+        if cut and (size % ranks or size // ranks % self.whole_unit):
             unit = self.share_unit
             while unit > 1 and -(-size // unit) < ranks:
                 unit //= 2

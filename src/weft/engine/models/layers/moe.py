@@ -104,7 +104,7 @@ class Experts(Layer):
             return owned
         taken, placement = self._world_rows(x), x.mesh.placement(x.placement.rows, owes="world")
         added, wait = on_side_stream(shared, x.value) if shared else (None, nothing)
-        quantised = bool(self.kept)
+        quantised = self._quantised
         if added is not None:
             Hidden(x.value, placement, x.mesh, self.path).require_same(added)
         if x.extra is None:
@@ -114,9 +114,14 @@ class Experts(Layer):
         out = self._sum(taken, x.value, routed, None if added is None else added.value, wait)
         return Hidden(out, placement, x.mesh, self.path)
 
+    @property
+    def _quantised(self) -> bool:
+        """True if rows are quantised for the products."""
+        return any(weight.format is not None for weight in self.kept.values())
+
     def _sum_of_chosen(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """Return the sum over this rank's experts. expert: counted over all ranks, −1 for none."""
-        return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, bool(self.kept)))
+        return self._sum(x, x, ops.route_chosen(weight, expert, None, self.mine, self._quantised))
 
     def _sum(
         self, x: Any, like: Tensor, chosen: Chosen, added: Tensor | None = None, wait: Callable[[], None] = nothing

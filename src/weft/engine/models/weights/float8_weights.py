@@ -8,11 +8,8 @@ MIN_COLUMNS raise LayoutError, which names the weight.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import translate
-from functools import cache
 from math import gcd
 from typing import Any, ClassVar
 
@@ -23,7 +20,14 @@ from weft.engine.kernels import ops
 from weft.engine.models.config_json.common_fields import FLOATS
 from weft.engine.models.config_json.fields import Fields, ModelError
 from weft.engine.models.weights.source import Shape, Slices, Source
-from weft.engine.models.weights.weight_format import DTYPES, Empty, FillDummy, StoredTensors, WeightFormat
+from weft.engine.models.weights.weight_format import (
+    DTYPES,
+    Empty,
+    FillDummy,
+    StoredTensors,
+    WeightFormat,
+    module_pattern,
+)
 from weft.kernels.float8 import FLOAT8, LARGEST, Fp8Weight, dequantise
 from weft.planner.spec import LayoutError
 from weft.stream.formats import Float8
@@ -91,7 +95,7 @@ class Float8Format(WeightFormat):
         return self.block is not None
 
     def keeps(self, name: str, tensors: StoredTensors | None = None) -> bool:
-        listed = self.block != (BLOCK, BLOCK) or _pattern(self.plain).match(f".{name.removesuffix('.weight')}.")
+        listed = self.block != (BLOCK, BLOCK) or module_pattern(self.plain).match(f".{name.removesuffix('.weight')}.")
         return not listed and (tensors is None or tensors.has(f"{name}_scale_inv"))
 
     def read(self, tensors: StoredTensors, name: str, shape: Shape, take: Slices) -> Tensor:
@@ -136,12 +140,6 @@ class Float8Format(WeightFormat):
             at = torch.arange(take[dim].start, take[dim].stop, unit)
             scales = scales.index_select(dim, at // block - take[dim].start // block)
         return scales
-
-
-@cache  # a checkpoint names thousands of experts
-def _pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of the modules `.a.b.c.` that one of `Float8Format.plain` names."""
-    return re.compile("|".join(translate(f"*.{name}.*") for name in plain) or r"(?!)")
 
 
 def unit_of(path: str, dims: int, sources: Iterable[Source]) -> tuple[int, int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import translate
+from functools import cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -54,13 +57,18 @@ class WeightFormat:
         capability: minimum compute capability of a GPU for its products.
         ends: ends of the names of tensors that belong to a weight.
         share_unit: unit of features for uneven shares: tensor cores multiply 16 at a time.
+        whole_unit: unit of features that no share cuts.
         has_products: products may be in the format.
+        automatic: they are on GPUs, if nothing else is asked for.
     """
 
     name: ClassVar[str] = "floats"
     capability: ClassVar[tuple[int, int]] = (0, 0)
     ends: ClassVar[tuple[str, ...]] = ()
     share_unit: ClassVar[int] = 16
+    whole_unit: ClassVar[int] = 1
+
+    automatic: ClassVar[bool] = True
 
     @property
     def has_products(self) -> bool:
@@ -85,3 +93,10 @@ class WeightFormat:
 
     def make_up(self, weight: Any, source: Source, bound: float, fill: FillDummy) -> None:
         """Fill this part with dummy values of up to `bound`."""
+
+
+@cache  # a checkpoint names thousands of experts
+def module_pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of modules `.a.b.c.` that are named: by names, parts of names between dots, or patterns with
+    `*`."""
+    return re.compile("|".join(translate(f"*.{name}.*") for name in plain) or r"(?!)")

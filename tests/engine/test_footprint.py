@@ -77,6 +77,7 @@ def test_caches_of_a_step_with_prompts() -> None:
 
     assert cached(StepShape(2, 30)) == 2 * 2 * 30 * 20 / 2 + 2 * 6 * 16 + 3 * 2 * 2 * 44
     assert cached(StepShape(0, 0, 7, 40)) == 2 * 47 * 20 / 2 + (6 + 7) * 16 + 3 * 2 * 44
+    assert cached(StepShape(0, 0, 7, 40, 2)) == 2 * 87 * 20 / 2 + (12 + 7) * 16 + 3 * 2 * 2 * 44
     assert cached(StepShape(1, 3, 7, 2)) == 2 * (3 + 9) * 20 / 2 + (3 + 9) * 16 + 3 * 2 * 2 * 44
 
 

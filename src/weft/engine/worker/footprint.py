@@ -85,13 +85,13 @@ class Footprint:
         """
         likely = 1 - (1 - self.chosen) ** rows
         total = self.dense + self.experts * min(1.0, likely + self.uneven * math.sqrt(likely * (1 - likely)))
-        chunks = int(shape.prompt > 0)  # rows of one prompt share a pass over its tokens
+        chunks = shape.prompts if shape.prompt else 0  # rows of one prompt share a pass over its tokens
         for spec, layers in self.caches:
             if isinstance(spec, Recurrent):
                 total += layers * (shape.decode + chunks) * 2 * state_bytes(spec)
                 continue
             size, ranks = (spec.size, 1) if isinstance(spec, Window) else (math.inf, self.dcp)
-            tokens = shape.decode * min(shape.context, size) + chunks * (min(shape.cached, size) + shape.prompt)
+            tokens = shape.decode * min(shape.context, size) + chunks * min(shape.cached, size) + shape.prompt
             total += layers * tokens * token_bytes(spec, self.kv_dtype) / ranks
         return total
 

@@ -7,18 +7,38 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from weft.engine.attention.caches import cached_layers
 from weft.engine.kv.cache import state_bytes, token_bytes
 from weft.engine.kv.cache_spec import Latent, Recurrent, Spec, Window
 from weft.engine.models.layers.basic import Embedding, Head
+from weft.engine.models.layers.mlp import FeedForward
 from weft.engine.models.layers.model_config import LanguageModel, ModelConfig
-from weft.engine.models.layers.moe import SparseMoE
+from weft.engine.models.layers.moe import Experts, SparseMoE
 from weft.engine.models.load import model_shape
 from weft.planner.spec import Mesh
 from weft.tune.step_table import StepShape
+
+
+class Products(NamedTuple):
+    """Numbers of weights.
+
+    Attributes:
+        group: weights that multiply the rows of a DP group: attention.
+        world: weights that multiply the rows of all groups: feed-forward blocks without routed experts.
+        experts: weights of routed experts, chosen by the rows of all groups.
+        head: weights that multiply the rows that are sampled.
+    """
+
+    group: int
+    world: int
+    experts: int
+    head: int
 
 
 @dataclass(frozen=True)
@@ -28,7 +48,7 @@ class Footprint:
     Attributes:
         layers: number of layers.
         dense, experts: bytes of weights that all rows use, and of routed experts.
-        products: the same as numbers of weights.
+        products: numbers of weights by the rows that they multiply.
         chosen: fraction of the experts that a row uses.
         heads: query heads of a rank.
         caches: each kind of cache, and the number of its layers.
@@ -41,7 +61,7 @@ class Footprint:
     layers: int
     dense: int
     experts: int
-    products: tuple[int, int]
+    products: Products
     chosen: float
     heads: int
     caches: tuple[tuple[Spec, int], ...]
@@ -59,22 +79,29 @@ class Footprint:
             model: layers of a rank of `mesh`.
             kv_dtype: as in `Footprint`.
         """
+
+        def held(kind: type[Module]) -> dict[int, Tensor]:
+            return {id(w): w for each in model.modules() if isinstance(each, kind) for w in each.parameters()}
+
         blocks = [module for module in model.modules() if isinstance(module, SparseMoE)]
-        routed = {id(weight): weight for block in blocks for weight in block.experts.parameters()}
-        tied = any(isinstance(head, Head) and head.tied for head in model.modules())
-        rows = {id(each.weight) for each in model.modules() if isinstance(each, Embedding) and not tied}
-        others = [weight for weight in model.parameters() if id(weight) not in routed.keys() | rows]
-        dense, experts = (sum(w.numel() * w.element_size() for w in weights) for weights in (others, routed.values()))
+        mlps, routed, last, embedding = map(held, (FeedForward, Experts, Head, Embedding))
+        if any(isinstance(head, Head) and head.tied for head in model.modules()):
+            last, embedding = embedding, {}
+        read = {at: weight for at, weight in held(Module).items() if at not in routed.keys() | embedding.keys()}
+        world = mlps.keys() - routed.keys()
+        group, rest, head = (
+            sum(read[at].numel() for at in part) for part in (read.keys() - world - last.keys(), world, last.keys())
+        )
         kept = [block.experts.declared(name) for block in blocks for name in ("gate_up", "down")]
-        products = sum(w.numel() for w in others), sum(math.prod(weight.shape) for weight in kept)
+        products = Products(group, rest, sum(math.prod(weight.shape) for weight in kept), head)
+        dense, experts = (sum(w.numel() * w.element_size() for w in part.values()) for part in (read, routed))
         of = blocks[0].experts.experts if blocks else 1
         chosen = blocks[0].router.routing.k / of if blocks else 0.0
         # Expected maximum of ep normal values (G. Blom, Statistical estimates and transformed beta-variables, 1958)
         maximum = NormalDist().inv_cdf((mesh.ep - 0.375) / (mesh.ep + 0.25))
         caches = tuple(Counter(cached_layers(model).values()).items())
-        heads = -(-config.num_heads // mesh.attn_tp)
-        uneven = maximum / math.sqrt(of / mesh.ep)
-        return cls(config.num_layers, dense, experts, products, chosen, heads, caches, kv_dtype, mesh.dcp, uneven)
+        own, uneven = -(-config.num_heads // mesh.attn_tp), maximum / math.sqrt(of / mesh.ep)
+        return cls(config.num_layers, dense, experts, products, chosen, own, caches, kv_dtype, mesh.dcp, uneven)
 
     def bytes_read(self, shape: StepShape, rows: int) -> float:
         """Return the bytes that a step with these rows of a DP group, and `rows` of all groups, reads.
@@ -100,7 +127,9 @@ class Footprint:
 
         Attention of decode rows is bound by the bytes that it reads, and omitted.
         """
-        total = (shape.decode + shape.prompt) * self.products[0] + rows * self.products[1] * self.chosen
+        of, sampled = self.products, shape.decode + (shape.prompts if shape.prompt else 0)
+        total = rows * (of.world + of.experts * self.chosen)
+        total += (shape.decode + shape.prompt) * of.group + sampled * of.head
         for spec, layers in self.caches:
             if isinstance(spec, Recurrent):
                 continue

@@ -83,7 +83,7 @@ class PublishedGpu:
 
 GPUS = {"h200": PublishedGpu(int(141e9), 4800.0, 989.0, 0.82, 0.5, 21.0, 0.35, "h200x4")}
 """Published GPUs by name. H200: the constants give Weft's four ITLs of Qwen3-30B-A3B (docs/log/rivals.md) with errors
-of 7 %, 33 measured TTFTs on one and two H200s (docs/log/advisor.md) with a median error of 5 % and at most 23 %, and
+of 7 %, 39 measured TTFTs on one and two H200s (docs/log/advisor.md) with a median error of 5 % and at most 23 %, and
 with 0.62 of the bytes and 75 µs the nine ITLs of GPT-OSS-120B by another engine (docs/guide/advise.md) with errors of
 11 %. One set of constants for all of them errs by up to 34 %, which is the interval."""
 

@@ -436,6 +436,20 @@ def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.figures.ttft_ms == one.figures.ttft_ms
 
 
+@pytest.mark.parametrize("clients", [1, 3])
+def test_a_server_with_a_client_less_gives_fewer_tokens(monkeypatch: pytest.MonkeyPatch, clients: int) -> None:
+    """Steps take the same time with one client and with two, so that tokens are as many as clients."""
+    given(monkeypatch, lambda candidate, shape: 1000.0)
+    found = advise(EngineConfig(device="cpu"), 2, ClientLoad(1, 64, clients)).predictions
+    two = next(p for p in found if p.candidate.replicas == 2)
+    assert two.figures.tokens_s == pytest.approx(clients * 1000, rel=0.1)
+
+
+def test_a_recorded_load_keeps_servers_as_busy_as_its_requests() -> None:
+    load = ClientLoad.recorded([Arrival(float(at), 4, 4) for at in range(3)])
+    assert load.servers(1) == 1 and load.servers(2) == 1.5 and ClientLoad(4, 4, 8).servers(2) == 2
+
+
 def test_published_gpus_stand_for_ones_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are priced, memory is that of the GPUs, and the first line says so. Hosts have a network between them."""
     sizes, said = ["--preset=llama-3.1-8b", "--input-len=64", "--output-len=8", "--concurrency=2"], dict[str, float]()

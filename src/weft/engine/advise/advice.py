@@ -229,7 +229,7 @@ def predict(
     figures = simulate(given, candidate.groups, own, sampled_us, count, replace(api, crowded=candidate.crowded))
     if figures.unknown:
         raise NotMeasured(f"times of {figures.unknown} were not measured")
-    figures = replace(figures, tokens_s=figures.tokens_s * candidate.replicas)
+    figures = replace(figures, tokens_s=figures.tokens_s * load.servers(candidate.replicas))
     groups = candidate.config.attn_dp
     rows = min(-(-own.concurrency // groups), candidate.config.batch_sequences)
     plan = candidate.planner.plan((rows,) * groups)

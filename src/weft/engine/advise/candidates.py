@@ -102,6 +102,11 @@ class ClientLoad:
         """Return the load of the busiest of several equal servers."""
         return replace(self, concurrency=-(-self.concurrency // replicas), arrivals=self.arrivals[::replicas])
 
+    def servers(self, replicas: int) -> float:
+        """Return the number of servers that the load keeps as busy as the busiest: some have a client less."""
+        own = self.per_server(replicas)
+        return len(self.arrivals) / len(own.arrivals) if self.arrivals else self.concurrency / own.concurrency
+
 
 @dataclass(frozen=True)
 class Candidate:

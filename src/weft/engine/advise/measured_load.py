@@ -113,7 +113,7 @@ def correct(prediction: Prediction, load: ClientLoad, seconds: float, api: ApiTi
     configs = [replace(given, cpu_bind=given.cpu_bind if each == "auto" else each) for each in cores]
     with started_servers(configs) as servers:
         ttft, itl, rate = run_load(servers, own, 4 * own.concurrency, seconds)
-    rate *= candidate.replicas / len(cores)
+    rate *= load.servers(candidate.replicas) / len(cores)
     table = step_times(candidate, load)
     ours = predict(candidate, table, load, Limits(), 4 * load.concurrency, api).figures
     table.factor *= ours.tokens_s / rate

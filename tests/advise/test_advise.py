@@ -20,7 +20,7 @@ import pytest
 
 from e2e.here import weft_here
 from weft.engine.advise import advice as advice_module
-from weft.engine.advise.advice import Limits, advise, predict
+from weft.engine.advise.advice import Limits, advise, predict, step_us
 from weft.engine.advise.candidates import Arrival, Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import (
     MAX_ROUNDS,
@@ -434,6 +434,16 @@ def test_advice_is_for_all_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     [one] = advise(base, 1, ClientLoad(32, 16, 4), Limits()).predictions
     assert two.figures.tokens_s == pytest.approx(2 * one.figures.tokens_s)
     assert two.figures.ttft_ms == one.figures.ttft_ms
+
+
+def test_an_idle_group_brings_no_rows_to_a_priced_step() -> None:
+    """Groups share the feed-forward blocks, and a prompt of one of them passes half of these on each of two ranks."""
+    base, load = EngineConfig(model=preset_dir("llama-3.1-8b"), load_format="dummy"), ClientLoad(4096, 8, 1)
+    found = find_candidates(base, 2, load, gpu=GPUS["h200"])[0]
+    groups = next(each for each in found if each.config.attn_dp == 2)
+    table, prompt = PricedSteps(GPUS["h200"], groups.footprint, groups.planner), StepShape(0, 0, 4096)
+    one, both = step_us(table, [prompt, StepShape(0)]), step_us(table, [prompt, prompt])
+    assert both == table.us(prompt) and 0.55 < one / both < 0.7
 
 
 @pytest.mark.parametrize("clients", [1, 3])

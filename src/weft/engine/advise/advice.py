@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -224,7 +224,7 @@ def predict(
     given, random = replace(candidate.config, cpu_bind="off", threads=1), Random(0)
 
     def sampled_us(shapes: Sequence[StepShape]) -> float:
-        return step_us(table.us, shapes) * random.choice(table.spread)
+        return step_us(table, shapes) * random.choice(table.spread)
 
     figures = simulate(given, candidate.groups, own, sampled_us, count, replace(api, crowded=candidate.crowded))
     if figures.unknown:
@@ -257,6 +257,9 @@ def _price_us(candidate: Candidate, load: ClientLoad) -> float:
     return decode_price(candidate.footprint, candidate.planner, shape, 1 if threads == "auto" else threads)
 
 
-def step_us(us: Callable[[StepShape], float], shapes: Sequence[StepShape]) -> float:
-    """Return the µs of a step: of its slowest DP group, as if all groups had these rows."""
-    return max(us(shape) for shape in shapes if shape.decode or shape.prompt)
+def step_us(table: StepTable | PricedSteps, shapes: Sequence[StepShape]) -> float:
+    """Return the µs of a step: of its slowest DP group. A step is measured as if all groups had these rows."""
+    live = [shape for shape in shapes if shape.decode or shape.prompt]
+    if isinstance(table, PricedSteps):
+        return max(table.us(shape, sum(each.decode + each.prompt for each in live)) for shape in live)
+    return max(map(table.us, live))

@@ -105,10 +105,11 @@ class PricedSteps:
         """Relative error of the prices."""
         return self.gpu.error
 
-    def us(self, shape: StepShape) -> float:
-        """Return the µs of a step."""
+    def us(self, shape: StepShape, rows: int | None = None) -> float:
+        """Return the µs of a step with these rows of a DP group. rows: of all groups; None: each has as many."""
         groups, held, own = self.planner.mesh.attn_dp, self.footprint, shape.decode + shape.prompt
+        rows = own * groups if rows is None else rows
         # Both are added, as experts' bytes and products hardly overlap.
-        us = held.bytes_read(shape, own * groups) / (self.gpu.gb_s * self.gpu.read * 1e3)
-        us += held.operations(shape, own * groups) / (self.gpu.tflops * self.gpu.computed * 1e6)
+        us = held.bytes_read(shape, rows) / (self.gpu.gb_s * self.gpu.read * 1e3)
+        us += held.operations(shape, rows) / (self.gpu.tflops * self.gpu.computed * 1e6)
         return held.layers * self.gpu.layer_us + us + self.planner.plan((own,) * groups).exchanges_us

@@ -189,7 +189,7 @@ def check_weights(need: int, rank: int, free: int) -> None:
     if need > free:
         raise LayoutError(
             f"the weights of rank {rank} take {_gib(need)}, and its GPU has {_gib(free)} free: {_gib(need - free)} are "
-            "missing; spread the model over more ranks (--attn-tp, --ep), or free the GPU"
+            "missing; spread the model over more ranks (--attn-tp, --ep; of weft advise --ranks, --what-if), or free it"
         )
 
 

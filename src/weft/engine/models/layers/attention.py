@@ -76,7 +76,8 @@ class WholeNorms(Layer):
             min(o.features // o.unit, self.ranks) if o.replicate else self.ranks // o.shared_by for o in outs
         )
         self.weight = b.empty(sum(self.sizes))
-        self.sources["weight"], start = (sources := list[Source]()), 0
+        sources, start = list[Source](), 0
+        self.sources["weight"] = sources
         for name, out, share, size in zip(("q_norm", "k_norm"), outs, shares, self.sizes, strict=True):
             at = (slice(start, start + size),)
             sources.append(Source(f"{path}.{name}.weight", (out.features,), (share,), at))

@@ -207,7 +207,9 @@ class ColumnLinear(Layer):
         shares = [out.share(b, over) for out in outs]
         self.sizes = [s.stop - s.start for s in shares]
         self.bias = b.empty(sum(self.sizes)) if bias else None
-        biases: list[Source] = []
+        biases = list[Source]()
+        if bias:
+            self.sources["bias"] = biases
         self.products: list[tuple[str, slice]] = []
         total = 0
         held = zip(outs, shares, self.sizes, strict=True)
@@ -216,14 +218,13 @@ class ColumnLinear(Layer):
             for out, share, size in neighbours:
                 at = (slice(total - start, total - start + size),)
                 sources.append(Source(f"{out.name}.weight", (out.features, inputs), (share,), at, out.views))
-                to = (slice(total, total + size),)
-                biases.append(Source(f"{out.name}.bias", (out.features,), (share,), to, out.views))
+                if bias:
+                    to = (slice(total, total + size),)
+                    biases.append(Source(f"{out.name}.bias", (out.features,), (share,), to, out.views))
                 total += size
             name = f"weight_{len(self.products)}" if self.products else "weight"
             self.declare(b, name, (total - start, inputs), sources)
             self.products.append((name, slice(start, total)))
-        if bias:
-            self.sources["bias"] = biases
 
     def forward(self, x: Hidden) -> Hidden:
         return Hidden(self._product(x), self._placement(x), x.mesh, self.path)

@@ -49,7 +49,8 @@ class GatedDeltaNet(Layer):
         self.project = ColumnLinear(b, f"{path}.in_proj", width, outs, over="attn_tp")
         self.sizes, features = self.project.sizes, sum(self.project.sizes[:3])
         self.conv = b.empty(features, 1, heads.window)
-        self.sources["conv"], start = (sources := list[Source]()), 0
+        sources, start = list[Source](), 0
+        self.sources["conv"] = sources
         for out, view in zip(outs[:3], fused, strict=True):
             share = out.share(b, "attn_tp")
             at = (slice(start, start + share.stop - share.start),)

@@ -87,7 +87,8 @@ class Footprint:
         mlps, routed, last, embedding = map(held, (FeedForward, Experts, Head, Embedding))
         if any(isinstance(head, Head) and head.tied for head in model.modules()):
             last, embedding = embedding, {}
-        read = {at: weight for at, weight in held(Module).items() if at not in routed.keys() | embedding.keys()}
+        unread = routed.keys() | embedding.keys()
+        read = {id(weight): weight for weight in model.parameters() if id(weight) not in unread}
         world = mlps.keys() - routed.keys()
         group, rest, head = (
             sum(read[at].numel() for at in part) for part in (read.keys() - world - last.keys(), world, last.keys())

@@ -22,6 +22,11 @@ class Mxfp4(NamedTuple):
     values: Tensor
     scales: Tensor
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the values, not of their bytes."""
+        return torch.Size((*self.values.shape[:-1], 2 * self.values.shape[-1]))
+
     def check(self) -> None:
         """Raise ValueError if shapes or dtypes do not match, or a tensor is not contiguous."""
         values, scales = self.values, self.scales

@@ -261,8 +261,7 @@ def _products(
     """Return the input of `_sum`, with its count. out: shape and dtype to copy. shared: see `up_tile_of`."""
     up, last = (w if isinstance(w, Tensor) else w.values for w in (gate_up, down))
     given = x.values if isinstance(x, Fp8Rows) else x
-    packed = isinstance(gate_up, Mxfp4)
-    (rows, width), k, inner = given.shape, routing.expert.shape[1], last.shape[2] * (1 + packed)
+    (rows, width), k, inner = given.shape, routing.expert.shape[1], _shape(down)[2]
     pairs = rows * k
     x_scale, up_scale, hidden_scale, down_scale = given, up, last, last  # not read without FP8
     up_unit, down_unit = (0, 0), (0, 0)
@@ -299,7 +298,7 @@ def _products(
     _up[(tiles * cdiv(inner, cut.columns),)](
         given, x_scale, up, up_scale, up if gate_up_bias is None else gate_up_bias, order, tile_expert, hidden,
         hidden_scale, pairs, given.stride(0), WIDTH=width, INNER=inner, K=k, SORTED=routing.order is not None,
-        BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], PACKED=packed,
+        BIAS=gate_up_bias is not None, LIMIT=limit, ALPHA=alpha, UNIT=up_unit[0], PACKED=isinstance(gate_up, Mxfp4),
         BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages,
         **overlap.options(),
     )  # fmt: skip
@@ -308,8 +307,8 @@ def _products(
     _down[(tiles * cdiv(width, cut.columns),)](
         hidden, hidden_scale, last, down_scale, last if down_bias is None else down_bias, routing.weight, order,
         tile_expert, each, pairs, WIDTH=width, INNER=inner, SORTED=routing.order is not None,
-        BIAS=down_bias is not None, UNIT=down_unit[0], PACKED=packed, BLOCK_M=routing.tile_rows, BLOCK_N=cut.columns,
-        BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
+        BIAS=down_bias is not None, UNIT=down_unit[0], PACKED=isinstance(down, Mxfp4), BLOCK_M=routing.tile_rows,
+        BLOCK_N=cut.columns, BLOCK_K=cut.depth, num_warps=cut.warps, num_stages=cut.stages, **overlap.options(),
     )  # fmt: skip
     return each, 0
 
@@ -344,12 +343,12 @@ def _check(
 ) -> bool:
     """Return True if there are rows. Raises ValueError if shapes, dtypes or strides do not match."""
     up, last = (w if isinstance(w, Tensor) else w.values for w in (gate_up, down))
-    given, each = x.values if isinstance(x, Fp8Rows) else x, 2 if isinstance(gate_up, Mxfp4) else 1
-    (rows, width), inner = given.shape, last.shape[2] * each
+    given, (first, second) = x.values if isinstance(x, Fp8Rows) else x, map(_shape, (gate_up, down))
+    (rows, width), inner = given.shape, second[2]
     if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
         gate_up.check(), down.check()
-    if up.shape[1:] != (2 * inner, width // each) or last.shape[1] != width or routing.expert.shape[0] != rows:
-        raise ValueError(f"x is {list(given.shape)}, gate_up {list(up.shape)}, down {list(last.shape)}")
+    if first[1:] != (2 * inner, width) or second[1] != width or routing.expert.shape[0] != rows:
+        raise ValueError(f"x is {list(given.shape)}, gate_up {list(first)}, down {list(second)}")
     if not (up.dtype == last.dtype and (not isinstance(gate_up, Tensor) or given.dtype == up.dtype)):
         raise ValueError(f"x is {given.dtype}, gate_up {up.dtype}, down {last.dtype}; they must be alike")
     if not (up.is_contiguous() and last.is_contiguous() and given.stride(1) == 1 and out.stride(1) == 1):
@@ -358,6 +357,10 @@ def _check(
         if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
             raise ValueError(f"a bias is {list(bias.shape)}; it must be contiguous {list(shape)}")
     return rows > 0
+
+
+def _shape(weight: Tensor | Fp8Weight | Mxfp4) -> torch.Size:
+    return weight.values.shape if isinstance(weight, Fp8Weight) else weight.shape
 
 
 def _sum(parts: Tensor, routing: Routing, out: Tensor, count: int, bias: Tensor | None, add: bool) -> Tensor:

@@ -36,10 +36,6 @@ class Mxfp4Weight(mxfp4.Mxfp4):
     experts = staticmethod(ops.experts)
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.values.shape[:-1], 2 * self.values.shape[-1]))
-
-    @property
     def parameters(self) -> Mapping[str, Any]:
         return {"": self.values, "_scales": self.scales}
 

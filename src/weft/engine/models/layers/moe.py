@@ -81,6 +81,7 @@ class Experts(Layer):
             b = replace(b, format_of=no_format)
         self.declare(b, "gate_up", (held, 2 * size, width), found["gate_up"])
         self.declare(b, "down", (held, width, size), found["down"])
+        self._quantised = any(weight.format is not None for weight in self.kept.values())
         self.gate_up_bias = self.down_bias = None
         if c.bias:
             self.gate_up_bias = b.empty(held, 2 * size)
@@ -104,20 +105,14 @@ class Experts(Layer):
             return owned
         taken, placement = self._world_rows(x), x.mesh.placement(x.placement.rows, owes="world")
         added, wait = on_side_stream(shared, x.value) if shared else (None, nothing)
-        quantised = self._quantised
         if added is not None:
             Hidden(x.value, placement, x.mesh, self.path).require_same(added)
         if x.extra is None:
-            routed = ops.route(router.logits(x), router.routing, x.live, self.mine, quantised, router.bias)
+            routed = ops.route(router.logits(x), router.routing, x.live, self.mine, self._quantised, router.bias)
         else:
-            routed = ops.route_chosen(*router.listed(x.extra), x.live, self.mine, quantised)
+            routed = ops.route_chosen(*router.listed(x.extra), x.live, self.mine, self._quantised)
         out = self._sum(taken, x.value, routed, None if added is None else added.value, wait)
         return Hidden(out, placement, x.mesh, self.path)
-
-    @property
-    def _quantised(self) -> bool:
-        """True if rows are quantised for the products."""
-        return any(weight.format is not None for weight in self.kept.values())
 
     def _sum_of_chosen(self, x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
         """Return the sum over this rank's experts. expert: counted over all ranks, −1 for none."""

@@ -103,7 +103,8 @@ def tolerance_of(*configs: EngineConfig) -> float:
     dtypes = {str(dtype_of(config)).removeprefix("torch.") for config in configs}
     for config in configs:
         products = config.float8 == "on" or (config.float8 == "auto" and on_gpus(config))
-        if config.kv_dtype != "auto" or (products and (of := read_model(config).storage).has_products and of.automatic):
+        storage = read_model(config).storage
+        if config.kv_dtype != "auto" or (products and storage.has_products and storage.quantises_rows):
             dtypes.add("fp8")
     return max(TOLERANCES[dtype] for dtype in dtypes)
 

@@ -20,14 +20,7 @@ from weft.engine.kernels import ops
 from weft.engine.models.config_json.common_fields import FLOATS
 from weft.engine.models.config_json.fields import Fields, ModelError
 from weft.engine.models.weights.source import Shape, Slices, Source
-from weft.engine.models.weights.weight_format import (
-    DTYPES,
-    Empty,
-    FillDummy,
-    StoredTensors,
-    WeightFormat,
-    module_pattern,
-)
+from weft.engine.models.weights.weight_format import DTYPES, Empty, FillDummy, StoredTensors, WeightFormat, is_plain
 from weft.kernels.float8 import FLOAT8, LARGEST, Fp8Weight, dequantise
 from weft.planner.spec import LayoutError
 from weft.stream.formats import Float8
@@ -95,7 +88,7 @@ class Float8Format(WeightFormat):
         return self.block is not None
 
     def keeps(self, name: str, tensors: StoredTensors | None = None) -> bool:
-        listed = self.block != (BLOCK, BLOCK) or module_pattern(self.plain).match(f".{name.removesuffix('.weight')}.")
+        listed = self.block != (BLOCK, BLOCK) or is_plain(name, self.plain)
         return not listed and (tensors is None or tensors.has(f"{name}_scale_inv"))
 
     def read(self, tensors: StoredTensors, name: str, shape: Shape, take: Slices) -> Tensor:

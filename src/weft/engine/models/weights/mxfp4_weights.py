@@ -14,21 +14,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from weft.engine.kernels import mxfp4, ops
+from weft.engine.kernels import ops
+from weft.engine.kernels.mxfp4 import BLOCK, MAGNITUDES, Mxfp4, dequantise, quantise
 from weft.engine.models.weights.source import Shape, Slices, Source
-from weft.engine.models.weights.weight_format import (
-    Empty,
-    FillDummy,
-    StoredTensors,
-    WeightFormat,
-    module_pattern,
-)
+from weft.engine.models.weights.weight_format import Empty, FillDummy, StoredTensors, WeightFormat, is_plain
 from weft.planner.spec import LayoutError
 
-BLOCK = mxfp4.BLOCK
 
-
-class Mxfp4Weight(mxfp4.Mxfp4):
+class Mxfp4Weight(Mxfp4):
     """Weight of a layer, with its products."""
 
     __slots__ = ()
@@ -40,8 +33,8 @@ class Mxfp4Weight(mxfp4.Mxfp4):
         return {"": self.values, "_scales": self.scales}
 
     def dequantise(self, dtype: torch.dtype, expert: int | None = None) -> Tensor:
-        part = self if expert is None else mxfp4.Mxfp4(self.values[expert], self.scales[expert])
-        return mxfp4.dequantise(part, dtype)
+        part = self if expert is None else Mxfp4(self.values[expert], self.scales[expert])
+        return dequantise(part, dtype)
 
     def product(self, x: Any, out: Tensor) -> Tensor:
         raise NotImplementedError("only experts have products in MXFP4")
@@ -57,6 +50,7 @@ class Mxfp4Format(WeightFormat):
     share_unit: ClassVar[int] = BLOCK
     whole_unit: ClassVar[int] = BLOCK
     automatic: ClassVar[bool] = False  # the kernels have not run on a GPU yet
+    quantises_rows: ClassVar[bool] = False
     plain: tuple[str, ...] = ()
 
     @property
@@ -64,14 +58,14 @@ class Mxfp4Format(WeightFormat):
         return True
 
     def keeps(self, name: str, tensors: StoredTensors | None = None) -> bool:
-        listed = ".experts." not in name or module_pattern(self.plain).match(f".{name}.")
+        listed = ".experts." not in name or is_plain(name, self.plain)
         return not listed and (tensors is None or tensors.has(f"{name}_blocks"))
 
     def read(self, tensors: StoredTensors, name: str, shape: Shape, take: Slices) -> Tensor:
         if tensors.has(name) or not tensors.has(f"{name}_blocks"):
             return super().read(tensors, name, shape, take)
         first, last = take[-1].start // BLOCK, -(-take[-1].stop // BLOCK)
-        whole = mxfp4.dequantise(self._part(tensors, name, shape, (*take[:-1], slice(first, last))))
+        whole = dequantise(self._part(tensors, name, shape, (*take[:-1], slice(first, last))))
         return whole.narrow(-1, take[-1].start - first * BLOCK, take[-1].stop - take[-1].start)
 
     def declare(self, path: str, shape: Shape, sources: Iterable[Source], empty: Empty) -> Mxfp4Weight:
@@ -92,17 +86,17 @@ class Mxfp4Format(WeightFormat):
             to.data[source.at].copy_(source.restore(part))
 
     def make_up(self, weight: Mxfp4Weight, source: Source, bound: float, fill: FillDummy) -> None:
-        exponent = round(math.log2(bound / mxfp4.MAGNITUDES[-1]))
+        exponent = round(math.log2(bound / MAGNITUDES[-1]))
         plain = torch.empty((*weight.values[source.at].shape[:-1], weight.shape[-1]), device=weight.values.device)
-        fill(plain, source, math.ldexp(mxfp4.MAGNITUDES[-1], exponent))
+        fill(plain, source, math.ldexp(MAGNITUDES[-1], exponent))
         for at, part in enumerate(plain):  # an expert at a time, as its codes take memory
-            for to, made in zip(weight, mxfp4.quantise(part, exponent), strict=True):
+            for to, made in zip(weight, quantise(part, exponent), strict=True):
                 to.data[source.at][at].copy_(made)
 
     @staticmethod
-    def _part(tensors: StoredTensors, name: str, shape: Shape, take: Slices) -> mxfp4.Mxfp4:
+    def _part(tensors: StoredTensors, name: str, shape: Shape, take: Slices) -> Mxfp4:
         """Return a slice of a stored weight. take: its last slice counts blocks."""
         groups = -(-shape[-1] // BLOCK)
         values = tensors.part(f"{name}_blocks", (*shape[:-1], groups, BLOCK // 2), (torch.uint8,))
         scales = tensors.part(f"{name}_scales", (*shape[:-1], groups), (torch.uint8,))
-        return mxfp4.Mxfp4(values[(*take, slice(0, BLOCK // 2))].flatten(-2), scales[take])
+        return Mxfp4(values[(*take, slice(0, BLOCK // 2))].flatten(-2), scales[take])

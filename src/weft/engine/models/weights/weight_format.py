@@ -58,8 +58,9 @@ class WeightFormat:
         ends: ends of the names of tensors that belong to a weight.
         share_unit: unit of features for uneven shares: tensor cores multiply 16 at a time.
         whole_unit: unit of features that no share cuts.
+        automatic: products are in the format on GPUs, if nothing else is asked for.
+        quantises_rows: products in the format quantise their rows too.
         has_products: products may be in the format.
-        automatic: they are on GPUs, if nothing else is asked for.
     """
 
     name: ClassVar[str] = "floats"
@@ -67,8 +68,8 @@ class WeightFormat:
     ends: ClassVar[tuple[str, ...]] = ()
     share_unit: ClassVar[int] = 16
     whole_unit: ClassVar[int] = 1
-
     automatic: ClassVar[bool] = True
+    quantises_rows: ClassVar[bool] = True
 
     @property
     def has_products(self) -> bool:
@@ -95,8 +96,11 @@ class WeightFormat:
         """Fill this part with dummy values of up to `bound`."""
 
 
+def is_plain(name: str, plain: tuple[str, ...]) -> bool:
+    """Check if a weight is of one of the `plain` modules: names, parts of names between dots, or patterns with `*`."""
+    return _pattern(plain).match(f".{name.removesuffix('.weight')}.") is not None
+
+
 @cache  # a checkpoint names thousands of experts
-def module_pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern of modules `.a.b.c.` that are named: by names, parts of names between dots, or patterns with
-    `*`."""
+def _pattern(plain: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(translate(f"*.{name}.*") for name in plain) or r"(?!)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -113,6 +114,19 @@ def test_experts_that_stay_in_mxfp4(mesh: Mesh, tmp_path: Path) -> None:
                 )
             torch.testing.assert_close(ours._sum(x, x, chosen), theirs._sum(x, x, chosen))
     assert sum(sizes) == 160 * mesh.ep * (mesh.world // (mesh.ep * mesh.moe_tp)) and all(n % 32 == 0 for n in sizes)
+
+
+def test_scales_that_the_kernels_cannot_dequantise(tmp_path: Path) -> None:
+    """A greater power of two is read where experts are dequantised, and refused where they stay in MXFP4."""
+    config, file = load_config(packed_checkpoint(tmp_path)), tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("down_proj_scales"))
+    for scale, kept in ((128, True), (129, False), (129, True)):
+        tensors[name][3, 0, 0] = scale
+        save_file(tensors, file)
+        refused = pytest.raises(ModelError, match="over 128; choose --float8 off")
+        with refused if scale > 128 and kept else nullcontext():
+            load_model(tmp_path, replace(config, float8=kept), Mesh(), 0)
 
 
 def test_logits_of_experts_that_stay_in_mxfp4(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of a four-bit float with two bits of exponent and one of mantissa; the fourth bit is the sign."""
+GREATEST_SCALE = 128
+"""Greatest stored scale that kernels of GPUs dequantise: for 128 they multiply by 2 to the power of 127, the greatest
+power of two of a float32."""
 
 
 class Mxfp4(NamedTuple):

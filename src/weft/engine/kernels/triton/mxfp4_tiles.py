@@ -10,16 +10,17 @@ import triton.language as tl
 def dequantised(values, scales, row, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr):
     """Return `[BLOCK_K, rows]`: the columns from k on of these rows of a matrix with WIDTH columns, 0 beyond them.
 
-    values, scales: of the matrix; scales of up to 240. k, BLOCK_K, WIDTH: multiples of 32. DTYPE: bfloat16 and float32
-    hold every value.
+    values, scales: of the matrix; scales of up to GREATEST_SCALE. k, BLOCK_K, WIDTH: multiples of 32. DTYPE: bfloat16
+    and float32 hold every value.
     """
     half, group = k // 2 + tl.arange(0, BLOCK_K // 2), k // 32 + tl.arange(0, BLOCK_K // 32)
     row = row.to(tl.int64)[None, :]
     packed = tl.load(values + row * (WIDTH // 2) + half[:, None], mask=(half < WIDTH // 2)[:, None], other=0)
     power = tl.load(scales + row * (WIDTH // 32) + group[:, None], mask=(group < WIDTH // 32)[:, None], other=0)
-    code = tl.reshape(tl.permute(tl.join(packed & 15, packed >> 4), (0, 2, 1)), (BLOCK_K // 32, 32, row.shape[1]))
-    # As the top of a float16 a code is its value times 2 to the power of −14, also the subnormal one.
-    code = code.to(tl.int16)
-    value = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32)
-    factor = ((power.to(tl.int32) + 14) << 23).to(tl.float32, bitcast=True)
-    return tl.reshape(value * factor[:, None, :], (BLOCK_K, row.shape[1])).to(DTYPE)
+    # A code's sign as the sign of a float32, and its other bits around the start of the mantissa: its value times 2 to
+    # the power of −126, also the subnormal one.
+    both = packed.to(tl.int32)
+    low, high = ((both << 28) >> 6) & -0x7E400000, ((both << 24) >> 6) & -0x7E400000
+    value = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (BLOCK_K // 32, 32, row.shape[1]))
+    factor = ((power.to(tl.int32) + 126) << 23).to(tl.float32, bitcast=True)
+    return tl.reshape(value.to(tl.float32, bitcast=True) * factor[:, None, :], (BLOCK_K, row.shape[1])).to(DTYPE)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from weft.engine.kernels import ops
-from weft.engine.kernels.mxfp4 import BLOCK, MAGNITUDES, Mxfp4, dequantise, quantise
+from weft.engine.kernels.mxfp4 import BLOCK, GREATEST_SCALE, MAGNITUDES, Mxfp4, dequantise, quantise
+from weft.engine.models.config_json.fields import ModelError
 from weft.engine.models.weights.source import Shape, Slices, Source
 from weft.engine.models.weights.weight_format import Empty, FillDummy, StoredTensors, WeightFormat, is_plain
 from weft.planner.spec import LayoutError
@@ -82,7 +83,10 @@ class Mxfp4Format(WeightFormat):
     def load(self, weight: Mxfp4Weight, tensors: StoredTensors, source: Source) -> None:
         shape, take = source.stored()
         blocks = (*take[:-1], slice(take[-1].start // BLOCK, take[-1].stop // BLOCK))
-        for to, part in zip(weight, self._part(tensors, source.name, shape, blocks), strict=True):
+        parts = self._part(tensors, source.name, shape, blocks)
+        if (parts.scales > GREATEST_SCALE).any():
+            raise ModelError(f"{source.name}_scales has values over {GREATEST_SCALE}; choose --float8 off")
+        for to, part in zip(weight, parts, strict=True):
             to.data[source.at].copy_(source.restore(part))
 
     def make_up(self, weight: Mxfp4Weight, source: Source, bound: float, fill: FillDummy) -> None:

@@ -35,6 +35,7 @@ from weft.engine.kernels.triton.experts_tiles import (
     ExpertsTile,
     down_tile_of,
     float8_tiles_of,
+    mxfp4_tiles_of,
     tile_rows_of,
     up_tile_of,
 )
@@ -290,6 +291,8 @@ def _products(
         down_tile = down_tile._replace(depth=down_unit[1])
     elif isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4):
         up_scale, down_scale = gate_up.scales, down.scales
+        shipped = mxfp4_tiles_of(rows, routing.tile_rows)
+        up_tile, down_tile = up_tile or shipped[0], down_tile or shipped[1]
     elif plain and limit is None and prompt_experts.takes(given, routing, up, last):
         return prompt_experts.pairs_outputs(given, routing, up, last)[None], 0
     hidden = out.new_empty(pairs, inner) if hidden is None else hidden

@@ -20,7 +20,7 @@ import pytest
 
 from e2e.here import weft_here
 from weft.engine.advise import advice as advice_module
-from weft.engine.advise.advice import Limits, advise, predict, step_us
+from weft.engine.advise.advice import SHORTEST, Limits, advise, predict, step_us
 from weft.engine.advise.candidates import Arrival, Candidate, ClientLoad, find_candidates
 from weft.engine.advise.measure import (
     MAX_ROUNDS,
@@ -102,6 +102,45 @@ def test_the_best_is_first_and_limits_decide(monkeypatch: pytest.MonkeyPatch) ->
     assert impossible[0]["itl_ms"]["median"]["value"] == itl and not impossible[0]["meets_limits"]
 
 
+def test_steps_are_shorter_where_others_exceed_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of 768 tokens interrupt others' outputs; a step takes a µs a row, and 100 more."""
+    given(monkeypatch, lambda candidate, shape: 100 + shape.decode + shape.prompt)
+    load = ["--ranks=1", "--input-len=768", "--output-len=32", "--concurrency=4", "--no-http"]
+    [free], [kept], [cut] = (
+        found(*load, *limit)["layouts"] for limit in ([], ["--itl-p99-ms=2.1"], ["--itl-p99-ms=0.7"])
+    )
+    assert free == kept and free["mixed_batch_tokens"] == 2048 and free["itl_ms"]["p99"]["value"] > 1
+    assert (
+        cut["mixed_batch_tokens"] == 512
+        and cut["meets_limits"]
+        and cut["tokens_s"]["value"] < free["tokens_s"]["value"]
+    )
+    assert cut["ttft_ms"]["p99"]["value"] > free["ttft_ms"]["p99"]["value"]
+    assert all("--mixed-batch-tokens" not in line for line in free["commands"])
+    assert all("--mixed-batch-tokens 512" in line for line in cut["commands"])
+    [none] = found(*load, "--itl-p99-ms=0.01")["layouts"]
+    assert none["mixed_batch_tokens"] == SHORTEST and not none["meets_limits"]
+    [both] = found(*load, "--itl-p99-ms=0.7", f"--ttft-p99-ms={free['ttft_ms']['p99']['value']}")["layouts"]
+    assert not both["meets_limits"], "shorter steps read prompts later"
+    _, out, _ = weft_here("advise", *SIZES, *load, "--itl-p99-ms=0.7", "--for=vllm")
+    assert "mixed_batch_tokens=512" in out and "--max-num-batched-tokens 512" in out
+
+
+def test_shorter_steps_of_an_h200_are_predicted() -> None:
+    """Published figures predict 16 layers of Qwen3-30B-A3B that ran with three limits (docs/log/serving.md)."""
+    recorded = json.loads((ROOT / "bench/results/gpu_mixed_batch_tokens_h200_2026-11-29.json").read_text())["rows"]
+    config = EngineConfig(preset_dir("qwen3-30b-a3b"), load_format="dummy", num_layers=16, max_running=256)
+    load, gpu = ClientLoad(1024, 128, 64), GPUS["h200"]
+    [layout] = find_candidates(config, 1, load, gpu=gpu)[0]
+    table = PricedSteps(gpu, layout.footprint, layout.planner)
+    for rows, name in ((8192, "weft"), (4096, "weft-3"), (2048, "weft-2")):
+        limited = replace(layout, config=replace(layout.config, mixed_batch_tokens=rows))
+        ours = predict(limited, table, load, Limits()).figures
+        [theirs] = [each for each in recorded if (each["engine"], each["clients"]) == (name, 64)]
+        assert ours.itl_ms[1] == pytest.approx(theirs["p99_itl_ms"], rel=0.2)
+        assert ours.tokens_s == pytest.approx(theirs["output_throughput"], rel=0.12)
+
+
 def test_the_text_has_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, by_layout)
     code, out, err = weft_here("advise", *SIZES, "--itl-ms", "0.001")
@@ -171,7 +210,9 @@ def test_a_preset_is_served_with_dummy_weights(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_flags_of_other_engines(engine: str, mesh: Mesh, text: str) -> None:
     assert text in command_of(engine, "DIR", mesh)
-    assert ("--kv-cache-dtype fp8_e4m3" in command_of(engine, "DIR", mesh, "fp8_e4m3")) == ("has no" not in text)
+    full, known = command_of(engine, "DIR", mesh, "fp8_e4m3", 512), "has no" not in text
+    rows = {"vllm": "--max-num-batched-tokens 512", "sglang": "--chunked-prefill-size 512"}[engine]
+    assert ("--kv-cache-dtype fp8_e4m3" in full) == (rows in full) == known
 
 
 def test_other_engines_are_an_option(monkeypatch: pytest.MonkeyPatch) -> None:

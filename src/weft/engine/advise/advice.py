@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -20,25 +21,29 @@ from weft.tune.step_table import NotMeasured, StepShape, StepTable
 ROUNDS, MIN_REQUESTS, MAX_TOKENS = 4, 16, 200_000
 """Size of a simulation: requests of each client, minimum requests, and output tokens above which clients send fewer."""
 
+SHORTEST = 256
+"""Minimum of mixed_batch_tokens that is tried: products of fewer rows take longer for each row."""
 SIMULATED = 8
 """Layouts on published GPUs to simulate: the ones with the cheapest decode steps."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a load's median latencies, in ms; None: no limit. Raises ValueError."""
+    """Limits of a load's median latencies and of their 99th percentiles, in ms; None: no limit. Raises ValueError."""
 
     ttft_ms: float | None = None
+    ttft_p99_ms: float | None = None
     itl_ms: float | None = None
+    itl_p99_ms: float | None = None
 
     def __post_init__(self) -> None:
-        for name, limit in (("ttft_ms", self.ttft_ms), ("itl_ms", self.itl_ms)):
+        for name, limit in vars(self).items():
             if limit is not None and not limit > 0:
                 raise ValueError(f"{name} is {limit}; a limit must be more than 0")
 
     def excess(self, figures: LoadFigures) -> float:
         """Return by which factor the figures exceed their limits at worst; 1 or less: they keep to them."""
-        pairs = (figures.ttft_ms[0], self.ttft_ms), (figures.itl_ms[0], self.itl_ms)
+        pairs = zip((*figures.ttft_ms, *figures.itl_ms), vars(self).values(), strict=True)
         return max((value / limit for value, limit in pairs if limit is not None), default=0.0)
 
 
@@ -98,6 +103,7 @@ class Prediction:
             "layout": str(candidate.config.mesh),
             "replicas": candidate.replicas,
             "kv_dtype": candidate.config.kv_dtype,
+            "mixed_batch_tokens": candidate.config.mixed_tokens,
             "tokens_s": interval(found.tokens_s),
             **latencies,
             "error": round(self.error, 3),
@@ -156,7 +162,7 @@ def advise(
     """Return the advice for a model on `ranks` ranks of this host.
 
     base: the model, and options that all layouts share. load, kv_dtypes, one_server, gpu: as in `find_candidates`.
-    limits: of medians. api: time of the HTTP server.
+    limits: of latencies. api: time of the HTTP server.
     progress: called with (what, fraction); None: nothing is measured. again: measure all steps again.
     Raises ModelError, LayoutError.
     """
@@ -170,13 +176,32 @@ def advise(
             table = step_times(candidate, load, progress, again) if gpu is None else _priced(gpu, candidate)
             if progress:
                 progress(f"simulating {candidate}", done / len(candidates))
-            prediction = predict(candidate, table, load, limits or Limits(), api=api)
+            of = partial(predict, table=table, load=load, limits=limits or Limits(), api=api)
+            prediction = _shortened(of(candidate), of)
         except (NotMeasured, EngineError, ModelError) as error:
             advice.not_known[str(candidate)] = str(error)
         else:
             advice.predictions.append(prediction)
-    advice.predictions.sort(key=lambda each: (max(1.0, each.excess), -each.figures.tokens_s))
+    advice.predictions.sort(key=_order)
     return advice
+
+
+def _order(prediction: Prediction) -> tuple[float, float]:
+    """Return the place of a prediction: the ones within the limits by tokens per second, then by their excess."""
+    return max(1.0, prediction.excess), -prediction.figures.tokens_s
+
+
+def _shortened(found: Prediction, of: Callable[[Candidate], Prediction]) -> Prediction:
+    """Return the best prediction of a layout that exceeds the limits, also with shorter steps while sequences decode.
+
+    of: returns the prediction of a candidate.
+    """
+    candidate, rows = found.candidate, found.candidate.config.mixed_tokens // 2
+    while found.excess > 1 and rows >= max(SHORTEST, candidate.config.batch_sequences):
+        given, config = (replace(each, mixed_batch_tokens=rows) for each in (candidate.given, candidate.config))
+        found = min(found, of(replace(candidate, given=given, config=config)), key=_order)
+        rows //= 2
+    return found
 
 
 def choose_layout(config: EngineConfig) -> tuple[EngineConfig, str]:

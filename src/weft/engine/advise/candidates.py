@@ -131,7 +131,8 @@ class Candidate:
     def __str__(self) -> str:
         servers = f"{self.replicas} servers of " if self.replicas > 1 else ""
         dtype = "" if self.config.kv_dtype == "auto" else f" kv_dtype={self.config.kv_dtype}"
-        return f"{servers}{self.config.mesh}{dtype}"
+        rows = "" if (limit := self.given.mixed_batch_tokens) is None else f" mixed_batch_tokens={limit}"
+        return f"{servers}{self.config.mesh}{dtype}{rows}"
 
 
 def measured_servers(servers: Sequence[T], config: EngineConfig) -> Sequence[T]:

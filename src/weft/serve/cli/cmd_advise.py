@@ -74,8 +74,13 @@ class Command:
     """File of recorded requests instead of clients: JSON lines with timestamp, in s, input_length and output_length."""
     ttft_ms: float | None = None
     """Limit of the median time to the first token."""
+    ttft_p99_ms: float | None = None
+    """Limit of its 99th percentile."""
     itl_ms: float | None = None
-    """Limit of the median time between two tokens."""
+    """Limit of the median time between two tokens. Where a limit is exceeded, shorter steps are tried, too
+    (--mixed-batch-tokens of weft serve)."""
+    itl_p99_ms: float | None = None
+    """Limit of its 99th percentile."""
     measure: bool = True
     """Measure layouts without kept times; otherwise their figures are not known."""
     measure_load: float | None = None
@@ -106,7 +111,7 @@ class Command:
             raise UserError("--measure-load S runs clients here: drop --what-if and --trace, with S of 0 or more")
         load, (gpu, count) = self._load(), self._published()
         with user_errors():
-            limits = Limits(self.ttft_ms, self.itl_ms)
+            limits = Limits(self.ttft_ms, self.ttft_p99_ms, self.itl_ms, self.itl_p99_ms)
         if self.measure and gpu is None:
             _check_cache(cache_folder())
         ranks, device = count, self.device
@@ -180,7 +185,11 @@ class Command:
         given, mesh = prediction.candidate.given, prediction.candidate.config.mesh
         model = [str(self.model)] if self.model is not None else []
         if self.engine != "weft":
-            return [command_of(self.engine, " ".join(model) or str(given.model), mesh, given.kv_dtype)]
+            return [
+                command_of(
+                    self.engine, " ".join(model) or str(given.model), mesh, given.kv_dtype, given.mixed_batch_tokens
+                )
+            ]
         values = {name: getattr(given, name) for name in EngineArguments().values()}
         options = EngineArguments(preset=self.source.preset, revision=self.source.revision, **values).arguments()
         lines = []

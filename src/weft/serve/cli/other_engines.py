@@ -89,25 +89,29 @@ def layout_arguments(text: str) -> list[str]:
     return ["--attn-dp", dp, "--attn-tp", tp, "--ep", ep or dp, "--moe-tp", moe_tp or tp]
 
 
-def command_of(engine: str, model: str, mesh: Mesh, kv_dtype: str = "auto") -> str:
+def command_of(
+    engine: str, model: str, mesh: Mesh, kv_dtype: str = "auto", mixed_batch_tokens: int | None = None
+) -> str:
     """Return the command line of vLLM or SGLang for a layout, or a line that says why the engine has no such layout.
 
     Args:
         engine: vllm or sglang.
         model: its name or directory.
-        kv_dtype: dtype of the cache, as an option of Weft.
+        kv_dtype, mixed_batch_tokens: options of Weft. The others limit the rows of all steps, or of a prompt in a step.
     """
     whole, tp, dp = mesh.ep == mesh.world, mesh.attn_tp, mesh.attn_dp
     if mesh.world > 1 and not whole and mesh.ep != 1 and (mesh.ep, mesh.moe_tp) != (dp, tp):
         return f"{engine} has no layout with ep={mesh.ep} of {mesh.world} ranks"
     fp8 = " --kv-cache-dtype fp8_e4m3" * (kv_dtype != "auto")
+    limit = "--max-num-batched-tokens" if engine == "vllm" else "--chunked-prefill-size"
+    rest = fp8 + (f" {limit} {mixed_batch_tokens}" if mixed_batch_tokens else "")
     if engine == "vllm":
         expert = " --enable-expert-parallel" * (whole and mesh.world > 1)
         dcp = f" --decode-context-parallel-size {mesh.dcp}" * (mesh.dcp > 1)
         data = f" --data-parallel-size {dp}" * (dp > 1)
-        return f"vllm serve {model} --tensor-parallel-size {tp}{data}{expert}{dcp}{fp8}"
+        return f"vllm serve {model} --tensor-parallel-size {tp}{data}{expert}{dcp}{rest}"
     if mesh.dcp > 1:
         return f"sglang has no layout with dcp={mesh.dcp}"
     data = f" --dp-size {dp} --enable-dp-attention" * (dp > 1)
     expert = f" --ep-size {mesh.ep}" * (mesh.ep > 1)
-    return f"python -m sglang.launch_server --model-path {model} --tp-size {mesh.world}{data}{expert}{fp8}"
+    return f"python -m sglang.launch_server --model-path {model} --tp-size {mesh.world}{data}{expert}{rest}"

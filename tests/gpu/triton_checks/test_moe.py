@@ -15,7 +15,7 @@ from weft.engine.kernels import mxfp4, ops
 from weft.engine.kernels.model_reference import choose
 from weft.engine.kernels.side_stream import on_side_stream
 from weft.engine.kernels.split_k import SplitKPartials
-from weft.engine.kernels.triton import fused_experts, prompt_experts
+from weft.engine.kernels.triton import fused_experts, mxfp4_tiles, prompt_experts
 from weft.engine.kernels.triton import route as kernels
 from weft.engine.kernels.triton.experts_tiles import ExpertsTile, tile_rows_of
 from weft.engine.models.layers import moe
@@ -215,11 +215,17 @@ def test_experts(case: tuple[int, ...], dtype: torch.dtype, device: torch.device
         *(pytest.param(CASES[name], torch.float16, id=f"{name}, float16") for name in HALF),
     ],
 )
-@pytest.mark.parametrize("tile", [ExpertsTile(32, 32, 4, 2), ExpertsTile(16, 64, 4, 2)])
-def test_experts_in_mxfp4(case: tuple[int, ...], dtype: torch.dtype, tile: ExpertsTile, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "tile, tile_rows",
+    [(ExpertsTile(32, 32, 4, 2), 16), (ExpertsTile(16, 64, 4, 2), 16), (ExpertsTile(32, 32, 4, 2), 128)],
+    ids=["tile0", "tile1", "dequantised first"],
+)
+def test_experts_in_mxfp4(
+    case: tuple[int, ...], dtype: torch.dtype, tile: ExpertsTile, tile_rows: int, device: torch.device
+) -> None:
     """Random bytes, powers of two from −6 to 1, and biases. Weights that are not chosen are huge."""
     rows, live, held = case[0], case[1], case[5]
-    found, weight, expert = routed(*case, device)
+    found, weight, expert = routed(*case, device, tile_rows)
     width, inner = 96, 160  # multiples of 32, and not of a tile's sides
     x = torch.randn(rows, width, device=device).to(dtype)
     x[live:] = NAN
@@ -243,6 +249,24 @@ def test_experts_in_mxfp4(case: tuple[int, ...], dtype: torch.dtype, tile: Exper
         x, found, *(mxfp4.dequantise(part, dtype) for part in (gate_up, down)), plain, tile, tile, 7.0, 1.7, *biases
     )
     assert torch.equal(out, plain), "the bits of dequantised weights"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dequantises_every_code_with_every_scale(dtype: torch.dtype, device: torch.device) -> None:
+    """Bytes of two codes in each place of a block. Scales below 2 give subnormal numbers, which Triton's interpreter
+    rounds to zero in bfloat16."""
+    scales = (
+        torch.arange(2 * (dtype == torch.bfloat16), mxfp4.GREATEST_SCALE + 1, device=device)
+        .byte()[:, None, None]
+        .expand(-1, 17, 16)
+        .contiguous()
+    )
+    values = torch.arange(256, device=device).byte().repeat(len(scales), 17, 1)
+    for at in range(17):
+        values[:, at] = values[:, at].roll(at, -1)
+    given = mxfp4.Mxfp4(values, scales)
+    found = mxfp4_tiles.dequantise(given, dtype)
+    assert torch.equal(found, mxfp4.dequantise(given, dtype)) and found.unique().numel() > 15
 
 
 @pytest.mark.parametrize("limit, alpha, biased", [(0.5, None, False), (0.5, 1.7, True), (None, None, True)])

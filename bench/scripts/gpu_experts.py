@@ -2,7 +2,8 @@
 
 float8: by Hopper's kernels and by Triton's; `equal` is the share of elements of both results that are the same.
 mxfp4: with --tiles also by other tiles of one product next to the usual tile of the other, from a second line on,
-the fastest first. `equal` compares with bfloat16, which has tiles of another depth for some numbers of rows.
+the fastest first. `equal` compares with bfloat16, which has tiles of another depth for some numbers of rows. From 256
+pairs an expert on, weights are dequantised first, so that tiles are of bfloat16's kernels.
 
 Cases take turns, but for tiles. Prints a line of JSON per shape and number of rows: medians in µs, and TFLOP/s of the
 three products.

@@ -139,6 +139,12 @@ def test_shorter_steps_of_an_h200_are_predicted() -> None:
         [theirs] = [each for each in recorded if (each["engine"], each["clients"]) == (name, 64)]
         assert ours.itl_ms[1] == pytest.approx(theirs["p99_itl_ms"], rel=0.2)
         assert ours.tokens_s == pytest.approx(theirs["output_throughput"], rel=0.12)
+    [shorter] = advise(config, 1, load, Limits(itl_p99_ms=9.0), gpu=gpu).predictions
+    assert shorter.candidate.given.mixed_batch_tokens == 512 and shorter.excess <= 1
+    free = replace(config, max_running=None)
+    [same] = advise(free, 1, load, Limits(itl_p99_ms=9.0), gpu=gpu).predictions
+    assert same.candidate.given.mixed_batch_tokens == 512 and same.candidate.config.batch_sequences == 512
+    assert layout.config.batch_sequences == 256 and same.candidate.given.max_running is None
 
 
 def test_the_text_has_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +217,9 @@ def test_a_preset_is_served_with_dummy_weights(monkeypatch: pytest.MonkeyPatch) 
 def test_flags_of_other_engines(engine: str, mesh: Mesh, text: str) -> None:
     assert text in command_of(engine, "DIR", mesh)
     full, known = command_of(engine, "DIR", mesh, "fp8_e4m3", 512), "has no" not in text
-    rows = {"vllm": "--max-num-batched-tokens 512", "sglang": "--chunked-prefill-size 512"}[engine]
-    assert ("--kv-cache-dtype fp8_e4m3" in full) == (rows in full) == known
+    chunk = f" --chunked-prefill-size {512 * mesh.attn_dp} --enable-mixed-chunk"
+    rows = {"vllm": " --max-num-batched-tokens 512", "sglang": chunk}[engine]
+    assert full.endswith(f" --kv-cache-dtype fp8_e4m3{rows}") == known
 
 
 def test_other_engines_are_an_option(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ class Limits:
 
     def excess(self, figures: LoadFigures) -> float:
         """Return by which factor the figures exceed their limits at worst; 1 or less: they keep to them."""
-        pairs = zip((*figures.ttft_ms, *figures.itl_ms), vars(self).values(), strict=True)
+        (ttft, ttft_p99), (itl, itl_p99) = figures.ttft_ms, figures.itl_ms
+        pairs = (ttft, self.ttft_ms), (ttft_p99, self.ttft_p99_ms), (itl, self.itl_ms), (itl_p99, self.itl_p99_ms)
         return max((value / limit for value, limit in pairs if limit is not None), default=0.0)
 
 
@@ -177,7 +178,7 @@ def advise(
             if progress:
                 progress(f"simulating {candidate}", done / len(candidates))
             of = partial(predict, table=table, load=load, limits=limits or Limits(), api=api)
-            prediction = _shortened(of(candidate), of)
+            prediction = _shortened(of(candidate), load, of)
         except (NotMeasured, EngineError, ModelError) as error:
             advice.not_known[str(candidate)] = str(error)
         else:
@@ -191,16 +192,21 @@ def _order(prediction: Prediction) -> tuple[float, float]:
     return max(1.0, prediction.excess), -prediction.figures.tokens_s
 
 
-def _shortened(found: Prediction, of: Callable[[Candidate], Prediction]) -> Prediction:
+def _shortened(found: Prediction, load: ClientLoad, of: Callable[[Candidate], Prediction]) -> Prediction:
     """Return the best prediction of a layout that exceeds the limits, also with shorter steps while sequences decode.
 
     of: returns the prediction of a candidate.
     """
-    candidate, rows = found.candidate, found.candidate.config.mixed_tokens // 2
-    while found.excess > 1 and rows >= max(SHORTEST, candidate.config.batch_sequences):
-        given, config = (replace(each, mixed_batch_tokens=rows) for each in (candidate.given, candidate.config))
-        found = min(found, of(replace(candidate, given=given, config=config)), key=_order)
-        rows //= 2
+    candidate, given, config = found.candidate, found.candidate.given, found.candidate.config
+    # As at a start: fewer sequences run if a step has fewer rows, unless their number is given.
+    clients = -(-load.per_server(candidate.replicas).concurrency // config.attn_dp)
+    minimum, rows = max(SHORTEST, given.max_running or clients), config.mixed_tokens // 2
+    while found.excess > 1 and rows >= minimum:
+        fewer = replace(config, mixed_batch_tokens=rows, max_running=min(rows, config.batch_sequences))
+        shorter = of(replace(candidate, given=replace(given, mixed_batch_tokens=rows), config=fewer))
+        if shorter.figures == found.figures:
+            break  # no prompt is read while a sequence decodes
+        found, rows = min(found, shorter, key=_order), rows // 2
     return found
 
 

@@ -35,6 +35,7 @@ class Command:
 
     Every layout that starts runs made-up steps of the load for some seconds; its times are kept. The load is then
     simulated by the engine's own scheduler on these times, and on the HTTP server's. The time of clients is not in it.
+    For a layout that exceeds a limit, shorter steps are tried too (--mixed-batch-tokens of weft serve).
 
     Examples:
       weft advise                                       the embedded model on all GPUs, or all cores
@@ -75,12 +76,11 @@ class Command:
     ttft_ms: float | None = None
     """Limit of the median time to the first token."""
     ttft_p99_ms: float | None = None
-    """Limit of its 99th percentile."""
+    """Limit of the 99th percentile of the time to the first token."""
     itl_ms: float | None = None
-    """Limit of the median time between two tokens. Where a limit is exceeded, shorter steps are tried, too
-    (--mixed-batch-tokens of weft serve)."""
+    """Limit of the median time between two tokens."""
     itl_p99_ms: float | None = None
-    """Limit of its 99th percentile."""
+    """Limit of the 99th percentile of the time between two tokens."""
     measure: bool = True
     """Measure layouts without kept times; otherwise their figures are not known."""
     measure_load: float | None = None

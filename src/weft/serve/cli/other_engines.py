@@ -97,21 +97,23 @@ def command_of(
     Args:
         engine: vllm or sglang.
         model: its name or directory.
-        kv_dtype, mixed_batch_tokens: options of Weft. The others limit the rows of all steps, or of a prompt in a step.
+        kv_dtype: dtype of the cache, as an option of Weft.
+        mixed_batch_tokens: the option of Weft. vLLM limits the rows of all steps. SGLang limits the rows of prompts in
+            a step, of all DP groups together, and decodes in such steps only with an option.
     """
     whole, tp, dp = mesh.ep == mesh.world, mesh.attn_tp, mesh.attn_dp
     if mesh.world > 1 and not whole and mesh.ep != 1 and (mesh.ep, mesh.moe_tp) != (dp, tp):
         return f"{engine} has no layout with ep={mesh.ep} of {mesh.world} ranks"
-    fp8 = " --kv-cache-dtype fp8_e4m3" * (kv_dtype != "auto")
-    limit = "--max-num-batched-tokens" if engine == "vllm" else "--chunked-prefill-size"
-    rest = fp8 + (f" {limit} {mixed_batch_tokens}" if mixed_batch_tokens else "")
+    more = " --kv-cache-dtype fp8_e4m3" * (kv_dtype != "auto")
     if engine == "vllm":
+        more += f" --max-num-batched-tokens {mixed_batch_tokens}" * bool(mixed_batch_tokens)
         expert = " --enable-expert-parallel" * (whole and mesh.world > 1)
         dcp = f" --decode-context-parallel-size {mesh.dcp}" * (mesh.dcp > 1)
         data = f" --data-parallel-size {dp}" * (dp > 1)
-        return f"vllm serve {model} --tensor-parallel-size {tp}{data}{expert}{dcp}{rest}"
+        return f"vllm serve {model} --tensor-parallel-size {tp}{data}{expert}{dcp}{more}"
     if mesh.dcp > 1:
         return f"sglang has no layout with dcp={mesh.dcp}"
+    more += f" --chunked-prefill-size {(mixed_batch_tokens or 0) * dp} --enable-mixed-chunk" * bool(mixed_batch_tokens)
     data = f" --dp-size {dp} --enable-dp-attention" * (dp > 1)
     expert = f" --ep-size {mesh.ep}" * (mesh.ep > 1)
-    return f"python -m sglang.launch_server --model-path {model} --tp-size {mesh.world}{data}{expert}{rest}"
+    return f"python -m sglang.launch_server --model-path {model} --tp-size {mesh.world}{data}{expert}{more}"

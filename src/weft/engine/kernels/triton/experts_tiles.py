@@ -57,8 +57,10 @@ def float8_tiles_of(rows: int) -> tuple[ExpertsTile, ExpertsTile]:
 
 
 def mxfp4_tiles_of(rows: int, tile_rows: int) -> tuple[ExpertsTile, ExpertsTile]:
-    """Return the tiles of both products in MXFP4, of up to 64 rows. They have fewer columns: dequantised weights are in
-    registers."""
+    """Return the tiles of both products in MXFP4. They have fewer columns, as dequantised weights are in registers.
+    Tiles of 32 and 64 rows are not measured."""
     if rows == 1:
         return ExpertsTile(32, 256, 4, 4), ExpertsTile(32, 128, 4, 3)
-    return ExpertsTile(64, 64, 4, 3), ExpertsTile(64, 128 if tile_rows <= 32 else 64, 4, 3)
+    if tile_rows <= 64:
+        return ExpertsTile(64, 64, 4, 3), ExpertsTile(64, 128 if tile_rows <= 32 else 64, 4, 3)
+    return ExpertsTile(128, 64, 8, 4), ExpertsTile(64, 64, 8, 3)

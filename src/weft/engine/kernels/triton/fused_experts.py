@@ -9,8 +9,8 @@ values have x's dtype. Gate and up rows of a weight are stored as in checkpoints
 reads a tile of each, so no weight is permuted. Two variants were slower on an H200: one kernel for down and sum, by 11
 µs for one row; and reading a product's weights while the previous kernel still runs (docs/log/gpu-kernels.md).
 
-Weights in MXFP4 (PACKED) are dequantised as they are loaded, and rows stay as they are. Many tiles of rows would
-dequantise a weight many times, so for tiles of more than PACKED_ROWS a kernel dequantises all weights first.
+Weights in MXFP4 (PACKED) are dequantised as they are loaded, and rows stay as they are. Each tile of rows dequantises
+its weights anew, so where experts have several tiles a kernel dequantises all weights first.
 
 FP8 weights have blocks of 32, 64 or 128 columns, and the rows of both products are quantised in groups of the same
 number of columns. With few rows, programs split the depth of each product: each has a tile's depth (0: see
@@ -46,8 +46,9 @@ from weft.kernels.triton import float8_rows, overlap
 from weft.kernels.triton.launch import cdiv, kernel, next_power_of_2
 from weft.kernels.triton.rms_norm import activated
 
-PACKED_ROWS = 64
-"""Maximum rows of a tile that dequantises weights in MXFP4 itself."""
+MANY_PAIRS = 256
+"""Mean pairs of an expert from which weights in MXFP4 are dequantised first. That takes memory for both weights of a
+layer in the rows' dtype, so batches that fit a small GPU must not reach it with many experts."""
 
 
 @kernel(do_not_specialize=["pairs"])
@@ -244,7 +245,11 @@ def experts(
         wait()
         return out
     biases = gate_up_bias, down_bias
-    if isinstance(gate_up, Mxfp4) and isinstance(down, Mxfp4) and routing.tile_rows > PACKED_ROWS:
+    if (
+        isinstance(gate_up, Mxfp4)
+        and isinstance(down, Mxfp4)
+        and routing.expert.numel() >= MANY_PAIRS * len(gate_up.values)
+    ):
         gate_up, down = (mxfp4_tiles.dequantise(each, out.dtype) for each in (gate_up, down))
     parts, count = _products(x, routing, gate_up, down, out, up_tile, down_tile, limit, alpha, *biases, add)
     wait()

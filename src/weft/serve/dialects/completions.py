@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -20,10 +21,12 @@ from weft.serve.chat.protocol import CommonRequest, CompletionRequest, StreamOpt
 from weft.serve.chat.service import ChatJob, Service
 from weft.serve.http.bodies import JsonRoute, work_on
 from weft.serve.http.errors import ApiError
-from weft.serve.http.wire import event, json_response
+from weft.serve.http.wire import encode, event, json_response
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
 DONE = b"data: [DONE]\n\n"
+MARK = "\0"
+"""Place of the text in a chunk that is made once; no name has this character."""
 TEXT_FIELDS: dict[PartKind, tuple[str, ...]] = {"text": ("content",), "thought": ("reasoning_content", "reasoning")}
 """Kind of a part → its fields in a chat's message. A thought has the usual name and vLLM's newer one."""
 
@@ -79,8 +82,21 @@ class ChoicesReply(Reply):
         self._chunk_head = self._head | {"object": self.chunk_name}
         self._counts = {"usage": None} if self._options.include_usage else {}
         self.head_fields: dict[str, Any] = {}
+        self._alike = not (self._options.continuous_usage_stats or body.return_token_ids)
+        self._frames: dict[tuple[int, PartKind], list[bytes]] = {}
 
-    def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
+    def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterable[bytes]:
+        plain = len(events) == 1 and self._alike and not (output.logprobs or output.finish_reason)
+        if not plain or (part := events[0].part).call is not None:
+            return self._chunks(index, output, events, begins)
+        # Chunks with nothing but text are alike but for it: encoding them anew takes most of a token's time.
+        key = index, part.kind
+        if (frame := self._frames.get(key)) is None:
+            marked = msgspec.structs.replace(output, text=MARK), [PartEvent("grows", part, MARK)]
+            frame = self._frames[key] = b"".join(self._chunks(index, *marked, begins)).split(encode(MARK))
+        return (encode(events[0].text).join(frame),)
+
+    def _chunks(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterator[bytes]:
         counts = {"usage": self.usage()} if self._options.continuous_usage_stats else self._counts
         for choice in self.chunks(index, output, events, begins):
             yield event({**self._chunk_head, **self.head_fields, "choices": [choice], **counts})

@@ -79,6 +79,8 @@ class TextStream:
 
     def push_all(self, tokens: Sequence[int]) -> str:
         """Add tokens without a look for stop strings, and return the newly final text."""
+        if len(tokens) == 1 and not self.stops:
+            return self._decode(tokens[0])
         if self.stops or not self._shared.by_bytes or self._ids:
             return "".join([self.push(token, check_stop=False)[0] for token in tokens])
         texts = [self._texts[token] for token in tokens]

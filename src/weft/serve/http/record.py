@@ -73,11 +73,10 @@ class Record:
     def increment(self, choice: int, output: Output) -> None:
         """Observe an increment of a choice."""
         now = time.perf_counter()
-        if output.token_ids:
+        if count := len(output.token_ids):
             begun = self._outputs[choice] is not None
-            self._metrics.token_batch(begun, now - self._last[choice], len(output.token_ids))
-        if self._first is None and output.token_ids:
-            self._first = now
+            self._metrics.token_batch(begun, now - self._last[choice], count)
+            self._first = self._first or now
         self._last[choice], self._outputs[choice] = now, output
 
     def end(self) -> None:

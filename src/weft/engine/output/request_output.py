@@ -10,6 +10,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
+
 from weft.engine.kv.tokens import token_array
 from weft.engine.messages.rank_messages import Logprobs, Scored
 from weft.engine.messages.request import (
@@ -262,7 +264,12 @@ def prepare(
     if output > max_output:  # check before reading each token: there may be millions
         raise ContextExceeded(context, len(prompt), output)
     vocabulary = text_processor.vocabulary
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
+    try:
+        tokens = token_array(prompt)
+        known = np.frombuffer(tokens, np.uint32).max() < vocabulary  # `max` of a list takes ten times as long
+    except OverflowError:
+        known = False
+    if not known:
         raise ValueError(f"prompt: its tokens must be between 0 and {vocabulary - 1}")
     key = (*(id(getattr(params, name)) for name in NAMED), params.ignore_eos, params.min_tokens > 0)
     checked = {} if checked is None else checked
@@ -271,7 +278,7 @@ def prepare(
     ends, allowed = checked[key]
     sequence = Sequence(
         request=0,
-        tokens=token_array(prompt),
+        tokens=tokens,
         prompt_tokens=len(prompt),
         params=params,
         seed=seed if params.seed is None else params.seed & (2**62 - 1),

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Coroutine
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import anyio
@@ -14,6 +15,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from weft.serve.http.errors import ApiError, bad_field, field_errors
 
@@ -104,12 +106,23 @@ class JsonRoute(APIRoute):
     """Route to an endpoint with the argument `body`, of any type that pydantic checks.
 
     A coroutine also gets the `request`; another function is called by `work_on`.
-    FastAPI uses it only for the schema: its search for an endpoint's arguments costs more than this whole route.
+    FastAPI uses it only for the schema: its search for an endpoint's arguments, and its stacks of what an endpoint may
+    depend on, cost more than this whole route.
     """
 
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._handler is None or scope["method"] not in (self.methods or ()):
+            return await super().handle(scope, receive, send)
+        response = await self._handler(Request(scope, receive, send))
+        await response(scope, receive, send)
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        return self._handler or super().get_route_handler()
+
+    @cached_property
+    def _handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]] | None:
         if "body" not in inspect.signature(self.endpoint).parameters:
-            return super().get_route_handler()
+            return None
         checked = TypeAdapter(get_type_hints(self.endpoint)["body"])
 
         def check(data: bytes) -> Any:

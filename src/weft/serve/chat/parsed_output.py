@@ -229,8 +229,7 @@ async def respond(
                     yield events_of(*increment) if quick else await run_in_threadpool(events_of, *increment)
                     increment = await anext(stream, None)
             await reply.finish()
-            for event in reply.end():
-                yield event
+            yield b"".join(reply.end())
         except Exception as error:  # the headers are sent: report it in the stream
             yield reply.failed(as_api_error(error, request.scope["state"]))
 

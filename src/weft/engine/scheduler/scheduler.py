@@ -372,4 +372,4 @@ def drafts_asked(schedulers: Seq[Scheduler]) -> tuple[int, bool]:
     """Return the number of drafts that ranks propose after each row of the next step, and whether they hold them: no
     sequence samples by earlier tokens."""
     count = max(s.draft_count if s.speculation and s.speculation.source is None else 0 for s in schedulers)
-    return count, not any(sequence.params.depends_on_output for s in schedulers for sequence in s.running)
+    return count, count > 0 and not any(sequence.params.depends_on_output for s in schedulers for sequence in s.running)

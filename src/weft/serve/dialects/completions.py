@@ -87,7 +87,7 @@ class ChoicesReply(Reply):
 
     def increment(self, index: int, output: Output, events: Sequence[PartEvent], begins: bool) -> Iterable[bytes]:
         plain = len(events) == 1 and self._alike and not (output.logprobs or output.finish_reason)
-        if not plain or (part := events[0].part).call is not None:
+        if not plain or events[0].kind != "grows" or (part := events[0].part).call is not None:
             return self._chunks(index, output, events, begins)
         # Chunks with nothing but text are alike but for it: encoding them anew takes most of a token's time.
         key = index, part.kind

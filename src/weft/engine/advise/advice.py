@@ -199,7 +199,7 @@ def _shortened(found: Prediction, load: ClientLoad, of: Callable[[Candidate], Pr
     """
     candidate, given, config = found.candidate, found.candidate.given, found.candidate.config
     # As at a start: fewer sequences run if a step has fewer rows, unless their number is given.
-    clients = -(-load.per_server(candidate.replicas).concurrency // config.attn_dp)
+    clients = load.per_server(candidate.replicas).per_group(config.attn_dp)
     minimum, rows = max(SHORTEST, given.max_running or clients), config.mixed_tokens // 2
     while found.excess > 1 and rows >= minimum:
         fewer = replace(config, mixed_batch_tokens=rows, max_running=min(rows, config.batch_sequences))
@@ -262,7 +262,7 @@ def predict(
         raise NotMeasured(f"times of {figures.unknown} were not measured")
     figures = replace(figures, tokens_s=figures.tokens_s * load.servers(candidate.replicas))
     groups = candidate.config.attn_dp
-    rows = min(-(-own.concurrency // groups), candidate.config.batch_sequences)
+    rows = min(own.per_group(groups), candidate.config.batch_sequences)
     plan = candidate.planner.plan((rows,) * groups)
     us = _decode_us(candidate, table, load)
     collectives = sum(len(op.collectives) for _, op in plan.ops(optional=False))
@@ -276,14 +276,14 @@ def _priced(gpu: PublishedGpu, candidate: Candidate) -> PricedSteps:
 
 def _decode_us(candidate: Candidate, table: StepTable | PricedSteps, load: ClientLoad) -> float:
     """Return the µs of a decode step of all clients in the middle of their outputs."""
-    rows = -(-load.per_server(candidate.replicas).concurrency // candidate.config.attn_dp)
+    rows = load.per_server(candidate.replicas).per_group(candidate.config.attn_dp)
     shape = StepShape(min(rows, candidate.config.batch_sequences), load.input_len + load.output_len / 2)
     return table.us(shape)
 
 
 def _price_us(candidate: Candidate, load: ClientLoad) -> float:
     """Return the µs of this step by the cost table."""
-    rows, threads = -(-load.concurrency // candidate.config.attn_dp), candidate.config.threads
+    rows, threads = load.per_group(candidate.config.attn_dp), candidate.config.threads
     shape = StepShape(rows, load.input_len + load.output_len / 2)
     return decode_price(candidate.footprint, candidate.planner, shape, 1 if threads == "auto" else threads)
 

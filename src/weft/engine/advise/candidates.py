@@ -102,6 +102,10 @@ class ClientLoad:
         """Return the load of the busiest of several equal servers."""
         return replace(self, concurrency=-(-self.concurrency // replicas), arrivals=self.arrivals[::replicas])
 
+    def per_group(self, groups: int) -> int:
+        """Return the clients of the busiest of a server's DP groups."""
+        return -(-self.concurrency // groups)
+
     def servers(self, replicas: int) -> float:
         """Return the number of servers that the load keeps as busy as the busiest: some have a client less."""
         own = self.per_server(replicas)
@@ -259,7 +263,7 @@ def check(given: EngineConfig, replicas: int, load: ClientLoad, share: int) -> C
         load: load of one server.
         share: bytes of the host's memory for a rank, if it runs on a CPU.
     """
-    clients = -(-load.concurrency // given.attn_dp)
+    clients = load.per_group(given.attn_dp)
     if given.max_running is None and not on_gpus(given) and clients > given.batch_sequences:
         given = replace(given, max_running=min(clients, given.mixed_tokens))
     cores = ["auto"] * replicas

@@ -62,7 +62,7 @@ def grids(candidate: Candidate, load: ClientLoad) -> tuple[list[Place], list[Pla
     config = candidate.config
     load = load.per_server(candidate.replicas)
     groups, limit = config.attn_dp, config.batch_sequences
-    rows = min(load.concurrency, limit, 2 * -(-load.concurrency // groups))  # groups may differ in requests
+    rows = min(load.concurrency, limit, 2 * load.per_group(groups))  # groups may differ in requests
     recorded = sum(each.input_len for each in load.arrivals) or config.batch_tokens
     largest = min(config.batch_tokens, rows * load.input_len, recorded)
     eager = MAX_ROWS // groups + 1  # rows from which steps on CPUs are not recorded: times jump there

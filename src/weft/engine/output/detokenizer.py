@@ -79,14 +79,13 @@ class TextStream:
 
     def push_all(self, tokens: Sequence[int]) -> str:
         """Add tokens without a look for stop strings, and return the newly final text."""
-        if len(tokens) == 1 and not self.stops:
-            return self._decode(tokens[0])
-        if self.stops or not self._shared.by_bytes or self._ids:
+        if self.stops:
             return "".join([self.push(token, check_stop=False)[0] for token in tokens])
-        texts = [self._texts[token] for token in tokens]
-        if any(text.endswith(UNDECODED) for text in texts):
-            return "".join([self._decode(token) for token in tokens])
-        return "".join(texts)
+        if len(tokens) > 1 and self._shared.by_bytes and not self._ids:
+            texts = [self._texts[token] for token in tokens]
+            if not any(text.endswith(UNDECODED) for text in texts):
+                return "".join(texts)
+        return "".join([self._decode(token) for token in tokens])
 
     def flush(self) -> str:
         """Return the rest of the text, incomplete characters included, of an output that ends without a stop string."""

@@ -266,7 +266,8 @@ def prepare(
     vocabulary = text_processor.vocabulary
     try:
         tokens = token_array(prompt)
-        known = np.frombuffer(tokens, np.uint32).max() < vocabulary  # `max` of a list takes ten times as long
+        # `min` and `max` of a list take ten times as long; a negative token is over 2³¹ without its sign.
+        known = np.frombuffer(tokens, np.uint32).max() < vocabulary
     except OverflowError:
         known = False
     if not known:

@@ -185,11 +185,8 @@ class Command:
         given, mesh = prediction.candidate.given, prediction.candidate.config.mesh
         model = [str(self.model)] if self.model is not None else []
         if self.engine != "weft":
-            return [
-                command_of(
-                    self.engine, " ".join(model) or str(given.model), mesh, given.kv_dtype, given.mixed_batch_tokens
-                )
-            ]
+            name = " ".join(model) or str(given.model)
+            return [command_of(self.engine, name, mesh, given.kv_dtype, given.mixed_batch_tokens)]
         values = {name: getattr(given, name) for name in EngineArguments().values()}
         options = EngineArguments(preset=self.source.preset, revision=self.source.revision, **values).arguments()
         lines = []

@@ -106,14 +106,16 @@ def command_of(
         return f"{engine} has no layout with ep={mesh.ep} of {mesh.world} ranks"
     more = " --kv-cache-dtype fp8_e4m3" * (kv_dtype != "auto")
     if engine == "vllm":
-        more += f" --max-num-batched-tokens {mixed_batch_tokens}" * bool(mixed_batch_tokens)
+        if mixed_batch_tokens is not None:
+            more += f" --max-num-batched-tokens {mixed_batch_tokens}"
         expert = " --enable-expert-parallel" * (whole and mesh.world > 1)
         dcp = f" --decode-context-parallel-size {mesh.dcp}" * (mesh.dcp > 1)
         data = f" --data-parallel-size {dp}" * (dp > 1)
         return f"vllm serve {model} --tensor-parallel-size {tp}{data}{expert}{dcp}{more}"
     if mesh.dcp > 1:
         return f"sglang has no layout with dcp={mesh.dcp}"
-    more += f" --chunked-prefill-size {(mixed_batch_tokens or 0) * dp} --enable-mixed-chunk" * bool(mixed_batch_tokens)
+    if mixed_batch_tokens is not None:
+        more += f" --chunked-prefill-size {mixed_batch_tokens * dp} --enable-mixed-chunk"
     data = f" --dp-size {dp} --enable-dp-attention" * (dp > 1)
     expert = f" --ep-size {mesh.ep}" * (mesh.ep > 1)
     return f"python -m sglang.launch_server --model-path {model} --tp-size {mesh.world}{data}{expert}{more}"

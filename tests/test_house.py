@@ -23,7 +23,7 @@ ROOMS = {
     "bench": "weft_bench",
 }
 """Each room in the order of imports, with the beginnings of its paths."""
-BUDGETS = {"library": 10_523, "engine": 27_924, "serve": 9_898, "bench": 8_439}
+BUDGETS = {"library": 10_523, "engine": 27_928, "serve": 9_897, "bench": 8_439}
 """Maximum lines of Python; bench has its scripts too. Goals: 9,500, 16,000, 5,000 and 6,000."""
 
 TWINS = """

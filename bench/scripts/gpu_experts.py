@@ -43,10 +43,10 @@ SHAPES = {
 """Experts, choices, width and inner width."""
 CALLS = 4
 """Calls in a graph."""
-Call = Callable[[], object]
+Calls = dict[str, Callable[[], object]]
 
 
-def microseconds(calls: dict[str, Call], turns: int) -> dict[str, float]:
+def microseconds(calls: Calls, turns: int) -> dict[str, float]:
     """Return the median time of each call on the GPU."""
     graphs = {}
     for name, call in calls.items():
@@ -68,8 +68,8 @@ def microseconds(calls: dict[str, Call], turns: int) -> dict[str, float]:
     return {name: round(statistics.median(each[1:]), 2) for name, each in times.items()}
 
 
-def float8(x: Tensor, routing: Callable[[int], Routing], count: int, inner: int, outs: Tensor) -> dict[str, Call]:
-    """Return the calls of each kernel. routing: pairs in tiles of a number of rows."""
+def float8(x: Tensor, routing: Callable[[int], Routing], count: int, inner: int, outs: Tensor) -> tuple[Calls, Calls]:
+    """Return the calls of each kernel, and no others. routing: pairs in tiles of a number of rows."""
 
     def made_up(*shape: int) -> Fp8Weight:
         values = (torch.randn(shape, device="cuda") / shape[-1] ** 0.5).to(FLOAT8)
@@ -84,11 +84,11 @@ def float8(x: Tensor, routing: Callable[[int], Routing], count: int, inner: int,
         "hopper": lambda: fused_experts.experts(rows, wide, gate_up, down, outs[0]),
         "triton": lambda: fused_experts.experts(rows, narrow, gate_up, down, outs[1], *tiles),
         "bfloat16": lambda: fused_experts.experts(x, wide, *plain, outs[2]),
-    }
+    }, {}
 
 
-def mxfp4(x: Tensor, routing: Callable[[int], Routing], count: int, inner: int, outs: Tensor) -> dict[str, Call]:
-    """Return the calls of each kernel and of each tile of a product, with biases and a limit as GPT-OSS has them."""
+def mxfp4(x: Tensor, routing: Callable[[int], Routing], count: int, inner: int, outs: Tensor) -> tuple[Calls, Calls]:
+    """Return the calls of each kernel, and of each tile of a product, with biases and a limit as GPT-OSS has them."""
 
     def made_up(outputs: int, inputs: int) -> Mxfp4:
         values = torch.randint(256, (count, outputs, inputs // 2), device="cuda", dtype=torch.uint8)
@@ -99,17 +99,18 @@ def mxfp4(x: Tensor, routing: Callable[[int], Routing], count: int, inner: int, 
     plain = [torch.stack([dequantise(Mxfp4(*one), x.dtype) for one in zip(*weight, strict=True)]) for weight in packed]
     rest = 7.0, 1.702, *(torch.randn(count, n, device="cuda").to(x.dtype) for n in (2 * inner, x.shape[1]))
     found = routing(tile_rows_of(len(x), len(x) * 4, count))
-    calls: dict[str, Call] = {
+    calls: Calls = {
         "mxfp4": lambda: fused_experts.experts(x, found, *packed, outs[0], None, None, *rest),
         "bfloat16": lambda: fused_experts.experts(x, found, *plain, outs[1], None, None, *rest),
     }
+    tiles: Calls = {}
     for columns, depth, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4)):
         tile = ExpertsTile(columns, depth, warps, stages)
-        calls |= {
+        tiles |= {
             f"up {tuple(tile)}": partial(fused_experts.experts, x, found, *packed, outs[2], tile, None, *rest),
             f"down {tuple(tile)}": partial(fused_experts.experts, x, found, *packed, outs[2], None, tile, *rest),
         }
-    return calls
+    return calls, tiles
 
 
 FORMATS = {"float8": float8, "mxfp4": mxfp4}
@@ -121,17 +122,16 @@ def measure(kind: str, name: str, token_rows: int, turns: int, tiles: bool) -> N
     x = torch.randn(token_rows, width, device="cuda", dtype=torch.bfloat16)
     expert = torch.rand(token_rows, count, device="cuda").topk(k).indices.int()
     weights, outs = torch.rand(token_rows, k, device="cuda"), torch.empty(3, *x.shape, device="cuda", dtype=x.dtype)
-    calls = FORMATS[kind](x, partial(sort_pairs, weights, expert, count), count, inner, outs)
-    cases = {name: call for name, call in calls.items() if " " not in name}
-    medians = microseconds(cases, turns)
+    calls, others = FORMATS[kind](x, partial(sort_pairs, weights, expert, count), count, inner, outs)
+    medians = microseconds(calls, turns)
     rates = {case: round(6 * token_rows * k * width * inner / us / 1e6) for case, us in medians.items()}
     line = {"shape": name, "rows": token_rows, "us": medians, "tflops": rates}
     print(json.dumps(line | {"equal": (outs[0] == outs[1]).float().mean().item()}), flush=True)
-    for case in calls.keys() - cases if tiles else ():
-        with contextlib.suppress(OutOfResources):  # a tile that needs more than the GPU's shared memory
-            line["us"] |= microseconds({case: calls[case]}, 3)
     if tiles:
-        print(json.dumps(line | {"us": dict(sorted(line["us"].items(), key=lambda item: item[1]))}), flush=True)
+        for case, call in others.items():
+            with contextlib.suppress(OutOfResources):  # a tile that needs more than the GPU's shared memory
+                medians |= microseconds({case: call}, 3)
+        print(json.dumps(line | {"us": dict(sorted(medians.items(), key=lambda item: item[1]))}), flush=True)
 
 
 def main() -> None:
